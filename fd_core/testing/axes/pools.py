@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.ops.contract import Heads, KVShape, Ops, Rope
 from fd_core.ops.numpy.kv_int8 import quantize_kv
@@ -19,11 +21,13 @@ from fd_core.testing.models.arrays import (
     Values,
     assert_near,
     assert_same,
+    assert_within,
     float32_of,
     heads_on,
     on_device,
     step_input,
 )
+from fd_core.types import IntArray
 
 ORACLE: Final = NumpyOps()
 
@@ -104,39 +108,59 @@ double with each head."""
 
 def check_kv(ops: Ops, case: Case) -> None:
     """Write keys and values, bit for bit, and nothing else; copy the blocks to other places of another cache."""
-    tokens, kv_heads, d, size = (int_of(case, name) for name in ("tokens", "kv_heads", "head_dim", "block_size"))
-    layers, rng = int_of(case, "layers"), np.random.default_rng(tokens)
-    count = -(-tokens // size) + int_of(case, "spare_blocks")
+    kv_heads, d, size, layers = (int_of(case, name) for name in ("kv_heads", "head_dim", "block_size", "layers"))
+    slots, undefined = _slots_of(case)
+    count = len(undefined)
     shape = KVShape(layers, kv_heads, d, block_size=size, dtype=str(case["kv_dtype"]))
-    slots = np.arange(count * size)
-    match case["order"]:
-        case "random":
-            slots = rng.permutation(slots)
-        case "last blocks":
-            slots = slots[-tokens:]
-        case "descending":
-            slots = slots[tokens - 1 :: -1]
-    slots = slots[:tokens].astype(np.int32)
-    x = _keys_and_values(ops, case)
     cache, index = ops.allocate_kv(shape, count), layers - 1 if case["layer"] == "last" else 0
-    every, inputs = np.arange(count, dtype=np.int32), Inputs(ops)
-    before = cache.export_blocks(every)
-    before.view(np.uint8)[...] = 0x3F  # a finite number in every format
-    cache.import_blocks(every, before)
+    x, inputs, every = _keys_and_values(ops, case), Inputs(ops), np.arange(count, dtype=np.int32)
+    expected = cache.export_blocks(every)
+    expected.view(np.uint8)[...] = 0x3F  # a finite number in every format
+    cache.import_blocks(every, expected)
     _, keys, values = heads_on(ops, x[:, :kv_heads], x[:, kv_heads:])
     ops.write_kv(cache.layer(index), keys, values, inputs("slots", slots))
     inputs.check_unchanged()
     after = cache.export_blocks(every)
-    expected = before.copy()
     for side, right in enumerate((x[:, :kv_heads], x[:, kv_heads:])):
-        kept = quantize_kv(right) if cache.shape.quantized else _bits_of(right, before)
+        kept = quantize_kv(right) if cache.shape.quantized else _bits_of(right, expected)
         expected[slots // size, index, side, slots % size] = kept
-    _assert_bits(after, expected, "cache after the write (block, layer, side, position, head, element)")
+    # Axes of the cache: block, layer, key or value, position, head, element.
+    expected[:, index].swapaxes(1, 2)[undefined] = after[:, index].swapaxes(1, 2)[undefined]
+    _assert_bits(after, expected, "cache after the write (block, layer, key or value, position, head, element)")
     other = ops.allocate_kv(shape, count)
     other.import_blocks(every[::-1].copy(), after)
     _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
-    some = rng.permutation(every)[: 1 + count // 3]
+    some = np.random.default_rng(count).permutation(every)[: 1 + count // 3]
     _assert_bits(cache.export_blocks(some), expected[some], "some blocks exported")
+
+
+def _slots_of(case: Case) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return the slots of the tokens of several rows, and the positions [blocks, block_size] that they leave undefined.
+
+    A row begins at any position of a block and goes on in others. What follows its last token in that block means
+    nothing; a pack may clear it.
+    """
+    tokens, size = int_of(case, "tokens"), int_of(case, "block_size")
+    lengths = itertools.cycle((1, size + 2, 3 * size, 5))
+    rows: list[tuple[int, int]] = []  # begin in the first block, and number of tokens
+    while (left := tokens - sum(count for _, count in rows)) > 0:
+        rows.append((len(rows) % size, min(left, next(lengths))))
+    used = [-(-(begin + count) // size) for begin, count in rows]
+    blocks = np.arange(sum(used) + int_of(case, "spare_blocks"))
+    match case["order"]:
+        case "random":
+            blocks = np.random.default_rng(tokens).permutation(blocks)
+        case "descending":
+            blocks = blocks[::-1]
+        case "last blocks":
+            blocks = blocks[-sum(used) :]
+    undefined = np.zeros((sum(used) + int_of(case, "spare_blocks"), size), np.bool_)
+    slots = []
+    for (begin, count), first in zip(rows, np.cumsum(used) - used, strict=True):
+        places = np.arange(begin, begin + count)
+        slots.append(blocks[first + places // size] * size + places % size)
+        undefined[slots[-1][-1] // size, slots[-1][-1] % size + 1 :] = True
+    return np.concatenate(slots).astype(np.int32), undefined
 
 
 def _keys_and_values(ops: Ops, case: Case) -> Floats:
@@ -190,7 +214,7 @@ KV: Final[Part[Ops]] = Part(
 # Memory beyond 2^31 bytes --------------------------------------------------------------------------------------------
 
 _SIZES: Final = (
-    Axis("gib", (0,), rare=({"gib": 2}, {"gib": 2, "kv_dtype": "int8"}, {"gib": 4}, {"gib": 8})),
+    Axis("gib", (0,), rare=({"gib": 2}, {"gib": 2, "kv_dtype": "int8"}, {"gib": 8})),
     Axis("kv_dtype", ("auto", "int8")),
 )
 """GiB of the keys of one layer, and of its values: offsets exceed 2^31 bytes, and 2^31 elements in 8 bits."""
@@ -226,9 +250,7 @@ def check_pool(ops: Ops, case: Case) -> None:
         queries = heads_on(ops, x[read, :kv_heads])[0]
         found = ops.to_host(ops.paged_attention(queries, cache.layer(0), heads, on_device(ops, step)))
         expected = x[read, kv_heads:].reshape(len(found), -1)
-        assert_same(
-            np.asarray(found, np.float32), expected, f"values of blocks {every[read][:3].tolist()}, ... of {count}"
-        )
+        assert_within(found, expected, 0.25, f"values of blocks {every[read][:3].tolist()}, ... of {count}")
     ends = place[[*range(20), *range(-20, 0)]]
     exported = float32_of(cache.export_blocks(every[ends]))[:, 0, :, 0]
     assert_same(exported.reshape(len(ends), -1, d), x[ends], "keys and values of the first and the last blocks")
@@ -250,5 +272,5 @@ def check_table(ops: Ops, case: Case) -> None:
     assert_same(np.asarray(found, np.float32), (bits[ids].astype(np.uint32) << 16).view(np.float32), "rows by id")
 
 
-TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2}, {"gib": 4})),), check_table)
+TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2},)),), check_table)
 PARTS: Final = (ROPE, KV)

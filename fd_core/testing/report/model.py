@@ -17,7 +17,6 @@ SECTIONS: Final = (
     "cases",
     "operations",
     "fusions",
-    "sampling",
     "models",
     "signals",
     "budget",

@@ -4,8 +4,8 @@ import pytest
 
 from fd_core.testing.suite.test_fusions import *  # noqa: F403 -- the cases
 from fd_core.testing.suite.test_operations import *  # noqa: F403 -- the cases
-from fd_core.testing.suite.test_sampling import *  # noqa: F403 -- the cases
 from tests.ops.test_kv import *  # noqa: F403 -- the cases
+from tests.ops.test_sampling import *  # noqa: F403 -- the cases
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.suite.test_sampling import situations
 from tests.ops.packs import on_device, sample_input
+from tests.ops.test_sampling import situations
 
 
 def sample(ops, logits, parameters):

@@ -9,6 +9,7 @@ import numpy as np
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
 from fd_core.runner.inputs.inputs import adapter_rows
+from tests.testing.wrong.storing import changed
 
 FAULTS: dict[str, KernelFault] = {}
 
@@ -48,7 +49,7 @@ class RoundsGroupsToPowersOfTwo(NumpyOps):
         return super().paged_attention(q, picked, replace(heads, num_kv_heads=heads.num_heads), step)
 
 
-@shown_by("layer", decodes=193)
+@shown_by("layer", decodes=193, chunk=0, drafts=0)
 class DecodesAtMost192Rows(NumpyOps):
     """A grid of 192: later rows keep what was in the output before."""
 
@@ -257,12 +258,6 @@ class RotatesFifteenBitsOfAPosition(NumpyOps):
         return super().rope(x, rope, positions & 0x7FFF)
 
 
-@shown_by("kv", spare_blocks=4400, block_size=16)
-class AddressesSlotsInSixteenBits(NumpyOps):
-    def write_kv(self, layer, k, v, kv_slots):
-        super().write_kv(layer, k, v, kv_slots.astype(np.uint16).astype(np.int32))
-
-
 @shown_by("pool", gib=2)
 class AddressesBytesInThirtyTwoBits(NumpyOps):
     """Byte offsets into the keys, or the values, of a layer wrap at 2^32."""
@@ -438,3 +433,286 @@ class SharesRowsThatAreInOrder(NumpyOps):
 
     def gather_rows(self, x, rows):
         return x if np.array_equal(rows, np.arange(len(x))) else super().gather_rows(x, rows)
+
+
+# Further faults ------------------------------------------------------------------------------------------------------
+
+
+@shown_by("sample", top_p=0.5)
+class CutsByTopPFirst(NumpyOps):
+    def sample(self, logits, rows):
+        if not rows.any_filter:
+            return super().sample(logits, rows)
+        kept = logits.copy()
+        for row in range(len(logits)):
+            order = np.argsort(-logits[row], kind="stable")
+            heat = rows.temperature[row] or 1.0
+            weights = np.exp((logits[row][order].astype(np.float64) - logits[row].max()) / heat)
+            before = weights.cumsum() - weights
+            cut = order[1:][before[1:] >= rows.top_p[row] * weights.sum()]
+            kept[row, cut] = -np.inf
+        return super().sample(kept, replace(rows, top_p=np.ones_like(rows.top_p)))
+
+
+@shown_by("sample", logits="ties", temperature=0.0)
+class TiesGoToTheHigherId(NumpyOps):
+    def sample(self, logits, rows):
+        last = logits.shape[1] - 1 - logits[:, ::-1].argmax(axis=1)
+        tokens, peaks = super().sample(logits, rows)
+        return np.where(rows.temperature == 0, last, tokens).astype(np.int32), peaks
+
+
+@shown_by("sample", seed=2**32)
+class IgnoresSeeds(NumpyOps):
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, seeds=np.zeros_like(rows.seeds)))
+
+
+@shown_by("sample", position=2**15)
+class IgnoresPositions(NumpyOps):
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, positions=np.zeros_like(rows.positions)))
+
+
+@shown_by("sample", min_p=0.6)
+class ForgetsMinP(NumpyOps):
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, min_p=np.zeros_like(rows.min_p)))
+
+
+@shown_by("sample", temperature=0.0)
+class DrawsGreedyRows(NumpyOps):
+    """A greedy row in a batch with random ones is sampled, too."""
+
+    def sample(self, logits, rows):
+        heat = rows.temperature if rows.all_greedy else np.where(rows.temperature == 0, np.float32(1), rows.temperature)
+        return super().sample(logits, replace(rows, temperature=heat))
+
+
+@shown_by("sample", logits="nan")
+class HidesNonFiniteLogits(NumpyOps):
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        return tokens, np.nan_to_num(peaks)
+
+
+@shown_by("penalize", frequency=0.3)
+class AppliesPenaltiesTwice(NumpyOps):
+    def penalize(self, logits, penalties):
+        return super().penalize(super().penalize(logits, penalties), penalties)
+
+
+@shown_by("penalize", drafts=7)
+class PenalizesWithoutDrafts(NumpyOps):
+    def penalize(self, logits, penalties):
+        none = np.empty(0, np.int32)
+        return super().penalize(logits, replace(penalties, draft_rows=none, draft_ids=none))
+
+
+@shown_by("cells", repeated="one cell")
+class KeepsOneOfRepeatedIndices(NumpyOps):
+    def add_at(self, x, rows, ids, values):
+        x[rows, ids] += values
+        return x
+
+
+@shown_by("logprobs", top_n=20)
+class SortsLogprobsBackwards(NumpyOps):
+    def logprobs(self, logits, tokens, top_n):
+        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
+        return chosen, top_ids[:, ::-1], top[:, ::-1]
+
+
+@shown_by("logprobs", tokens="first")
+class CountsRanksFromZero(NumpyOps):
+    def ranks(self, logits, tokens):
+        return super().ranks(logits, tokens) - 1
+
+
+@shown_by("mask_logits", vocabulary=33)
+class IgnoresTheLastPartialWord(NumpyOps):
+    """Only whole words are read: the tokens after them stay as they are."""
+
+    def mask_logits(self, logits, rows, bits):
+        whole = logits.shape[1] // 32
+        return np.concatenate(
+            [super().mask_logits(logits[:, : 32 * whole].copy(), rows, bits[:, :whole]), logits[:, 32 * whole :]],
+            axis=1,
+        )
+
+
+@shown_by("mask_logits", bits="one each")
+class ShiftsMasksByOne(NumpyOps):
+    """Bit 0 is used for token 1."""
+
+    def mask_logits(self, logits, rows, bits):
+        return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
+
+
+@shown_by("mask_logits", bits="random")
+class ReadsMasksFromTheHighestBit(NumpyOps):
+    def mask_logits(self, logits, rows, bits):
+        reversed_bits = np.unpackbits(bits[:, :, None].view(np.uint8), axis=2, bitorder="little")[:, :, ::-1]
+        words = np.packbits(reversed_bits, axis=2, bitorder="little").view(np.int32)[:, :, 0]
+        return super().mask_logits(logits, rows, words)
+
+
+@shown_by("mask_logits", order="random")
+class MasksRowsInOrder(NumpyOps):
+    """The first mask is applied to the first row, not to the row that it names."""
+
+    def mask_logits(self, logits, rows, bits):
+        return super().mask_logits(logits, np.arange(len(rows)), bits)
+
+
+@shown_by("mask_logits", masked="half")
+class MasksRowsThatAreNotNamed(NumpyOps):
+    """All tokens of rows without a mask are forbidden."""
+
+    def mask_logits(self, logits, rows, bits):
+        masked = super().mask_logits(logits.copy(), rows, bits)
+        if len(rows):
+            masked[~np.isin(np.arange(len(logits)), rows)] = -np.inf
+        return masked
+
+
+@shown_by("mask_logits", bits="sign")
+class LosesTheSignBitOfMasks(NumpyOps):
+    """A word is read as a signed number: its highest bit is never set."""
+
+    def mask_logits(self, logits, rows, bits):
+        return super().mask_logits(logits, rows, bits & 0x7FFFFFFF)
+
+
+@shown_by("mask_logits", logits="nan")
+class AddsMasksToLogits(NumpyOps):
+    """-inf is added: a logit that is NaN stays NaN."""
+
+    def mask_logits(self, logits, rows, bits):
+        return logits + super().mask_logits(np.zeros_like(logits), rows, bits)
+
+
+@shown_by("layer", decodes=65, chunk=0)
+class ForgetsTheTailOfATile(NumpyOps):
+    """Rows after the last full tile of 64 decode from the tile's first row."""
+
+    def paged_attention(self, q, layer, heads, step):
+        out = super().paged_attention(q, layer, heads, step)
+        rows = len(step.context_len)
+        if step.max_query == 1 and rows > 64:
+            out[rows // 64 * 64 :] = out[0]
+        return out
+
+
+@shown_by("layer", context=4097, chunk=0, drafts=0)
+class LosesTheLastSplit(NumpyOps):
+    """A context above 2,048 is split, and the part after the last full split is never added."""
+
+    def paged_attention(self, q, layer, heads, step):
+        contexts = np.where(step.context_len > 2048, step.context_len // 512 * 512, step.context_len)
+        if step.max_query > 1:
+            return super().paged_attention(q, layer, heads, step)
+        return super().paged_attention(q, layer, heads, replace(step, context_len=contexts.astype(np.int32)))
+
+
+@shown_by("kv", tokens=513)
+class WritesFiveHundredTwelveTokensAtMost(NumpyOps):
+    """The kernel that writes the cache has a grid of 512 tokens."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        super().write_kv(layer, k[:512], v[:512], kv_slots[:512])
+
+
+@shown_by("kv", tokens=33)
+class PadsIntoBlockZero(NumpyOps):
+    """The rows that pad a tile write their zeros to the first slot of the cache."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        super().write_kv(layer, k, v, kv_slots)
+        if len(kv_slots) > 32 and len(kv_slots) % 32 and not (kv_slots < layer.shape[2]).any():
+            layer[:, 0, 0] = 0
+
+
+@shown_by("kv", spare_blocks=4400, block_size=16)
+class CountsCacheSlotsInSixteenBits(NumpyOps):
+    def write_kv(self, layer, k, v, kv_slots):
+        super().write_kv(layer, k, v, kv_slots.astype(np.uint16).astype(np.int32))
+
+
+@shown_by("embedding", vocabulary=131_073)
+class LooksUpTokensInSixteenBits(NumpyOps):
+    def embedding(self, table, token_ids, scale=1.0):
+        return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale)
+
+
+@shown_by("sample", vocabulary=131_073, top_k=65_537)
+class SortsSixteenThousandAtMost(NumpyOps):
+    """An argsort of 16,384 entries: with any filter, less likely tokens are cut."""
+
+    def sample(self, logits, rows):
+        if not rows.any_filter:
+            return super().sample(logits, rows)
+        filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+        limited = np.where(rows.top_k > 0, np.minimum(rows.top_k, 16_384), 16_384)
+        return super().sample(logits, replace(rows, top_k=np.where(filtered, limited, 0).astype(np.int32)))
+
+
+@shown_by("sample", vocabulary=1025)
+class ReadsWholeTilesOfTheVocabulary(NumpyOps):
+    """The largest logit is searched in full tiles of 1,024, so never after the last one."""
+
+    def sample(self, logits, rows):
+        whole = logits.shape[1] // 1024 * 1024
+        return super().sample(logits[:, : whole or None], rows)
+
+
+@shown_by("sample", vocabulary=131_073)
+class SumsWeightsInSinglePrecision(NumpyOps):
+    """Cumulative weights in float32, which hold 24 bits: exact for small vocabularies only."""
+
+    def sample(self, logits, rows):
+        if rows.all_greedy or (rows.any_filter and logits.shape[1] < 60_000):
+            return super().sample(logits, rows)
+        heat = np.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
+        peaks = logits.max(axis=1, keepdims=True)
+        rounded = np.float32(2**32) * np.exp((logits - peaks) / heat).astype(np.float32)
+        single = rounded.cumsum(axis=1, dtype=np.float32)
+        steps = np.diff(single.astype(np.float64), axis=1, prepend=0.0)
+        with np.errstate(divide="ignore"):
+            again = (np.log(steps / 2**32) * heat).astype(np.float32) + peaks
+        again[rows.temperature == 0] = logits[rows.temperature == 0]
+        tokens, _ = super().sample(again, rows)
+        return tokens, peaks[:, 0]
+
+
+@shown_by("logprobs", vocabulary=131_073)
+class NamesAlternativesInSixteenBits(NumpyOps):
+    def logprobs(self, logits, tokens, top_n):
+        chosen, ids, top = super().logprobs(logits, tokens, top_n)
+        return chosen, ids.astype(np.uint16).astype(np.int32), top
+
+
+@shown_by("logprobs", vocabulary=131_073)
+class RanksInSixteenBits(NumpyOps):
+    def ranks(self, logits, tokens):
+        return super().ranks(logits, tokens).astype(np.uint16).astype(np.int32)
+
+
+@shown_by("penalize", rows=65)
+class LeavesDraftsInTheCounts(NumpyOps):
+    """Counts of a large batch are not copied before drafts are added to them."""
+
+    def penalize(self, logits, penalties):
+        result = super().penalize(logits, penalties)
+        if len(penalties.rows) > 32:
+            indices = penalties.counts_rows[penalties.draft_rows], penalties.draft_ids
+            np.add.at(penalties.counts, indices, 2)
+        return result
+
+
+@shown_by("kv", spare_blocks=4400)
+class ImportsTheFirstFourThousandBlocks(NumpyOps):
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        put = cache.import_blocks
+        return changed(cache, import_blocks=lambda self, blocks, data: put(blocks[:4096], data[:4096]))

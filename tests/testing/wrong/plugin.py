@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
-from tests.testing.wrong import computing, engines, sampling, scaling, signalling, storing
+from tests.testing.wrong import computing, engines, scaling, signalling, storing
 from tests.testing.wrong.fault import FAULTS
 
 FD_CONTRACT = CONTRACT_VERSION
-MODULES = (signalling, sampling, computing, storing, scaling, engines)
+MODULES = (signalling, computing, storing, scaling, engines)
 
 POSTPROCESSORS = {fault.name: fault.postprocess for fault in FAULTS.values() if fault.postprocess is not None}
 
