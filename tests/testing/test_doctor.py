@@ -17,8 +17,9 @@ import pytest
 
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.report.doctor.checks import CHECKS, SIZES
-from fd_core.testing.report.doctor.examine import copy_bandwidth, examine
+from fd_core.testing.axes import layers, parts, pools, products, routing, sampling
+from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES
+from fd_core.testing.report.doctor.examine import copy_bandwidth, examine, examine_cases
 from fd_core.testing.report.doctor.runs import OpFinding
 from tests.plugin_sites import GOOD, Site
 
@@ -33,10 +34,9 @@ def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, rea
     return {check.case: examine(ops, check, SMALL, limits or {}, None, read_output) for check in chosen}
 
 
-@pytest.mark.parametrize("size", SIZES[:2], ids=lambda size: size.name)
-def test_oracle_has_no_findings(size):
+def test_oracle_has_no_findings():
     for check in CHECKS:
-        found = examine(NumpyOps(), check, size, {}, None)
+        found = examine(NumpyOps(), check, SMALL, {}, None)
         assert (found.outcome, found.fell_back) == ("ok", ""), found
 
 
@@ -81,7 +81,7 @@ class WrongInOne(NumpyOps):
 
 
 def test_deviation_from_the_oracle_is_reported_with_its_size():
-    assert "error" in findings(WrongInOne(), "rms_norm")[""].reason
+    assert "off by" in findings(WrongInOne(), "rms_norm")[""].reason
     sampled = findings(WrongInOne(), "sample")
     assert {case: found.outcome for case, found in sampled.items()} == {
         "greedy": "ok",
@@ -90,6 +90,26 @@ def test_deviation_from_the_oracle_is_reported_with_its_size():
     }
     assert findings(WrongInOne(), "verify")[""].reason == "expected shape (5,), got (5, 1)"
     assert findings(WrongInOne(), "add")[""].outcome == "ok"
+
+
+class RanksLargeVocabulariesWrong(NumpyOps):
+    def ranks(self, logits, tokens):
+        return super().ranks(logits, tokens) + (logits.shape[1] > 60_000)
+
+
+def test_operation_is_examined_in_cases_of_the_kit(monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", set())
+    [check] = [check for check in PART_CHECKS if check.primitive == "logprobs"]
+    found = examine_cases(RanksLargeVocabulariesWrong(), check, {}, "mychip")
+    assert (found.primitive, found.case, found.outcome) == ("logprobs", "cases", "wrong")
+    assert "repeat: fdcore conformance mychip --case logprobs:vocabulary=" in found.reason
+    assert examine_cases(NumpyOps(), check, {}, "mychip").outcome == "ok"
+
+
+def test_every_operation_of_the_kit_has_cases_in_the_doctor():
+    modules = (layers, pools, products, routing, sampling)
+    found = {part.name for module in modules for part in vars(module).values() if isinstance(part, parts.Part)}
+    assert found - {"pool", "table"} == {check.part.name for check in PART_CHECKS}
 
 
 class OnDevice(np.ndarray):
@@ -235,7 +255,7 @@ def test_command_reports_faulty_operations_despite_crashes(tmp_path):
         "ok",
         "crash",
     ]
-    assert [outcomes["write_rows", "float32", size.name] for size in SIZES] == ["hang"] * 3
+    assert [outcomes["write_rows", "float32", size.name] for size in SIZES] == ["hang"] * len(SIZES)
     assert outcomes["make_ops", "bfloat16", ""] == "missing"
     assert "signal 11" in run.stdout
     assert "libchip.so: cannot open" in run.stdout

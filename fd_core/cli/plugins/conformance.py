@@ -188,10 +188,11 @@ def doctor(
 ) -> None:
     """Test each operation of a backend by itself, and report operations that are missing, wrong, slow or on the host.
 
-    Every operation is computed in each dtype that the backend offers, in three sizes, and compared with numpy as the
-    conformance kit compares it. The largest is timed against a floor: the bytes that must move, at the bandwidth of a
-    copy on the same device. It runs in a separate process, so an operation that ends the process is reported like any
-    other. The exit code is 0 if all operations pass, and 4 if one is missing or wrong.
+    Every operation is computed in each dtype that the backend offers, in two sizes and in cases of the conformance kit,
+    and compared with numpy; a failing case is reduced to the values that matter. The largest size is timed against a
+    floor: the bytes that must move, at the bandwidth of a copy on the same device. It runs in a separate process, so an
+    operation that ends the process is reported like any other. The exit code is 0 if all operations pass, and 4 if one
+    is missing or wrong.
     """
     import msgspec
     from rich.console import Console
@@ -205,8 +206,14 @@ def doctor(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
+        shown = ""
+
         def show(what: str, done: int, total: int) -> None:
+            nonlocal shown
             progress.update(task, description=what, completed=done, total=total or None)
+            if not console.is_terminal and what != shown:
+                print(f"{done + 1} of {total}: {what}", flush=True)
+            shown = what
 
         report = run_doctor(backend, show, only or ())
     _print(report, console)
@@ -243,7 +250,7 @@ def _print(report: DoctorReport, console: Console) -> None:
         console.print(Text(f"{where}: {finding.outcome}: {plain(finding.reason)}", "red"), soft_wrap=True)
     for reason in dict.fromkeys(finding.reason for finding in report.findings if finding.outcome == "limit"):
         console.print(Text(f"skipped: {plain(reason)}", "yellow"), soft_wrap=True)
-    names = dict.fromkeys(f"{finding.primitive} {finding.case}".rstrip() for finding in bad)
+    names = dict.fromkeys(f"{finding.primitive} {finding.case}".removesuffix("cases").rstrip() for finding in bad)
     verdict = f"missing or wrong: {', '.join(names)}" if names else "all operations are present and correct"
     if not names and not report.well:
         verdict = "nothing could be tested"

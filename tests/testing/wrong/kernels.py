@@ -34,7 +34,7 @@ def shown_by(part: str, **values: object):
 # Layers --------------------------------------------------------------------------------------------------------------
 
 
-@shown_by("layer", group=6)
+@shown_by("layer", group=6, chunk=0, drafts=0)
 class RoundsGroupsToPowersOfTwo(NumpyOps):
     """Query heads are mapped to KV heads by a shift; the last ones read a head too many."""
 
@@ -107,7 +107,7 @@ class SharesTheScaleOfHeads(NumpyOps):
             super().write_kv(layer, k, v, kv_slots)
 
 
-@shown_by("layer", shared_blocks=20)
+@shown_by("layer", shared_blocks=20, chunk=0, drafts=0)
 class ReadsSharedBlocksOnce(NumpyOps):
     """Common blocks are loaded for the first row of a tile of eight only."""
 

@@ -446,7 +446,7 @@ class PublishesNoEvictions(Changed):
 
 @breaks("5.4", "storage:test_values_that_the_store_lost_are_stored_again")
 class IgnoresLostValues(Changed):
-    """What a store evicted is believed to be stored, and never saved again."""
+    """Evicted values are believed to be stored, and never saved again."""
 
     def complete(self, completion):
         return None if isinstance(completion, NotStored) else super().complete(completion)

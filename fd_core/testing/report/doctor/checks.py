@@ -14,6 +14,9 @@ from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Ro
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.axes import pools, products, routing, sampling
+from fd_core.testing.axes.layers import LAYERS
+from fd_core.testing.axes.parts import Part
 from fd_core.testing.models.arrays import (
     Values,
     activations,
@@ -44,7 +47,6 @@ class Size(NamedTuple):
 
 SIZES: Final = (
     Size("small", 5, Geometry(hidden=64, inner=96, experts=5), context=20, vocabulary=1003),
-    Size("odd", 37, Geometry(heads=6, kv_heads=3, d=20, hidden=130, inner=66, experts=7, block_size=16), 150, 5003),
     Size(
         "large",
         64,
@@ -53,7 +55,7 @@ SIZES: Final = (
         vocabulary=70_001,
     ),
 )
-"""The last one is timed."""
+"""The last one is timed; cases of the kit cover the sizes between, see `PART_CHECKS`."""
 
 
 class Prepared(NamedTuple):
@@ -80,6 +82,36 @@ class OpCheck(NamedTuple):
     """Required abilities, which a backend may lack."""
     kv_dtype: str = "auto"
     """KV dtype of the check, which a pack may not support."""
+
+
+class PartCheck(NamedTuple):
+    """An operation in the cases of a part of the kit."""
+
+    primitive: str
+    part: Part[Ops]
+    asks: tuple[str, ...] = ("primitives",)
+    """Required abilities, which a backend may lack."""
+
+
+PART_CHECKS: Final = (
+    PartCheck("from_host, to_host", products.TRANSFER, ()),
+    PartCheck("embedding", products.EMBEDDING),
+    PartCheck("rms_norm", products.NORM),
+    PartCheck("linear", products.LINEAR),
+    PartCheck("lora", routing.LORA),
+    PartCheck("logits_of", products.HEAD),
+    PartCheck("rope", pools.ROPE),
+    PartCheck("write_kv", pools.KV, ("primitives", "kv_transfer")),
+    PartCheck("moe", routing.MOE, ("primitives", "moe")),
+    PartCheck("sample", sampling.SAMPLE, ()),
+    PartCheck("penalize", sampling.PENALIZE, ()),
+    PartCheck("mask_logits", sampling.MASK, ()),
+    PartCheck("logprobs", sampling.SCORES, ()),
+    PartCheck("verify", sampling.VERIFY, ()),
+    PartCheck("add_at", sampling.CELLS),
+    PartCheck("attention", LAYERS, ("primitives", "kv_transfer")),
+)
+"""Parts of the kit by operation; `CELLS` also gathers and writes rows, and `LAYERS` calls all fusions."""
 
 
 def _width(ops: Ops) -> int:

@@ -21,14 +21,17 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, FdError
 from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.axes.parts import cases_of, supported_by
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import assert_near
-from fd_core.testing.report.doctor.checks import CHECKS, SIZES, OpCheck, Size
+from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES, OpCheck, PartCheck, Size
 from fd_core.testing.report.doctor.runs import OpFinding, PackDescribed, PackRefused, ProbeBegun
 
 _ORACLE: Final = NumpyOps()
 _FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)
 _COPIED: Final = (4096, 2048)
+_SECONDS_OF_A_PART: Final = 2.0
+"""Time after which no further case of a part is begun."""
 
 HostCalls = Callable[[], str]
 """Return the process's error output since the last call."""
@@ -71,6 +74,25 @@ def examine(
     except Exception as error:  # noqa: BLE001 - a vendor's kernel may raise anything
         return msgspec.structs.replace(found, outcome="missing", reason=_line(f"{type(error).__name__}: {error}"))
     return found
+
+
+def examine_cases(ops: Ops, check: PartCheck, limits: Mapping[str, str], backend: str) -> OpFinding:
+    """Check an operation in cases of the kit until one fails, which is reduced, or the time is over. Never raises."""
+    found = OpFinding(primitive=check.primitive, case="cases", dtype=ops.dtype, size="", outcome="ok")
+    for ability in check.asks:
+        if ability in limits:
+            return msgspec.structs.replace(found, outcome="limit", reason=f"{ability}: {limits[ability]}")
+    cases, _ = cases_of(check.part)
+    begun, done = time.perf_counter(), 0
+    try:
+        for case in cases:
+            done += 1
+            case.with_only(supported_by(ops, limits)).check(ops, f"fdcore conformance {backend}")
+            if time.perf_counter() - begun > _SECONDS_OF_A_PART:
+                break
+    except AssertionError as error:
+        found = msgspec.structs.replace(found, outcome="wrong", reason=_line(str(error), 1000))
+    return msgspec.structs.replace(found, size=f"{done} of {len(cases)} cases")
 
 
 def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: list[npt.NDArray[Any]]) -> None:
@@ -128,8 +150,8 @@ def _place(array: Array) -> str:
     return ""
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _line(text: str, length: int = 300) -> str:
+    return " ".join(text.split())[:length]
 
 
 def _new_words(path: Path) -> HostCalls:
@@ -159,9 +181,16 @@ def _events(text: str, begin: int, read_output: HostCalls, only: frozenset[str])
             yield PackRefused(_line(f"{type(error).__name__}: {error}"), by_config=False)
             return
         bandwidth = copy_bandwidth(ops)
-        work = [(check, size) for check in CHECKS if not only or check.primitive in only for size in SIZES]
+        work: list[tuple[OpCheck | PartCheck, Size | None]] = [(check, size) for check in CHECKS for size in SIZES]
+        work += [(check, None) for check in PART_CHECKS]
+        work = [(check, size) for check, size in work if not only or check.primitive in only]
         yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
         for number, (check, size) in enumerate(work[begin:], begin):
+            if isinstance(check, PartCheck):
+                yield ProbeBegun(number, check.primitive, "cases", size="")
+                yield examine_cases(ops, check, target.limits, text)
+                continue
+            assert size is not None
             yield ProbeBegun(number, check.primitive, check.case, size=size.name)
             yield examine(ops, check, size, limits=target.limits, bandwidth=bandwidth, read_output=read_output)
 

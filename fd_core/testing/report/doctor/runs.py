@@ -19,7 +19,8 @@ from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.report.doctor.checks import CHECKS
 
-_DTYPES: Final = ("float32", "bfloat16")
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+"""Dtypes that are examined; the last one only if a backend has none of the others."""
 _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
 """Seconds without an event after which a check counts as hanging."""
 _TALKATIVE: Final = {"GLOG_vmodule": "kernel_factory=6"}
@@ -127,6 +128,8 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
         if target.config().dtype == "auto":
             texts = {dtype: f"{text}{',' if ':' in text else ':'}dtype={dtype}" for dtype in _DTYPES}
         for dtype, each in texts.items():
+            if dtype == _DTYPES[-1] and any(isinstance(event, PackDescribed) for event in found):
+                continue
             found += _examine(each, dtype, only, folder=Path(name) / dtype, progress=progress)
     return DoctorReport(
         fd_core=fd_core.__version__,

@@ -216,7 +216,7 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
 @pytest.mark.law("8")
 @pytest.mark.parametrize("waits_for", ["nothing", "grammars", "some_grammars", "lookups"])
 def test_policy_determines_the_next_admission(target: SchedulerTarget, waits_for: str) -> None:
-    """What requests waited for does not change the order of those that are ready."""
+    """The order of ready requests does not depend on what they waited for."""
     if waits_for == "lookups":
         target.require("storage")
     every = {"grammars": 1, "some_grammars": 2}.get(waits_for, 10)
