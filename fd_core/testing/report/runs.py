@@ -162,7 +162,9 @@ def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> 
     run = _Run()
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
-        environment = os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
+        # Not those of a run of pytest that this one is part of.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment = inherited | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
         progress(target, 0, 0)
         for arguments in options.processes():
             run.begin(arguments)

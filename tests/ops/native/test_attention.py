@@ -16,8 +16,10 @@ KEPT = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat
 
 
 def layer_on(ops, contexts, kv_dtype="auto", window=None):
-    geometry = Geometry(heads=6, kv_heads=2, d=20, hidden=16, inner=16, block_size=32, window=window, kv_dtype=kv_dtype)
-    return LayerOn(ops, geometry, [(1, context) for context in contexts], 34 if min(contexts) > 34 * 32 else 0)
+    shared = 34 if min(contexts) > 34 * 32 else 0
+    sizes = {"heads": 6, "kv_heads": 2, "d": 20, "hidden": 16, "inner": 16, "block_size": 32, "shared_blocks": shared}
+    geometry = Geometry(**sizes, window=window, kv_dtype=kv_dtype)
+    return LayerOn(ops, geometry, [(1, context) for context in contexts])
 
 
 def attend(layer, indices, count, ops=None):
