@@ -181,8 +181,8 @@ class Driver:
         running = len(self.auditor.live)
         self.victims.chosen.clear()
         plan, effects = self.scheduler.plan()
-        self._check_victims(plan, running)
         self.auditor.planned(plan, effects)
+        self._check_victims(plan, running)
         self.tiers.perform(effects.operations)
         if plan is not None:
             self.plans.append(plan)
