@@ -162,7 +162,7 @@ def check_linear(ops: Ops, case: Case) -> None:
         else:
             results.append(pack.gated_linear(device, weight, gated))  # type: ignore[arg-type]
     tolerance = PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else None
-    assert_near(ops, results[0], results[1], tolerance)
+    assert_near(ops, results[0], results[1], tolerance, at_least=0.1 if gated else 0.5)
 
 
 _LINEAR_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("inputs")}
@@ -203,7 +203,7 @@ def check_head(ops: Ops, case: Case) -> None:
             results.append(pack.logits_of(device, head, softcap))  # type: ignore[arg-type]
     found = np.asarray(ops.to_host(results[0]))
     assert found.dtype == np.float32, f"logits are {found.dtype}, expected float32"
-    assert_near(ops, results[0], results[1])
+    assert_near(ops, results[0], results[1], at_least=0.5)
 
 
 _HEAD_EDGES: Final = {"hidden": Edge("hidden"), "vocab_size": Edge("vocabulary")}
