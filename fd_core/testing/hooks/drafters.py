@@ -87,6 +87,7 @@ class DrafterSuite:
         require(sizes[1] < sizes[0] + 100, "8", f"{sizes[0]:,} objects after 8 requests, {sizes[1]:,} after 408")
 
     @pytest.mark.timing
+    @pytest.mark.timing
     @pytest.mark.fd_alone
     @pytest.mark.law("8")
     @pytest.mark.parametrize("text", ["constant", "periodic", "random"])

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
+from typing import Final
 
 import numpy as np
 import pytest
 
+_CLOCKS: Final = {"time": 1, "monotonic": 1, "perf_counter": 1, "time_ns": 10**9, "monotonic_ns": 10**9}
+"""Clocks, with their units per second."""
+
 
 @contextmanager
 def another_world(shift: int) -> Iterator[None]:
-    """Perturb clocks and random generators of the process, which a pure policy does not use."""
+    """Perturb random generators of the process, and its clocks, which go back and forth: a pure policy uses neither."""
+    hours = itertools.cycle((0, 5, -3, 8, -1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        for clock in ("time", "monotonic", "perf_counter"):
-            reading = getattr(time, clock)() + 3600 * shift
-            patch.setattr(time, clock, lambda reading=reading: reading)
+        for clock, unit in _CLOCKS.items():
+            reading = getattr(time, clock)() + 3600 * unit * shift
+            patch.setattr(time, clock, lambda reading=reading, hour=3600 * unit: reading + hour * next(hours))
         states = random.getstate(), np.random.get_state()
         random.seed(shift)
         np.random.seed(shift)

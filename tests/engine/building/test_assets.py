@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -14,14 +15,15 @@ from fd_core.engine.llm import LLM
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models import catalog
 from fd_core.testing.models.checkpoints import ENGINE_CASE, write_checkpoint
+from fd_core.text.tokenizer import byte_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = write_checkpoint(ENGINE_CASE, tmp_path / "model")
-    (made / "generation_config.json").write_text(
-        '{"temperature": 0.6, "top_k": 20, "do_sample": true, "bos_token_id": 1}'
-    )
+    byte_tokenizer().backend.save(str(made / "tokenizer.json"))
+    values = {"temperature": 0.6, "top_k": 20, "do_sample": True, "bos_token_id": 1}
+    (made / "generation_config.json").write_text(json.dumps(values))
     return made
 
 

@@ -36,7 +36,7 @@ class RanksByClock(Fcfs):
     noticed_by = "test_order"
 
     def rank(self, request):
-        return (int(time.monotonic() * 1e6) * (-1 if time.time() % 7200 > 3600 else 1), request.arrival)
+        return (time.monotonic_ns(), request.arrival)
 
 
 class RanksByChance(Fcfs):
