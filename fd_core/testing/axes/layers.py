@@ -93,7 +93,7 @@ _MAX_ELEMENTS: Final = 6e6
 def rows_of(case: Case) -> list[tuple[int, int]]:
     """Return (tokens, context) of each row: decodes of `context` tokens and of fewer, and chunks among them.
 
-    The first chunk comes after a context, the others are shorter and begin their prompts.
+    The first chunk follows a context, the others are shorter and begin their prompts.
     """
     context, decodes, chunk = int_of(case, "context"), int_of(case, "decodes"), int_of(case, "chunk")
     tokens = 1 + int_of(case, "drafts")

@@ -158,7 +158,7 @@ EXCUSED: Final[Mapping[str, str]] = {
 }
 """Fields of the contract that no axis varies, with the reason."""
 EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
-"""Axes whose effect on a text cannot be told from rounding in lower precision."""
+"""Axes whose effect on a text is indistinguishable from rounding in lower precision."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
 _SLACK: Final = 4.0
@@ -303,7 +303,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
 
 
 def _tokens_of(case: Case, index: int) -> int:
-    """Return how many tokens a request generates, so that a batch shrinks as the case says."""
+    """Return how many tokens a request generates, so that a batch shrinks as the case specifies."""
     last = _int(case, "requests") - 1
     place = index % (last + 1)
     return (

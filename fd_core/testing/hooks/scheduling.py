@@ -25,7 +25,7 @@ _REQUESTS = 400
 _CONSTANT = 60
 """Objects that it may hold more than at the start."""
 _PATIENCE = 200
-"""Admissions of later requests that may come before a request."""
+"""Admissions of later requests that may precede a request."""
 _ROWS: Final[Case] = {"rows": 9, "oldest": 0, "tokens": "mixed", "gained": "mixed", "again": "some", "block": 16}
 
 

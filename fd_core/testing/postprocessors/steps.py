@@ -75,7 +75,7 @@ _PERIOD: Final = 61
 _MAX_CELLS: Final = 1e6
 """Cells of all matrices of a case."""
 _MAX_BLOCKS_PER_STEP: Final = 0.02
-"""Objects that a step may leave behind, from noise of other threads."""
+"""Most objects that may remain after the steps, created by other threads."""
 _REJECTED: Final = {"empty": (-1, 0), "released": (PREEMPTED_TOKEN_ID, PREEMPTED_TOKEN_ID + 1), "lowest": (-(2**31), 9)}
 
 
@@ -204,7 +204,7 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
             instance.step()
     left, counted = sys.getallocatedblocks() - blocks, _int(case, "steps") - 4 * _HELD
     if counted > _HELD and left > counted * _MAX_BLOCKS_PER_STEP:
-        broken("1", f"{counted} steps left {left} objects behind: a step keeps nothing")
+        broken("1", f"{left} objects remain after {counted} steps; a step must retain none")
     for instance in (ours, *more):
         instance.end()
 

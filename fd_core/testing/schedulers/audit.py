@@ -372,7 +372,7 @@ class Auditor:
                 continue
             request.overtaken += 1
             most = _MAX_OVERTAKEN + 4 * (len(request.tokens) // self.limits.max_num_batched_tokens)
-            what = f"{request.name} waits while {request.overtaken} plans admitted requests that come after it"
+            what = f"{request.name} waits while {request.overtaken} plans admitted later requests"
             require(request.overtaken <= most, "2.2", f"{what}, expected at most {most}")
 
     def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, occupancies: bool) -> None:
@@ -608,8 +608,8 @@ class Auditor:
         tokens = job.token_ids.tolist()
         require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} fetches the KV of other tokens")
         for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
-            told, right = getattr(job, name), getattr(spec, name)
-            require(told == right, "6.3", f"{what}: expected {name} {right!r}, got {told!r}")
+            found, right = getattr(job, name), getattr(spec, name)
+            require(found == right, "6.3", f"{what}: expected {name} {right!r}, got {found!r}")
         count = -(-len(tokens) // size) - job.held_blocks
         require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks, expected {count}")
 
