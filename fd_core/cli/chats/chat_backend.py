@@ -42,8 +42,9 @@ class SamplingOptions:
         """Return the parameters of an answer of at most `room` tokens."""
         asked = {"temperature": self.temperature, "top_p": self.top_p}
         values = {"temperature": 0.7, "top_p": 0.95} | defaults.sampling()
+        longest = (defaults.max_new_tokens or room) if self.max_tokens is None else self.max_tokens
         return SamplingParams(
-            max_tokens=min(room, self.max_tokens or defaults.max_new_tokens or room),
+            max_tokens=min(room, longest),
             **values | {name: value for name, value in asked.items() if value is not None},
             seed=secrets.randbits(64) if self.seed is None else self.seed,
         )
@@ -118,7 +119,7 @@ class ServerChatBackend:
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
         # Unlike chats, completions have a short default length in this API.
-        longest = {} if options.max_tokens else {"max_tokens": 256}
+        longest = {"max_tokens": 256} if options.max_tokens is None else {}
         return self._generate("/v1/completions", {"prompt": prompt, **longest}, options)
 
     async def _generate(

@@ -295,6 +295,7 @@ class WritesInPlace(DiskStore):
             with path.open("wb", buffering=0) as file:
                 for start in range(0, len(value), 4096):
                     file.write(value[start : start + 4096])
+                    time.sleep(0.001)  # so that the writer is always killed in the middle of a value
         return len(values)
 
 
