@@ -167,7 +167,8 @@ def test_stream_survives_the_death_of_its_engine(monkeypatch: pytest.MonkeyPatch
         assert [answer.status for answer in refused] == [503, 503]
         assert (refused[1].error["code"], refused[1].headers["retry-after"]) == ("engine_dead", "5")
         found = samples(server)
-        assert (found["fdcore_requests_requeued_total"], found["fdcore_engine_epoch"]) == (2, 2)
+        assert found["fdcore_engine_epoch"] == 2
+        assert found["fdcore_requests_requeued_total"] in (1, 2), "one of the two may have ended before the kill"
         wait_until_idle(server, 2)
 
 

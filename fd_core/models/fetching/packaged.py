@@ -156,7 +156,7 @@ class PackagedModel:
     member: str
     sha256: str
     size: int
-    generation: GenerationDefaults
+    generation: GenerationDefaults = GenerationDefaults()
     """Sampling parameters that the authors recommend."""
 
     def path(self, cache: Path) -> Path:

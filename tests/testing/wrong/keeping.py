@@ -441,6 +441,7 @@ class OverwritesValuesOfOneSize(DiskStore):
                         raise FileNotFoundError
                     for start in range(0, len(value), 4096):
                         file.write(value[start : start + 4096])
+                        time.sleep(0.001)  # so that every reader finds a value half written
             except FileNotFoundError:
                 new.append((key, parts))
         return len(values) - len(new) + super().put(new, timeout)
