@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import ClassVar
@@ -11,6 +12,8 @@ from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_
 from fd_core.backends.memory import available_memory
 from fd_core.backends.probing import import_pack, missing
 from fd_core.ops.contract import Ops
+
+_log = logging.getLogger(__name__)
 
 
 class ProcessorBackend(Backend):
@@ -25,7 +28,7 @@ class ProcessorBackend(Backend):
         return available_memory() // (4 * self.config.num_ranks)
 
     def describe(self) -> str:
-        return f"CPU, {self.threads} threads, {self.kernels}"
+        return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}, {self.kernels}"
 
     @classmethod
     def device_assignments(cls, count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
@@ -94,6 +97,8 @@ class ReferenceBackend(ProcessorBackend):
         from fd_core.ops.numpy.ops import NumpyOps
 
         self.requested_dtype("float32")
+        if self.config.backend == "auto":
+            _log.warning("the slow numpy backend computes, because %s", CpuBackend.probe().reason)
         self.dtype_reason = self.limits["bfloat16"]
         return NumpyOps()
 

@@ -151,7 +151,7 @@ class PaddleBackend(Backend):
         return free_device_memory(self.place)
 
     def describe(self) -> str:
-        cpu = f"CPU, {self.threads} threads, Paddle eager"
+        cpu = f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}, Paddle eager"
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: no evidence for the hardware"
         return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"

@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from fd_core.errors import FdError
 
+STARTED: Final = time.monotonic()
+"""Time at which the command began to run."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 

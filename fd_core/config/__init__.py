@@ -205,6 +205,7 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Listener and access control of the OpenAI-compatible server."""
 
     served_model_names: tuple[str, ...] = ()
+    verbose: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.backends.cpu import CpuBackend
+from fd_core.backends.cpu import CpuBackend, ReferenceBackend
 from fd_core.cli.serving.summary import summary
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.errors import ConfigError
@@ -76,3 +76,14 @@ def test_float16_is_rejected_with_alternative(native: bool) -> None:
         CpuBackend(EngineConfig(model="m", dtype="float16", native_kernels=native)).make_ops()
     assert refused.value.field == "--dtype"
     assert refused.value.hint == "bfloat16 takes as much memory"
+
+
+def test_fallback_to_numpy_names_the_command_that_installs_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fd_core.backends.cpu.missing", lambda *names: names)
+    ReferenceBackend(EngineConfig(model="m")).make_ops()
+    assert "pip install 'fd-core[cpu]'" in caplog.text
+    caplog.clear()
+    ReferenceBackend(EngineConfig(model="m", backend="reference")).make_ops()
+    assert caplog.text == "", "it was selected by name"

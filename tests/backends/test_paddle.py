@@ -87,7 +87,7 @@ def test_cpu_is_not_reported_as_emulated(seen):
     seen(PaddleDevices("3.4"))
     backend = CpuPaddleBackend(EngineConfig(model="m", num_threads=1))
     assert not backend.emulated
-    assert backend.describe() == "CPU, 1 threads, Paddle eager"
+    assert backend.describe() == "CPU, 1 thread, Paddle eager"
     assert backend.free_memory() > 0
     with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, got bfloat16"):
         CpuPaddleBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()

@@ -6,11 +6,12 @@ import contextlib
 import importlib
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_errors
+from fd_core.cli.report import STARTED, interrupts_end_it, outlive_hangups, reports_errors
 from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.errors import EngineDead
 
@@ -100,7 +101,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         from rich.console import Console
 
         from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
-        from fd_core.cli.serving.summary import show_summary, summary
+        from fd_core.cli.serving.summary import brief, show_brief, show_summary, summary
         from fd_core.http.connections.listening import settle
         from fd_core.http.connections.tls import ServingTls
         from fd_core.http.hosts import HostRules
@@ -123,7 +124,12 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
         def ready(url: str) -> None:
             rows = summary(client.info, server, url, tools=chosen.tools, reasoning=chosen.reasoning)
-            show_summary(console, rows)
+            if server.verbose:
+                show_summary(console, rows)
+            else:
+                seconds = time.monotonic() - STARTED
+                has_template = model.template is not None
+                show_brief(console, brief(rows, client.info, server, url, chat=has_template, seconds=seconds))
             settle()
             announce(url)
 

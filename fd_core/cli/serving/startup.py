@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
 
 _PHASES: Final = {
-    "prepare": "Preparing kernels (compiled once, about a minute)",
+    "prepare": "Preparing kernels",
     "load": "Loading weights",
     "warmup": "Warming up",
     "quantize": "Quantizing",
 }
+_SECONDS_BETWEEN_LINES: Final = 10.0
+"""Interval of progress lines where there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class StartupBars(ProgressSink):
 
     def start(self, description: str, total_bytes: int | None) -> None:
         """Begin a download."""
-        self._download = self._bars.add_task(description, total=total_bytes, amount="")
+        self._download = self._begin(description, total_bytes)
 
     def advance(self, count: int) -> None:
         """Count downloaded bytes."""
@@ -77,14 +80,22 @@ class StartupBars(ProgressSink):
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Show the progress of a phase of the engine's start."""
         if phase not in self._phases:
-            self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
+            self._phases[phase] = self._begin(_PHASES.get(phase, phase), total)
         amount = _megabytes(done, total) if phase in ("load", "quantize") else f"{done}/{total}"
         self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
+
+    def _begin(self, description: str, total: int | None) -> TaskID:
+        if self._bars.disable:
+            self._bars.console.print(description, markup=False, highlight=False)
+        return self._bars.add_task(description, total=total, amount="")
 
 
 @contextlib.contextmanager
 def startup_bars(console: Console | None = None) -> Iterator[StartupBars]:
-    """Show bars on stderr or `console` while the block runs; on anything but a terminal, show none."""
+    """Show bars on stderr or `console` while the block runs.
+
+    Anything but a terminal gets a line for each phase instead, and one every ten seconds while it lasts.
+    """
     console = console or Console(stderr=True)
     bars = Progress(
         SpinnerColumn(),
@@ -96,8 +107,21 @@ def startup_bars(console: Console | None = None) -> Iterator[StartupBars]:
         transient=True,
         disable=not console.is_terminal,
     )
-    with bars:
-        yield StartupBars(bars)
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LINES):
+            for task in (task for task in bars.tasks if not task.finished):
+                line = f"{task.description}: {task.fields['amount']} after {task.elapsed or 0:.0f} s"
+                console.print(line, markup=False, highlight=False)
+
+    if bars.disable:
+        threading.Thread(target=report, name="startup-lines", daemon=True).start()
+    try:
+        with bars:
+            yield StartupBars(bars)
+    finally:
+        ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +148,7 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
         name = {"auto": fitting, "none": None}.get(asked, asked)
         loaded.append(None if name is None else installed_plugins().load(kind, name))
         descriptions.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
-        if asked == "auto" and name is None:
+        if asked == "auto" and name is None and template is not None:
             descriptions[-1] = f"none: no {kind.word} is known for this chat template; set one with {kind.flag}"
     return ChosenParsers(Parsers(*loaded), *descriptions)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,6 +17,56 @@ from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
 
 _LOUD: Final = "WARNING: "
 """Prefix of a value that is highlighted."""
+_IF_SET: Final = ("LoRA adapters", "Engines", "Role", "Registers with")
+"""Rows that exist only if the user asked for them, so that even a short summary has them."""
+
+
+def brief(
+    rows: list[tuple[str, str]], info: EngineInfo, server: ServerConfig, url: str, *, chat: bool, seconds: float
+) -> list[tuple[str, str]]:
+    """Return the lines of `summary` and others that a user needs first.
+
+    `chat` is True if the model has a chat template; `seconds` is the duration of the start.
+    """
+    seqs = max(1, min(info.max_num_seqs, info.num_kv_blocks * info.block_size // info.max_model_len))
+    requests = f"{seqs:,} request{'s' if seqs > 1 else ''} of {info.max_model_len:,} tokens"
+    held = f"KV {_megabytes(info.kv_cache_bytes)} for {requests}"
+    weights = sum(use.nbytes for use in info.weights)
+    why = info.backend_reason.partition(":")[0].partition(";")[0]
+    return [
+        ("Model", f"{info.model}, {info.num_parameters / 1e6:,.1f} M parameters"),
+        ("Device", f"{info.device.partition(' (')[0]} (backend {info.backend}, {why})"),
+        ("Memory", f"weights {_megabytes(weights)}, {held}" if weights else held),
+        *((label, value) for label, value in rows if label in _IF_SET or value.startswith(_LOUD)),
+        ("API", f"{url}/v1, page: {url}/"),
+        ("Try", _curl(info, server, url, chat=chat)),
+        ("Ready", f"in {seconds:.1f} s; Ctrl-C stops the server after running requests have finished"),
+    ]
+
+
+def _curl(info: EngineInfo, server: ServerConfig, url: str, *, chat: bool) -> str:
+    """Return a command that sends a request, for a shell."""
+    model: dict[str, object] = {"model": (server.served_model_names or (info.model,))[0]}
+    if not info.generates:
+        path, body = "embeddings", {**model, "input": "Hello"}
+    elif chat:
+        path, body = "chat/completions", {**model, "messages": [{"role": "user", "content": "Hello"}]}
+    else:
+        path, body = "completions", {**model, "prompt": "Hello", "max_tokens": 16}
+    key = ' -H "Authorization: Bearer $KEY"' if server.requires_keys else ""
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
+def show_brief(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Print one line for each row, however narrow the terminal is: a wrapped command cannot be copied."""
+    width = 2 + max(len(label) for label, _ in rows)
+    for label, value in rows:
+        style = "bold red" if value.startswith(_LOUD) else None
+        console.print(f"{label:{width}}{value}", style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(

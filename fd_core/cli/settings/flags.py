@@ -468,6 +468,7 @@ SERVER_FLAGS: Final = (
         name="--served-model-name",
         repeated=True,
     ),
+    Flag("verbose", "Show all properties and limits of the engine at start, not only the most important ones."),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", parser=jinja),
     Flag("trust_request_chat_template", "Accept chat templates in requests and run them in a sandbox."),
     Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from fd_core.cli.serving.summary import show_summary, summary
+from fd_core.cli.serving.summary import brief, show_brief, show_summary, summary
 from fd_core.config import ServerConfig
 from fd_core.engine.process.messages import EngineInfo
 from fd_core.ops.weights import WeightUse
@@ -88,3 +91,41 @@ def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineI
         "embedding in bfloat16 (0.5 M, 1 MB)",
     ]
     assert "Weights" not in rows_of(info), "a model without weights has no such line"
+
+
+def lines_of(info: EngineInfo, server: ServerConfig, width: int = 60) -> dict[str, str]:
+    out = io.StringIO()
+    url = "http://127.0.0.1:8000"
+    rows = brief(summary(info, server, url), info, server, url, chat=True, seconds=2.44)
+    show_brief(Console(file=out, width=width), rows)
+    return {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in out.getvalue().splitlines()}
+
+
+def test_short_summary_has_a_line_for_each_first_question(info: EngineInfo) -> None:
+    roomy = msgspec.structs.replace(info, num_kv_blocks=10_000, max_num_seqs=8, max_model_len=1024)
+    lines = lines_of(roomy, ServerConfig())
+    assert list(lines) == ["Model", "Device", "Memory", "API", "Try", "Ready"]
+    assert lines["Memory"].endswith("for 8 requests of 1,024 tokens")
+    assert lines["API"] == "http://127.0.0.1:8000/v1, page: http://127.0.0.1:8000/"
+    assert lines["Ready"].startswith("in 2.4 s; Ctrl-C stops")
+
+
+def test_short_summary_counts_requests_of_full_length(info: EngineInfo) -> None:
+    small = msgspec.structs.replace(info, num_kv_blocks=64, block_size=16, max_model_len=1000)
+    assert lines_of(small, ServerConfig())["Memory"].endswith("for 1 request of 1,000 tokens")
+
+
+def test_short_summary_shows_what_the_user_asked_for_and_failures(info: EngineInfo) -> None:
+    unusual = msgspec.structs.replace(info, lora_folder="/adapters", kv_store="no answer", kv_store_answers=False)
+    lines = lines_of(unusual, ServerConfig(data_parallel_size=2), width=300)
+    assert {"LoRA", "Engines", "KV"} <= set(lines)
+    assert "WARNING: no answer" in lines["KV"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"api_keys": ("s3cret",)}, {"served_model_names": ("it's",)}])
+def test_copied_command_is_one_line_that_a_shell_reads(info: EngineInfo, changes: dict[str, Any]) -> None:
+    command = shlex.split(lines_of(info, ServerConfig(**changes))["Try"])
+    assert command[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(command[-1])["model"] == (*changes.get("served_model_names", ()), info.model)[0]
+    assert ("Authorization: Bearer $KEY" in command) == ("api_keys" in changes)
+    assert "s3cret" not in " ".join(command)
