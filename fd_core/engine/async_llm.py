@@ -84,6 +84,14 @@ class AsyncLLM(RequestMaker):
         prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
         return self.generate(prompt, params, **options)
 
+    async def pause(self) -> None:
+        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
+        await self._running().pause()
+
+    async def resume(self) -> None:
+        """Continue every request where it was paused."""
+        await self._running().resume()
+
     def _running(self) -> EngineClient:
         if self._client is None:
             raise BadRequest("the model is not loaded yet: use `async with AsyncLLM(...) as llm`", field="model")

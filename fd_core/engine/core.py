@@ -16,9 +16,10 @@ from fd_core.effects.port import EffectPort
 from fd_core.engine.building.kv_offload import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
-from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats
+from fd_core.engine.process import messages
+from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.tracing.writer import TraceWriter
-from fd_core.errors import BadRequest
+from fd_core.errors import BadRequest, FdError
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.ops.weights import Adapter
 from fd_core.runner.observing import ObserverThread
@@ -31,6 +32,9 @@ from fd_core.types.kv_events import KVEvent
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Notified of the requests that enter a slot, before a step computes them."""
+
+Controlled = Callable[[FdError | None], None]
+"""Called once an order is carried out, or with the reason why it is not: then nothing has changed."""
 
 EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | None, CompilerStats | None]]
 """Storage, transfers and the grammar compiler of one engine, as one port."""
@@ -119,13 +123,15 @@ class Engine:
         self._observer = observer
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans in flight, with their submission times."""
+        self._orders: deque[tuple[ControlOrder, Controlled]] = deque()
+        """Orders that wait until nothing is in a slot, oldest first."""
         self._admitted = admitted
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
         """Return True if a step would make progress, now or after something in flight completes."""
-        return self._scheduler.has_work or bool(self._in_flight)
+        return self._scheduler.has_work or bool(self._in_flight or self._orders)
 
     def submit(self, spec: RequestSpec) -> list[Delta]:
         """Queue a request; one that can never run gets its last delta at once."""
@@ -145,6 +151,10 @@ class Engine:
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
         return self.abort(self._scheduler.request_ids())
+
+    def control(self, order: ControlOrder, done: Controlled) -> None:
+        """Carry out an order and call `done`: at once, or in a later step when every request was preempted for it."""
+        self._orders.append((order, done))
 
     def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
         """Add a LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
@@ -185,6 +195,8 @@ class Engine:
             self._device.check()
         if self._adapters.leaving:
             self._adapters.sweep(self._scheduler.request_ids(), self._hold)
+        if self._orders:
+            self._carry_out()
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
@@ -272,6 +284,39 @@ class Engine:
             self._observer.close()
         if self._trace is not None:
             self._trace.close(self._nanoseconds())
+
+    def _carry_out(self) -> None:
+        """Carry out the orders, in order; most of them wait until nothing is in a slot and no KV is being saved."""
+        while self._orders:
+            order, done = self._orders[0]
+            error: FdError | None = None
+            try:
+                if not isinstance(order, messages.ChangeAdapters | messages.ResumeGeneration) and not self._drained():
+                    return
+                self._apply(order)
+            except FdError as failure:
+                error = failure
+            self._orders.popleft()
+            if not self.info.paused:
+                self._scheduler.resume()
+            done(error)
+
+    def _drained(self) -> bool:
+        """Preempt every running request; return True once no slot is occupied and no block is read or written."""
+        self._scheduler.pause()
+        held = self._scheduler.held()
+        return not (self._in_flight or held.running or held.loading or held.draining or held.fenced)
+
+    def _apply(self, order: ControlOrder) -> None:
+        match order:
+            case messages.ChangeAdapters(name, None):
+                self.unload_adapter(name)
+            case messages.ChangeAdapters(name, str(path)):
+                self.load_adapter(name, Path(path))
+            case messages.PauseGeneration():
+                self.info = msgspec.structs.replace(self.info, paused=True)
+            case messages.ResumeGeneration():
+                self.info = msgspec.structs.replace(self.info, paused=False)
 
     def _complete(self) -> list[Delta]:
         """Process completed jobs and operations outside steps; return the last deltas of requests that they ended."""

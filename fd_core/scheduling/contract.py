@@ -19,6 +19,7 @@ import msgspec
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.effects.operations import Completion, Effects
+from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.operations.kv_offloading import OffloadCounters, OffloadSelection, Pace
@@ -153,6 +154,17 @@ class Scheduler(abc.ABC):
         A scheduler without operations does nothing.
         """
         return None
+
+    def pause(self) -> None:
+        """Preempt every running request with the next plans, and admit none until `resume`. Idempotent.
+
+        Requests keep their tokens and the order in which they wait, new ones may be added, and all may be aborted.
+        Raises `BadRequest` if this scheduler cannot pause.
+        """
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot pause; start the server with another --scheduler")
+
+    def resume(self) -> None:  # noqa: B027 - a scheduler that cannot pause has nothing to resume
+        """Admit requests again. Idempotent."""
 
     @abc.abstractmethod
     def request_ids(self) -> list[str]:

@@ -149,13 +149,20 @@ class SingleEngineClient(abc.ABC):
         """True if the engine died and another one will resume its requests."""
         self._failure_reason = "the engine is not running"
         self._changes: dict[int, asyncio.Future[None]] = {}
-        """Adapter changes that the engine has not acknowledged, by ticket."""
+        """Orders that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
+        self._standing: tuple[messages.ControlOrder, ...] = ()
+        """Orders for a restarted engine, which give it the state of the one before."""
 
     @property
     def active_requests(self) -> int:
         """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._aborting)
+
+    @property
+    def computes(self) -> bool:
+        """True if the engine has requests that it may compute: then it must not be silent."""
+        return self.active_requests > 0 and not self.info.paused
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -226,12 +233,24 @@ class SingleEngineClient(abc.ABC):
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
+        await self.control(messages.ChangeAdapters(name, path))
+
+    async def pause(self) -> None:
+        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
+        await self.control(messages.PauseGeneration())
+
+    async def resume(self) -> None:
+        """Continue every request where it was paused."""
+        await self.control(messages.ResumeGeneration())
+
+    async def control(self, order: messages.ControlOrder) -> None:
+        """Return once the engine has carried out an order. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
             raise EngineDead(self._failure_reason)
         ticket = next(self._tickets)
         self._changes[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._send(messages.ChangeAdapters(ticket, name, path))
+            self._send(messages.Control(ticket, order))
             await self._changes[ticket]
         finally:
             del self._changes[ticket]
@@ -244,9 +263,10 @@ class SingleEngineClient(abc.ABC):
     def _send(self, message: messages.ClientMessage) -> None:
         """Send a message to the engine without blocking."""
 
-    def _adapters_changed(self, answer: messages.AdaptersChanged) -> None:
-        self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
-        modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
+    def _controlled(self, answer: messages.Controlled) -> None:
+        self.info = answer.info
+        self._standing = (messages.PauseGeneration(),) if answer.info.paused else ()
+        modules = tuple(f"{each.name}={each.path}" for each in answer.info.adapters)
         self._config = msgspec.structs.replace(self._config, lora_modules=modules)
         waiting = self._changes.get(answer.ticket)
         if waiting is None or waiting.done():
@@ -257,8 +277,10 @@ class SingleEngineClient(abc.ABC):
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
     def _engine_ready(self, info: messages.EngineInfo) -> None:
-        """Resume the requests of the previous epoch, now that an engine is ready."""
+        """Resume the requests of the previous epoch, now that an engine is ready; a paused one stays paused."""
         self.info = info
+        for order in self._standing:
+            self._send(messages.Control(next(self._tickets), order))
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:

@@ -130,8 +130,8 @@ class ProcessClient(SingleEngineClient):
         match message := _DECODER.decode(frame):
             case messages.StepEvents():
                 self._dispatch(message)
-            case messages.AdaptersChanged():
-                self._adapters_changed(message)
+            case messages.Controlled():
+                self._controlled(message)
             case messages.Ready(info):
                 self._ready.set()
                 self._engine_ready(info)
@@ -156,9 +156,9 @@ class ProcessClient(SingleEngineClient):
         silent = 0.0
         try:
             while not death.done():
-                serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
+                serving, received, busy = self._ready.is_set(), socket.received, self.computes
                 await asyncio.wait({death}, timeout=pause)
-                expected = not serving or (busy and self.active_requests > 0)
+                expected = not serving or (busy and self.computes)
                 # Polls are counted, not seconds: this process may have been suspended itself.
                 silent = silent + pause if expected and socket.received == received else 0.0
                 allowed = watchdog if serving else _START_SECONDS

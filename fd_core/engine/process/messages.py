@@ -84,6 +84,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterInfo, ...] = ()
     lora_folder: str | None = None
     """Folder from which more may be loaded; None for none."""
+    paused: bool = False
+    """True if requests wait for `ResumeGeneration`."""
     epoch: int = 1
 
 
@@ -182,19 +184,37 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
     """Load a LoRA adapter, or unload the one of that name."""
 
-    ticket: int
-    """Returned in the response."""
     name: str
     path: str | None
     """None unloads."""
 
 
-class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
-    """The response to `ChangeAdapters`."""
+class PauseGeneration(msgspec.Struct, frozen=True, tag="pause"):
+    """Preempt every running request and admit none; all of them wait until `ResumeGeneration`."""
+
+
+class ResumeGeneration(msgspec.Struct, frozen=True, tag="resume"):
+    """Admit requests again."""
+
+
+ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration
+"""Changes of a running engine that an operator may order."""
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """An order for the engine."""
 
     ticket: int
-    adapters: tuple[AdapterInfo, ...]
-    """All adapters that requests may select now."""
+    """Returned in the response."""
+    order: ControlOrder
+
+
+class Controlled(msgspec.Struct, frozen=True, tag="controlled"):
+    """The response to `Control`, once the order is carried out or has failed."""
+
+    ticket: int
+    info: EngineInfo
+    """Properties of the engine from now on."""
     error: str | None = None
     field: str | None = None
 
@@ -205,8 +225,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ClientMessage = Start | Submit | Abort | ChangeAdapters | Shutdown
-EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault
+ClientMessage = Start | Submit | Abort | Control | Shutdown
+EngineMessage = StepEvents | Controlled | Ready | Progress | Fault
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

@@ -228,6 +228,12 @@ _PROBE: Final = Route("probe", _GET)
 _WORK: Final = Route("key", forwarded=True)
 _BOTH: Final = ("GET", "POST")
 
+ON_EVERY_WORKER: Final = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/pause", "/pause", "/v1/resume", "/resume"),
+)
+"""Changes of a server, which a router sends to all of its workers."""
+
 ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/", "/status", "/status.json", "/openapi.json", "/load", "/version", "/metrics"), _PAGE),
     **dict.fromkeys(("/health", "/ready"), _PROBE),
@@ -241,7 +247,8 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/tokenizer_info", "/get_model_info"), Route("key", _GET, forwarded=True)),
     **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), Route("key", _GET)),
     "/v1/abort_requests": Route("key"),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), Route("admin")),
+    **dict.fromkeys(ON_EVERY_WORKER, Route("admin")),
+    **dict.fromkeys(("/v1/control", "/is_paused"), Route("admin", _GET)),
     **dict.fromkeys(("/v1/files", "/v1/batches"), Route("key", _BOTH)),
     "/v1/files/{file_id}": Route("key", ("DELETE", "GET")),
     **dict.fromkeys(("/v1/files/{file_id}/content", "/v1/batches/{batch_id}"), Route("key", _GET)),

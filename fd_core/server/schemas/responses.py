@@ -243,6 +243,13 @@ class AdapterAnswer(msgspec.Struct):
     message: str
 
 
+class ControlAnswer(msgspec.Struct):
+    """State of the engine that control endpoints change."""
+
+    is_paused: bool
+    """True if requests wait for /v1/resume."""
+
+
 class LoadAnswer(msgspec.Struct):
     """Load of the server, in requests."""
 
