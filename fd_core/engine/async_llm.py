@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from fd_core.engine.clients.launch import open_client
@@ -91,6 +92,14 @@ class AsyncLLM(RequestMaker):
     async def resume(self) -> None:
         """Continue every request where it was paused."""
         await self._running().resume()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        await self._running().reset_prefix_cache()
+
+    async def update_weights(self, path: str | Path, version: str | None = None) -> None:
+        """Replace the weights by those in a folder, of the same shapes; running requests continue with them."""
+        await self._running().update_weights(str(path), version)
 
     def _running(self) -> EngineClient:
         if self._client is None:

@@ -17,7 +17,7 @@ from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
-from fd_core.errors import ModelError
+from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import spec_of
@@ -130,6 +130,29 @@ class Computing:
             with open_checkpoint(self._path) as checkpoint:
                 self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
         return self.backend.load_model(self._path, self.ops, lambda done, total: self._progress("load", done, total))
+
+    def reload(self, path: Path) -> Model:
+        """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
+        for where, given in (
+            ("several ranks", self._config.num_ranks > 1),
+            ("a pair of workers", self._config.role != "mixed"),
+            (self._owner, not self.backend.updates_weights),
+        ):
+            if given:
+                raise BadRequest(f"weights cannot be updated on {where} yet; restart the server with the new weights")
+        try:
+            model = self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+        except (ConfigError, MemoryError) as error:
+            raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
+        for name in ("architecture", "vocab_size", "num_parameters", "state_size"):
+            before, after = getattr(self.model, name), getattr(model, name)
+            if before != after:
+                raise ModelError(f"{path}: {name} is {after}, but the served model has {before}; use the same shapes")
+        size = self._config.block_size
+        if model.kv_shape(size) != self.model.kv_shape(size) or model.max_positions < self.model.max_positions:
+            raise ModelError(f"{path}: its layers, KV heads or context length differ from those of the served model")
+        self.model = model
+        return model
 
     @property
     def max_positions(self) -> int:

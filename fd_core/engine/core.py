@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from fd_core.backends.contract import Model
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
@@ -72,6 +74,10 @@ class PrefillPace:
         return operations.PrefillPaceMeasured(self._token)
 
 
+def _refuse(path: Path) -> Model:
+    raise BadRequest(f"this engine has no weights that {path} could replace")
+
+
 class EngineProbe(msgspec.Struct, frozen=True):
     """Internal components of one engine, for audits and tests: modifying them may break every invariant."""
 
@@ -100,18 +106,23 @@ class Engine:
         *,
         watchdog_seconds: float,
         prefill_token: float,
+        load_model: Callable[[Path], Model] = _refuse,
         admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
         observer: ObserverThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill_token`: seconds per prompt token before the first request; `clock` in seconds."""
+        """`prefill_token`: seconds per prompt token before the first request; `load_model`: loads weights of the same
+        shapes, see `Computing.reload`; `clock` in seconds.
+        """
         self.info = info
         self._scheduler = scheduler
         self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
         self._adapters = adapters
+        self._load_model = load_model
+        self._num_updates = 0
         self.kv_events: list[KVEvent] = []
         """Prefixes added to and evicted from the device cache since `take_kv_events`."""
         self.prefill_traces: list[PrefillTrace] = []
@@ -317,6 +328,14 @@ class Engine:
                 self.info = msgspec.structs.replace(self.info, paused=True)
             case messages.ResumeGeneration():
                 self.info = msgspec.structs.replace(self.info, paused=False)
+            case messages.ResetPrefixCache():
+                self._perform(self._scheduler.forget_prefixes())
+            case messages.UpdateWeights(path, version):
+                self._device.perform(lambda runner: runner.replace_model(self._load_model(Path(path))))
+                self._num_updates += 1
+                # No other process, and no later one, may find KV of these weights under the name of their version.
+                self._perform(self._scheduler.change_weights(secrets.token_bytes(16)))
+                self.info = msgspec.structs.replace(self.info, weight_version=version or str(self._num_updates))
 
     def _complete(self) -> list[Delta]:
         """Process completed jobs and operations outside steps; return the last deltas of requests that they ended."""

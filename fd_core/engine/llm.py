@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +25,9 @@ from fd_core.engine.process.messages import (
     EngineInfo,
     EngineStats,
     PauseGeneration,
+    ResetPrefixCache,
     ResumeGeneration,
+    UpdateWeights,
 )
 from fd_core.engine.vectors import (
     INSTRUCTION,
@@ -417,6 +420,14 @@ class LLM(RequestMaker):
     def resume(self) -> None:
         """Accept requests again."""
         self._control(ResumeGeneration())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        self._control(ResetPrefixCache())
+
+    def update_weights(self, path: str | Path, version: str | None = None) -> None:
+        """Replace the weights by those in a folder, of the same shapes; `version` names them in `info`."""
+        self._control(UpdateWeights(str(path), version))
 
     def _control(self, order: ControlOrder) -> None:
         self._require_idle()

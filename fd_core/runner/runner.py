@@ -175,13 +175,9 @@ class Runner:
         self.cache = ops.allocate_kv(cache_shape(model, limits.block_size, kv_cache_dtype), limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
-        self._forward = ops.compile(model.forward)
-        self._states = ops.compile_states(model.states)
-        self._head = model.head
+        self._compile(model)
         self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
-        self.adapters = RunnerAdapters(ops, model, self.cache)
-        """Only changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
@@ -192,6 +188,20 @@ class Runner:
         self._failed: dict[tuple[int, int], str] = {}
         """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
         request."""
+
+    def replace_model(self, model: Model) -> None:
+        """Compute with other weights of the same shapes. Only called while no slot is occupied."""
+        held = self.adapters.held
+        self._compile(model)
+        if held:
+            self.adapters.replace(held)
+
+    def _compile(self, model: Model) -> None:
+        self._forward = self.ops.compile(model.forward)
+        self._states = self.ops.compile_states(model.states)
+        self._head = model.head
+        self.adapters = RunnerAdapters(self.ops, model, self.cache)
+        """Only changed between steps, on the thread that executes them."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step: launch it, and wait for it."""

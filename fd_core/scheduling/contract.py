@@ -166,6 +166,17 @@ class Scheduler(abc.ABC):
     def resume(self) -> None:  # noqa: B027 - a scheduler that cannot pause has nothing to resume
         """Admit requests again. Idempotent."""
 
+    def forget_prefixes(self) -> Effects:
+        """Forget the prefixes in the device cache. Called while it is paused and no slot is occupied."""
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot forget prefixes")
+
+    def change_weights(self, nonce: bytes) -> Effects:
+        """Forget all KV, which other weights computed: nothing that is stored under earlier keys is used again.
+
+        Called while it is paused and no slot is occupied. `nonce` distinguishes the keys of KV from now on.
+        """
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot change weights")
+
     @abc.abstractmethod
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""

@@ -187,6 +187,25 @@ class ContinuousBatchingScheduler(Scheduler):
         """Admit requests again."""
         self._planner.paused = False
 
+    def forget_prefixes(self) -> effects.Effects:
+        """Forget the prefixes in the device cache; KV outside the device stays."""
+        self._pool.forget_prefixes()
+        return self._effects()
+
+    def change_weights(self, nonce: bytes) -> effects.Effects:
+        """Forget all KV: waiting requests recompute theirs under new keys."""
+        self._pool.forget_prefixes()
+        self._prefixes.change_weights(nonce)
+        for request in self._requests.values():
+            self._admission_planner.remove(request)
+            spec = request.spec
+            request.root = self._prefixes.root(spec.cache_salt, spec.adapter)
+            request.chain.clear()
+            request.stored = request.stored_on_host = 0
+            request.save = None
+            self._admission_planner.enqueue(request)
+        return self._effects()
+
     def plan(self) -> tuple[StepPlan | None, effects.Effects]:
         """Decide the next step."""
         plan = None

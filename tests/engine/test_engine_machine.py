@@ -144,6 +144,15 @@ class EngineMachine(RuleBasedStateMachine):
     def resume(self) -> None:
         self.stepper.scheduler.resume()
 
+    @rule()
+    def change_weights(self) -> None:
+        """The same text goes on, because the scripted model has no weights."""
+        self.pause()
+        while (held := self.stepper.scheduler.held()).running or held.draining or held.loading or held.fenced:
+            self.step()
+        self.stepper.perform(self.stepper.scheduler.change_weights(b"other"))
+        self.resume()
+
     def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
         return [self.stepper.request_in(slot) for slot in np.flatnonzero(which).tolist()]
 

@@ -148,6 +148,7 @@ class _EngineBuilder:
             adapters=adapters,
             watchdog_seconds=self._config.watchdog_seconds,
             prefill_token=prefill_token,
+            load_model=self._computing.reload,
             admitted=admitted,
             trace=trace,
             observer=self._observer_thread(),
@@ -316,6 +317,7 @@ class _EngineBuilder:
             structured_output=config.structured_output,
             adapters=self._adapters.infos,
             lora_folder=config.lora_folder,
+            weights_folder=config.weights_folder,
             epoch=self._epoch,
         )
 

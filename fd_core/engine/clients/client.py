@@ -30,6 +30,8 @@ _MAX_FAILED_STARTS = 5
 _FIRST_SECONDS = 1.0
 """Pause after the first failed start, in seconds; it doubles with each further one."""
 _LONGEST_SECONDS = 60.0
+_STATE = -1
+"""Ticket of the orders that give a restarted engine the state of the one before."""
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
@@ -60,6 +62,8 @@ class DeltaStream(AsyncIterator[Delta]):
         self._wake: asyncio.Future[None] | None = None
         self.done = False
         """True if the last delta was read, or the reader has left."""
+        self.weight_version = ""
+        """Name of the weights that computed the last delta; empty before the first."""
         self.submitted = time.perf_counter()
         """Time of submission, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
@@ -67,6 +71,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def push(self, delta: Delta) -> None:
         """Append the next delta."""
+        self.weight_version = self._client.info.weight_version
         self._pending.append(delta)
         if self._on_news is not None:
             self._on_news(delta)
@@ -148,11 +153,13 @@ class SingleEngineClient(abc.ABC):
         self.restarts = False
         """True if the engine died and another one will resume its requests."""
         self._failure_reason = "the engine is not running"
-        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._changes: dict[int, tuple[messages.ControlOrder, asyncio.Future[None]]] = {}
         """Orders that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
-        self._standing: tuple[messages.ControlOrder, ...] = ()
-        """Orders for a restarted engine, which give it the state of the one before."""
+        self._weights: messages.UpdateWeights | None = None
+        """The last update, which a restarted engine receives first; None before any."""
+        self._paused = False
+        """True if a restarted engine has to be paused."""
 
     @property
     def active_requests(self) -> int:
@@ -243,17 +250,26 @@ class SingleEngineClient(abc.ABC):
         """Continue every request where it was paused."""
         await self.control(messages.ResumeGeneration())
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        await self.control(messages.ResetPrefixCache())
+
+    async def update_weights(self, path: str, version: str | None = None) -> None:
+        """Replace the weights between two steps by those in a folder, of the same shapes; requests continue with them.
+
+        `version` names them in answers, by default the number of updates. Raises `BadRequest`, and then nothing has
+        changed.
+        """
+        await self.control(messages.UpdateWeights(path, version))
+
     async def control(self, order: messages.ControlOrder) -> None:
         """Return once the engine has carried out an order. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
             raise EngineDead(self._failure_reason)
         ticket = next(self._tickets)
-        self._changes[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(messages.Control(ticket, order))
-            await self._changes[ticket]
-        finally:
-            del self._changes[ticket]
+        self._changes[ticket] = order, asyncio.get_running_loop().create_future()
+        self._send(messages.Control(ticket, order))
+        await self._changes[ticket][1]
 
     @abc.abstractmethod
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -265,11 +281,20 @@ class SingleEngineClient(abc.ABC):
 
     def _controlled(self, answer: messages.Controlled) -> None:
         self.info = answer.info
-        self._standing = (messages.PauseGeneration(),) if answer.info.paused else ()
         modules = tuple(f"{each.name}={each.path}" for each in answer.info.adapters)
         self._config = msgspec.structs.replace(self._config, lora_modules=modules)
-        waiting = self._changes.get(answer.ticket)
-        if waiting is None or waiting.done():
+        if answer.ticket == _STATE:
+            if answer.error is not None:
+                self._retire(f"the restarted engine cannot continue with the current weights: {answer.error}")
+            return
+        order, waiting = self._changes.pop(answer.ticket)
+        if answer.error is None:
+            match order:
+                case messages.UpdateWeights():
+                    self._weights = msgspec.structs.replace(order, version=answer.info.weight_version)
+                case messages.PauseGeneration() | messages.ResumeGeneration():
+                    self._paused = answer.info.paused
+        if waiting.done():
             return
         if answer.error is None:
             waiting.set_result(None)
@@ -279,8 +304,9 @@ class SingleEngineClient(abc.ABC):
     def _engine_ready(self, info: messages.EngineInfo) -> None:
         """Resume the requests of the previous epoch, now that an engine is ready; a paused one stays paused."""
         self.info = info
-        for order in self._standing:
-            self._send(messages.Control(next(self._tickets), order))
+        for order in (self._weights, messages.PauseGeneration() if self._paused else None):
+            if order is not None:
+                self._send(messages.Control(_STATE, order))
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:
@@ -333,9 +359,10 @@ class SingleEngineClient(abc.ABC):
 
     def _lost(self, reason: str, *, restarts: bool) -> None:
         self.alive, self.restarts, self._failure_reason = False, restarts, reason
-        for waiting in self._changes.values():
+        for _, waiting in self._changes.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(reason))
+        self._changes.clear()
         if self.kv_log is not None:
             self.kv_log.restart(self.kv_index)
         self._aborting.clear()

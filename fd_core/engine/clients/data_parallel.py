@@ -21,7 +21,15 @@ from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import DeltaStream, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
-from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats, PauseGeneration, ResumeGeneration
+from fd_core.engine.process.messages import (
+    ControlOrder,
+    EngineInfo,
+    EngineStats,
+    PauseGeneration,
+    ResetPrefixCache,
+    ResumeGeneration,
+    UpdateWeights,
+)
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.kv.event_log import KVEventLog
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
@@ -211,6 +219,14 @@ class DataParallelClient:
     async def resume(self) -> None:
         """Resume every engine."""
         await self.control(ResumeGeneration())
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device caches."""
+        await self.control(ResetPrefixCache())
+
+    async def update_weights(self, path: str, version: str | None = None) -> None:
+        """Replace the weights of every engine. If one of them fails, versions differ until the update is repeated."""
+        await self.control(UpdateWeights(path, version))
 
     async def control(self, order: ControlOrder) -> None:
         """Give an order to every engine. Raises the first error of an engine; the others have carried it out then."""

@@ -72,6 +72,7 @@ class ProcessClient(SingleEngineClient):
         except BaseException:
             await client.close()
             raise
+        client._progress = lambda *_: None  # later loads show no progress
         client._supervisor = asyncio.create_task(client._supervise())
         return client
 
@@ -199,7 +200,6 @@ class ProcessClient(SingleEngineClient):
 
     async def _restart_once(self) -> None:
         await self._reap()
-        self._progress = lambda *_: None
         try:
             await self._start()
         except OSError as error:  # out of descriptors, processes or memory, which may be temporary

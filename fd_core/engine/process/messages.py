@@ -86,6 +86,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Folder from which more may be loaded; None for none."""
     paused: bool = False
     """True if requests wait for `ResumeGeneration`."""
+    weight_version: str = "0"
+    """Name of the weights that compute; `UpdateWeights` changes it."""
+    weights_folder: str | None = None
+    """Folder from which weights may be loaded at run time; None for none."""
     epoch: int = 1
 
 
@@ -197,7 +201,19 @@ class ResumeGeneration(msgspec.Struct, frozen=True, tag="resume"):
     """Admit requests again."""
 
 
-ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset-prefix-cache"):
+    """Forget the prefixes in the device cache."""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update-weights"):
+    """Replace the weights by those of another checkpoint of the same shapes, between two steps."""
+
+    path: str
+    version: str | None = None
+    """Name of the weights in answers; None counts the updates."""
+
+
+ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration | ResetPrefixCache | UpdateWeights
 """Changes of a running engine that an operator may order."""
 
 

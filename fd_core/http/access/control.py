@@ -230,7 +230,9 @@ _BOTH: Final = ("GET", "POST")
 
 ON_EVERY_WORKER: Final = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/v1/pause", "/pause", "/v1/resume", "/resume"),
+    *("/v1/pause", "/pause", "/pause_generation", "/v1/resume", "/resume", "/continue_generation"),
+    *("/v1/reset_prefix_cache", "/reset_prefix_cache", "/flush_cache"),
+    *("/v1/update_weights", "/update_weights_from_disk"),
 )
 """Changes of a server, which a router sends to all of its workers."""
 
