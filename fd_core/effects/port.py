@@ -173,23 +173,25 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
 class LockedKVCache(KVCache):
     """Serializes the copies of several threads from one cache, which supports only one copy at a time."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, current: Callable[[], KVCache]) -> None:
+        """`current` returns the cache, which may be replaced by one of the same shape while nothing is copied."""
+        cache = current()
         self.shape = cache.shape
         self.num_blocks = cache.num_blocks
         self.spare_block = cache.spare_block
-        self._cache = cache
+        self._current = current
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> Any:
         """Return the pack's handle of one layer."""
-        return self._cache.layer(index)
+        return self._current().layer(index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host, see `KVCache.export_blocks`."""
         with self._lock:
-            return self._cache.export_blocks(blocks)
+            return self._current().export_blocks(blocks)
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write blocks from the host, see `KVCache.import_blocks`."""
         with self._lock:
-            self._cache.import_blocks(blocks, data)
+            self._current().import_blocks(blocks, data)

@@ -93,6 +93,14 @@ class AsyncLLM(RequestMaker):
         """Continue every request where it was paused."""
         await self._running().resume()
 
+    async def sleep(self, level: int = 1) -> None:
+        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        await self._running().sleep(level)
+
+    async def wake_up(self) -> None:
+        """Restore KV cache and weights, and continue every request."""
+        await self._running().wake_up()
+
     async def reset_prefix_cache(self) -> None:
         """Forget the prefixes in the device cache."""
         await self._running().reset_prefix_cache()

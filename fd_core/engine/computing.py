@@ -133,26 +133,42 @@ class Computing:
 
     def reload(self, path: Path) -> Model:
         """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
+        self.require_changeable("weights cannot be updated")
+        shapes = self._shapes
+        try:
+            model = self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+        except (ConfigError, MemoryError) as error:
+            raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
+        for name, found in self._shapes_of(model).items():
+            if found != shapes[name]:
+                raise ModelError(f"{path}: {name} is {found}, but the served model has {shapes[name]}")
+        self._path, self.model = path, model
+        return model
+
+    def release(self) -> None:
+        """Free the weights; `model` loads them again."""
+        self._shapes = self._shapes_of(self.model)
+        del self.model
+        gc.collect()
+
+    @cached_property
+    def _shapes(self) -> dict[str, object]:
+        return self._shapes_of(self.model)
+
+    def _shapes_of(self, model: Model) -> dict[str, object]:
+        """Return everything in which a model must equal the one that it replaces."""
+        names = ("architecture", "vocab_size", "num_parameters", "state_size", "max_positions")
+        return {name: getattr(model, name) for name in names} | {"KV": model.kv_shape(self._config.block_size)}
+
+    def require_changeable(self, refusal: str) -> None:
+        """Raise `BadRequest`, which begins with `refusal`, if weights and KV can be replaced only by a restart."""
         for where, given in (
             ("several ranks", self._config.num_ranks > 1),
             ("a pair of workers", self._config.role != "mixed"),
             (self._owner, not self.backend.updates_weights),
         ):
             if given:
-                raise BadRequest(f"weights cannot be updated on {where} yet; restart the server with the new weights")
-        try:
-            model = self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
-        except (ConfigError, MemoryError) as error:
-            raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
-        for name in ("architecture", "vocab_size", "num_parameters", "state_size"):
-            before, after = getattr(self.model, name), getattr(model, name)
-            if before != after:
-                raise ModelError(f"{path}: {name} is {after}, but the served model has {before}; use the same shapes")
-        size = self._config.block_size
-        if model.kv_shape(size) != self.model.kv_shape(size) or model.max_positions < self.model.max_positions:
-            raise ModelError(f"{path}: its layers, KV heads or context length differ from those of the served model")
-        self.model = model
-        return model
+                raise BadRequest(f"{refusal} on {where} yet; restart the server instead")
 
     @property
     def max_positions(self) -> int:

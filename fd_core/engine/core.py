@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from fd_core.backends.contract import Model
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
 from fd_core.engine.building.kv_offload import prefill_request, prefill_request_id
+from fd_core.engine.computing import Computing
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process import messages
@@ -74,8 +74,8 @@ class PrefillPace:
         return operations.PrefillPaceMeasured(self._token)
 
 
-def _refuse(path: Path) -> Model:
-    raise BadRequest(f"this engine has no weights that {path} could replace")
+_AT_ONCE: Final = messages.ChangeAdapters | messages.ResumeGeneration | messages.WakeUp
+"""Orders that need no preemption."""
 
 
 class EngineProbe(msgspec.Struct, frozen=True):
@@ -106,14 +106,14 @@ class Engine:
         *,
         watchdog_seconds: float,
         prefill_token: float,
-        load_model: Callable[[Path], Model] = _refuse,
+        computing: Computing | None = None,
         admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
         observer: ObserverThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill_token`: seconds per prompt token before the first request; `load_model`: loads weights of the same
-        shapes, see `Computing.reload`; `clock` in seconds.
+        """`prefill_token`: seconds per prompt token before the first request; `computing`: loads weights, None if
+        there are none; `clock` in seconds.
         """
         self.info = info
         self._scheduler = scheduler
@@ -121,7 +121,7 @@ class Engine:
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
         self._adapters = adapters
-        self._load_model = load_model
+        self._computing = computing
         self._num_updates = 0
         self.kv_events: list[KVEvent] = []
         """Prefixes added to and evicted from the device cache since `take_kv_events`."""
@@ -204,7 +204,7 @@ class Engine:
             self._trace.turn_began(self._nanoseconds())
         if not self._in_flight:
             self._device.check()
-        if self._adapters.leaving:
+        if self._adapters.leaving and not self.info.sleep_level:
             self._adapters.sweep(self._scheduler.request_ids(), self._hold)
         if self._orders:
             self._carry_out()
@@ -302,13 +302,15 @@ class Engine:
             order, done = self._orders[0]
             error: FdError | None = None
             try:
-                if not isinstance(order, messages.ChangeAdapters | messages.ResumeGeneration) and not self._drained():
+                if not isinstance(order, _AT_ONCE) and not self._drained():
                     return
                 self._apply(order)
+            except MemoryError as failure:
+                error = BadRequest(f"not enough memory: {failure}" if str(failure) else "not enough memory")
             except FdError as failure:
                 error = failure
             self._orders.popleft()
-            if not self.info.paused:
+            if not self.info.stopped:
                 self._scheduler.resume()
             done(error)
 
@@ -319,7 +321,10 @@ class Engine:
         return not (self._in_flight or held.running or held.loading or held.draining or held.fenced)
 
     def _apply(self, order: ControlOrder) -> None:
+        level = self.info.sleep_level
         match order:
+            case messages.ChangeAdapters() if level:
+                raise BadRequest("adapters cannot change while the engine sleeps; wake it up first")
             case messages.ChangeAdapters(name, None):
                 self.unload_adapter(name)
             case messages.ChangeAdapters(name, str(path)):
@@ -331,11 +336,31 @@ class Engine:
             case messages.ResetPrefixCache():
                 self._perform(self._scheduler.forget_prefixes())
             case messages.UpdateWeights(path, version):
-                self._device.perform(lambda runner: runner.replace_model(self._load_model(Path(path))))
+                model = self._changing.reload(Path(path))
+                if not level:
+                    self._device.perform(lambda runner: runner.replace_model(model))
                 self._num_updates += 1
                 # No other process, and no later one, may find KV of these weights under the name of their version.
                 self._perform(self._scheduler.change_weights(secrets.token_bytes(16)))
                 self.info = msgspec.structs.replace(self.info, weight_version=version or str(self._num_updates))
+            case messages.Sleep(wanted) if wanted > level:
+                self._changing.require_changeable("memory cannot be released")
+                if not level:
+                    self._perform(self._scheduler.forget_prefixes())
+                    self._device.perform(lambda runner: runner.release())
+                if wanted > 1:
+                    self._changing.release()
+                self.info = msgspec.structs.replace(self.info, sleep_level=wanted)
+            case messages.WakeUp() if level:
+                model = self._changing.model
+                self._device.perform(lambda runner: runner.restore(model))
+                self.info = msgspec.structs.replace(self.info, sleep_level=0)
+
+    @property
+    def _changing(self) -> Computing:
+        if self._computing is None:
+            raise BadRequest("this engine has no weights")
+        return self._computing
 
     def _complete(self) -> list[Delta]:
         """Process completed jobs and operations outside steps; return the last deltas of requests that they ended."""

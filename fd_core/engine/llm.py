@@ -27,7 +27,9 @@ from fd_core.engine.process.messages import (
     PauseGeneration,
     ResetPrefixCache,
     ResumeGeneration,
+    Sleep,
     UpdateWeights,
+    WakeUp,
 )
 from fd_core.engine.vectors import (
     INSTRUCTION,
@@ -401,8 +403,8 @@ class LLM(RequestMaker):
     def _run(self, requests: Sequence[RequestSpec]) -> Generator[list[Delta]]:
         """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
         self._require_idle()
-        if self.info.paused:
-            raise BadRequest("the model is paused; call resume() first")
+        if self.info.stopped:
+            raise BadRequest("the model is paused or sleeps; call resume() or wake_up() first")
         self._busy = True
         try:
             for request in requests:
@@ -420,6 +422,14 @@ class LLM(RequestMaker):
     def resume(self) -> None:
         """Accept requests again."""
         self._control(ResumeGeneration())
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        self._control(Sleep(level))
+
+    def wake_up(self) -> None:
+        """Restore KV cache and weights."""
+        self._control(WakeUp())
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefixes in the device cache."""

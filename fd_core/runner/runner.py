@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -172,7 +173,8 @@ class Runner:
         self.drafter = drafter
         self.ops = ops
         ops.configure(limits)
-        self.cache = ops.allocate_kv(cache_shape(model, limits.block_size, kv_cache_dtype), limits.num_kv_blocks)
+        self._kv_cache_dtype = kv_cache_dtype
+        self._allocate(model)
         if drafter is not None:
             drafter.allocate(limits)
         self._compile(model)
@@ -195,6 +197,23 @@ class Runner:
         self._compile(model)
         if held:
             self.adapters.replace(held)
+
+    def release(self) -> None:
+        """Free the KV cache. Only called while no slot is occupied; no step follows before `restore`."""
+        self._adapters_held = self.adapters.held
+        del self.cache, self.adapters, self._forward, self._states, self._head
+        gc.collect()
+
+    def restore(self, model: Model) -> None:
+        """Allocate the KV cache again, and compute with a model of the same shapes. Raises `MemoryError`."""
+        self._allocate(model)
+        self._compile(model)
+        if self._adapters_held:
+            self.adapters.replace(self._adapters_held)
+
+    def _allocate(self, model: Model) -> None:
+        shape = cache_shape(model, self.limits.block_size, self._kv_cache_dtype)
+        self.cache = self.ops.allocate_kv(shape, self.limits.num_kv_blocks)
 
     def _compile(self, model: Model) -> None:
         self._forward = self.ops.compile(model.forward)

@@ -160,6 +160,8 @@ class SingleEngineClient(abc.ABC):
         """The last update, which a restarted engine receives first; None before any."""
         self._paused = False
         """True if a restarted engine has to be paused."""
+        self._sleep_level = 0
+        """Level at which a restarted engine has to sleep; 0 for none."""
 
     @property
     def active_requests(self) -> int:
@@ -169,7 +171,7 @@ class SingleEngineClient(abc.ABC):
     @property
     def computes(self) -> bool:
         """True if the engine has requests that it may compute: then it must not be silent."""
-        return self.active_requests > 0 and not self.info.paused
+        return self.active_requests > 0 and not self.info.stopped
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -250,6 +252,14 @@ class SingleEngineClient(abc.ABC):
         """Continue every request where it was paused."""
         await self.control(messages.ResumeGeneration())
 
+    async def sleep(self, level: int = 1) -> None:
+        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        await self.control(messages.Sleep(level))
+
+    async def wake_up(self) -> None:
+        """Restore KV cache and weights, and continue every request."""
+        await self.control(messages.WakeUp())
+
     async def reset_prefix_cache(self) -> None:
         """Forget the prefixes in the device cache."""
         await self.control(messages.ResetPrefixCache())
@@ -294,6 +304,8 @@ class SingleEngineClient(abc.ABC):
                     self._weights = msgspec.structs.replace(order, version=answer.info.weight_version)
                 case messages.PauseGeneration() | messages.ResumeGeneration():
                     self._paused = answer.info.paused
+                case messages.Sleep() | messages.WakeUp():
+                    self._sleep_level = answer.info.sleep_level
         if waiting.done():
             return
         if answer.error is None:
@@ -304,9 +316,11 @@ class SingleEngineClient(abc.ABC):
     def _engine_ready(self, info: messages.EngineInfo) -> None:
         """Resume the requests of the previous epoch, now that an engine is ready; a paused one stays paused."""
         self.info = info
-        for order in (self._weights, messages.PauseGeneration() if self._paused else None):
-            if order is not None:
-                self._send(messages.Control(_STATE, order))
+        orders: list[messages.ControlOrder] = [] if self._weights is None else [self._weights]
+        orders += [messages.PauseGeneration()] if self._paused else []
+        orders += [messages.Sleep(self._sleep_level)] if self._sleep_level else []
+        for order in orders:
+            self._send(messages.Control(_STATE, order))
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:

@@ -28,7 +28,9 @@ from fd_core.engine.process.messages import (
     PauseGeneration,
     ResetPrefixCache,
     ResumeGeneration,
+    Sleep,
     UpdateWeights,
+    WakeUp,
 )
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.kv.event_log import KVEventLog
@@ -219,6 +221,14 @@ class DataParallelClient:
     async def resume(self) -> None:
         """Resume every engine."""
         await self.control(ResumeGeneration())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Let every engine sleep."""
+        await self.control(Sleep(level))
+
+    async def wake_up(self) -> None:
+        """Wake every engine up."""
+        await self.control(WakeUp())
 
     async def reset_prefix_cache(self) -> None:
         """Forget the prefixes in the device caches."""

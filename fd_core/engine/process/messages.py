@@ -86,11 +86,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Folder from which more may be loaded; None for none."""
     paused: bool = False
     """True if requests wait for `ResumeGeneration`."""
+    sleep_level: int = 0
+    """Level of `Sleep`; 0 while awake."""
     weight_version: str = "0"
     """Name of the weights that compute; `UpdateWeights` changes it."""
     weights_folder: str | None = None
     """Folder from which weights may be loaded at run time; None for none."""
     epoch: int = 1
+
+    @property
+    def stopped(self) -> bool:
+        """True if no request is computed until `ResumeGeneration` or `WakeUp`."""
+        return self.paused or self.sleep_level > 0
 
 
 class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +220,17 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag="update-weights"):
     """Name of the weights in answers; None counts the updates."""
 
 
-ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration | ResetPrefixCache | UpdateWeights
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `WakeUp`."""
+
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake-up"):
+    """Restore what `Sleep` released, and continue."""
+
+
+ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration | ResetPrefixCache | UpdateWeights | Sleep | WakeUp
 """Changes of a running engine that an operator may order."""
 
 

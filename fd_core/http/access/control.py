@@ -231,6 +231,7 @@ _BOTH: Final = ("GET", "POST")
 ON_EVERY_WORKER: Final = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/pause", "/pause", "/pause_generation", "/v1/resume", "/resume", "/continue_generation"),
+    *("/v1/sleep", "/sleep", "/v1/wake_up", "/wake_up"),
     *("/v1/reset_prefix_cache", "/reset_prefix_cache", "/flush_cache"),
     *("/v1/update_weights", "/update_weights_from_disk"),
 )
@@ -250,7 +251,7 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), Route("key", _GET)),
     "/v1/abort_requests": Route("key"),
     **dict.fromkeys(ON_EVERY_WORKER, Route("admin")),
-    **dict.fromkeys(("/v1/control", "/is_paused"), Route("admin", _GET)),
+    **dict.fromkeys(("/v1/control", "/is_paused", "/is_sleeping"), Route("admin", _GET)),
     **dict.fromkeys(("/v1/files", "/v1/batches"), Route("key", _BOTH)),
     "/v1/files/{file_id}": Route("key", ("DELETE", "GET")),
     **dict.fromkeys(("/v1/files/{file_id}/content", "/v1/batches/{batch_id}"), Route("key", _GET)),

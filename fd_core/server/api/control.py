@@ -8,6 +8,7 @@ from typing import Final
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.http.errors import invalid
 from fd_core.server.api.admin import allowed_folder, inside
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
@@ -43,6 +44,26 @@ async def resume(request: Request) -> Response:
     return _answer(state)
 
 
+@router.post("/v1/sleep", **endpoint("Release memory", None, ControlAnswer))
+@router.post("/sleep", include_in_schema=False)
+async def sleep(request: Request) -> Response:
+    """Pause, and release the memory of the KV cache, with `?level=2` also that of the weights, until /v1/wake_up."""
+    state, level = state_of(request), request.query_params.get("level", "1")
+    if level not in ("1", "2"):
+        raise invalid(f"level={level[:20]!r} is not supported; use 1 (KV cache) or 2 (KV cache and weights)", "level")
+    await state.client.sleep(int(level))
+    return _answer(state)
+
+
+@router.post("/v1/wake_up", **endpoint("Restore memory", None, ControlAnswer))
+@router.post("/wake_up", include_in_schema=False)
+async def wake_up(request: Request) -> Response:
+    """Restore KV cache and weights, and continue every request where it was."""
+    state = state_of(request)
+    await state.client.wake_up()
+    return _answer(state)
+
+
 @router.post("/v1/reset_prefix_cache", **endpoint("Forget cached prefixes", None, ControlAnswer))
 @router.post("/reset_prefix_cache", include_in_schema=False)
 @router.post("/flush_cache", include_in_schema=False)
@@ -70,11 +91,14 @@ async def update_weights(request: Request) -> Response:
 
 @router.get("/v1/control", **endpoint("Get the state that control endpoints change", None, ControlAnswer))
 @router.get("/is_paused", include_in_schema=False)
+@router.get("/is_sleeping", include_in_schema=False)
 async def control(request: Request) -> Response:
-    """Return whether generation is paused, and the version of the weights."""
+    """Return whether generation is paused, whether the engine sleeps, and the version of the weights."""
     return _answer(state_of(request))
 
 
 def _answer(state: ServerState, headers: dict[str, str] | None = None) -> Response:
     info = state.client.info
-    return json_response(ControlAnswer(info.paused, info.weight_version), headers)
+    return json_response(
+        ControlAnswer(info.paused, info.sleep_level > 0, info.sleep_level, info.weight_version), headers
+    )

@@ -250,6 +250,9 @@ class ControlAnswer(msgspec.Struct):
 
     is_paused: bool
     """True if requests wait for /v1/resume."""
+    is_sleeping: bool
+    """True if requests wait for /v1/wake_up."""
+    sleep_level: int
     weight_version: str
     """Name of the weights that compute."""
     success: bool = True

@@ -1,8 +1,9 @@
-"""Weights replaced in a running engine: texts, prefixes and saved KV of different versions never mix."""
+"""Weights replaced or released in a running engine: texts, prefixes and saved KV of different versions never mix."""
 
 from __future__ import annotations
 
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,50 @@ def test_pairs_refuse_an_update_by_name(secret: str) -> None:
         for engine in (two.prefill, two.decode):
             error = ordered(engine, messages.UpdateWeights("/weights"), Texts())
             assert isinstance(error, BadRequest) and "on a pair of workers yet" in str(error)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"pipeline_depth": 2}, {"host_kv_memory": 0}, {"backend": "cpu", "dtype": "float32"}], ids=str
+)
+def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
+    engine, texts = engine_of(folder / "one", **settings), Texts()
+    for spec in SPECS:
+        texts.take(engine.submit(spec))
+    for _ in range(8):
+        texts.take(engine.step())
+    cache = weakref.ref(engine.probe().runner.cache)
+    for _ in range(2):
+        assert ordered(engine, messages.Sleep(level), texts) is None
+        assert cache() is None and engine.info.sleep_level == level and not engine.has_work
+    assert ordered(engine, messages.ResumeGeneration(), texts) is None
+    assert not engine.has_work
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    finish(engine, texts)
+    assert texts.tokens == texts_of(folder / "one", SPECS, **settings).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int) -> None:
+    engine, texts = engine_of(folder / "one"), Texts()
+    ordered(engine, messages.Sleep(level), texts)
+    assert isinstance(ordered(engine, messages.ChangeAdapters("a", "/a"), texts), BadRequest)
+    assert isinstance(ordered(engine, messages.UpdateWeights(str(folder / "wider")), texts), ModelError)
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), texts) is None
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    assert run(engine, SPECS).tokens == texts_of(folder / "two", SPECS).tokens
+    engine.close()
+
+
+def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder / "one", tmp_path / "copy"))
+    engine, texts = engine_of(path), Texts()
+    ordered(engine, messages.Sleep(2), texts)
+    path.rename(tmp_path / "moved")
+    assert isinstance(ordered(engine, messages.WakeUp(), texts), ModelError)
+    assert engine.info.sleep_level == 2
+    (tmp_path / "moved").rename(path)
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    assert run(engine, SPECS).tokens == texts_of(path, SPECS).tokens
+    engine.close()
