@@ -129,14 +129,18 @@ class Computing:
         if self._path is not None and self.backend.needs_checkpoint and self.backend.envelope.limits():
             with open_checkpoint(self._path) as checkpoint:
                 self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
-        return self.backend.load_model(self._path, self.ops, lambda done, total: self._progress("load", done, total))
+        return self._load(self._path)
+
+    def _load(self, path: Path | None) -> Model:
+        with self.ops.replaceable_weights():
+            return self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
 
     def reload(self, path: Path) -> Model:
         """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
         self.require_changeable("weights cannot be updated")
         shapes = self._shapes
         try:
-            model = self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+            model = self._load(path)
         except (ConfigError, MemoryError) as error:
             raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
         for name, found in self._shapes_of(model).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -17,6 +18,7 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.process import messages
 from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.ops.native.memory import Arena
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import Texts, greedy, run
@@ -231,4 +233,16 @@ def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path) -
     (tmp_path / "moved").rename(path)
     assert ordered(engine, messages.WakeUp(), texts) is None
     assert run(engine, SPECS).tokens == texts_of(path, SPECS).tokens
+    engine.close()
+
+
+def test_memory_of_replaced_weights_is_freed(folder: Path) -> None:
+    engine, texts = engine_of(folder / "one", backend="cpu", dtype="float32"), Texts()
+    arenas = []
+    for order in (messages.UpdateWeights(str(folder / "two")), messages.Sleep(2)) * 2:
+        ordered(engine, order, texts)
+        ordered(engine, messages.WakeUp(), texts)
+        gc.collect()
+        arenas.append(sum(isinstance(each, Arena) for each in gc.get_objects()))
+    assert len(set(arenas)) == 1
     engine.close()
