@@ -152,6 +152,8 @@ class FairShare(SchedulingPolicy):
         if admitted is not None:
             num_prompt, charge = admitted
             self._clocks[tenant] += num_computed - charge
+            # Otherwise the time stops while each request is of a new tenant, which starts at it and goes first.
+            self._now += num_computed // len(self._unfinished)
             self._usual_output += (1.0 - self._MEMORY) * (num_computed - num_prompt - self._usual_output)
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
