@@ -36,7 +36,7 @@ class SchedulingPolicy(abc.ABC):
         """Return the sort key of a new request; the smallest in its flow is admitted first.
 
         The queue calls this once for each request: a preempted request keeps its rank, and so its position before every
-        younger request.
+        younger request. A request with a larger `priority` is admitted no earlier than with a smaller one.
         """
 
     def flow(self, request: QueuedRequest) -> str | None:
@@ -61,7 +61,10 @@ class SchedulingPolicy(abc.ABC):
         """
 
     def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """Return indices into `running`, at least one: the preemption candidates."""
+        """Return indices into `running`, at least one: the preemption candidates, which depend on these requests alone.
+
+        A candidate would be one as well if it were less important.
+        """
         return np.arange(len(running.slots))
 
 
