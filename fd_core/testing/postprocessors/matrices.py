@@ -98,7 +98,7 @@ class Matrices:
 
     def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new") -> None:
         """Create the postprocessor. The `memory` of inputs is "new", "reused" by all steps, with garbage after its
-        rows, or "strided": every second element of a larger array.
+        rows, or "strided": parts of larger arrays, the tokens with strides.
         """
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
         self.postprocess = target.make(
@@ -130,8 +130,8 @@ class Matrices:
         return tuple(self._ops.from_host(each.copy()) for each in rows)
 
     def _view(self, values: IntArray) -> Array:
-        """Return values as every second element, from the second one, in each dimension of an array."""
-        some = (slice(1, None, 2),) * values.ndim
+        """Return values as a part of a larger array: tokens as every second element, others without gaps."""
+        some = (slice(1, None, 2),) * 2 if values.ndim == 2 else (slice(1, 1 + len(values)),)
         wide = np.full([2 * size + 1 for size in values.shape], -77, np.int32)
         wide[some] = values
         return self._ops.from_host(wide)[some]
