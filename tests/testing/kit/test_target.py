@@ -7,4 +7,4 @@ from fd_core.testing.kit.target import parse_target
 
 def test_description_names_the_kernels_that_compute(tmp_path):
     pytest.importorskip("torch")
-    assert parse_target("cpu:native_kernels=false", tmp_path).about()["device"].endswith("torch eager")
+    assert "torch eager" in parse_target("cpu:native_kernels=false", tmp_path).about()["device"]
