@@ -138,7 +138,6 @@ _LINEAR: Final = (
 similar size, large ones, which saturate an activation, odd ones a 64th of the others, or one of NaN."""
 _GROUPED: Final = ("int4", "gptq", "awq")
 """Formats whose files have groups of several sizes."""
-_SHRINKING: Final = 64
 
 
 def _linear_fits(case: Case) -> bool:
@@ -164,7 +163,7 @@ def check_linear(ops: Ops, case: Case) -> None:
     x[:, [0, -1]] *= 8
     scale = np.ones((rows, 1), np.float32)
     scale[:] = 64 if case["data"] == "large" else scale
-    scale[1::2] /= _SHRINKING if case["data"] == "apart" else 1
+    scale[1::2] /= 64 if case["data"] == "apart" else 1
     x *= scale
     well = np.ones(rows, np.bool_)
     if case["data"] == "nan" and rows > 1:
