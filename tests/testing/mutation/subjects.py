@@ -12,6 +12,8 @@ class Subject:
 
     modules: tuple[str, ...]
     runs: tuple[tuple[str, ...], ...]
+    tests: tuple[str, ...] = ()
+    """Tests of what the plugins decide freely; an edit that only these detect is none that the kit has to detect."""
 
 
 _SUITE: Final = "fd_core.testing.suite"
@@ -29,6 +31,8 @@ _TOOLS: Final = (
 )
 _REASONING: Final = ("qwen3", "deepseek_r1", "ernie45", "mistral", "gpt_oss")
 _PARSERS: Final = ("--pyargs", "fd_core.testing.parsers.suite")
+_ROUTING: Final = ("tests/testing/test_router_policies.py", "-k", "TestPoliciesOfTheCore")
+_SCHEDULER: Final = ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-scheduler=continuous")
 SUBJECTS: Final = {
     "backend": Subject(
         tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_int8")),
@@ -48,14 +52,12 @@ SUBJECTS: Final = {
                 "operations.kv_offloading", "operations.kv_transferring", "operations.registry",
             )
         ),
-        tuple(
-            ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-scheduler=continuous", *more)
-            for more in (("--fd-quick", "-m", "not fd_pairs"), ())
-        ),
+        ((*_SCHEDULER, "--fd-quick"), (*_SCHEDULER, "-m", "fd_pairs")),
     ),
     "store": Subject(
         ("fd_core.kv.stores.memory", "fd_core.kv.stores.disk", "fd_core.kv.stores.location"),
         (("tests/kv/stores/test_memory.py::TestMemoryStore", "tests/kv/stores/test_disk.py::TestDiskStore"),),
+        ("tests/kv/stores", "-k", "not TestMemoryStore and not TestDiskStore"),
     ),
     "parser": Subject(
         tuple(
@@ -70,5 +72,9 @@ SUBJECTS: Final = {
             (*_PARSERS, *(f"--fd-reasoning-parser={name}" for name in _REASONING)),
         ),
     ),
-    "router_policy": Subject(("fd_core.router.policies",), (("tests/testing/test_router_policies.py",),)),
+    "router_policy": Subject(
+        ("fd_core.router.policies",),
+        tuple((*_ROUTING, "-m", marks) for marks in ("not timing and not fd_pairs", "timing or fd_pairs")),
+        ("tests/router/test_policies.py",),
+    ),
 }  # fmt: skip
