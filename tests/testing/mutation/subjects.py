@@ -17,7 +17,8 @@ class Subject:
 
 
 _SUITE: Final = "fd_core.testing.suite"
-_BACKEND: Final = ("--pyargs", f"{_SUITE}.test_cases", _SUITE, "--fd-backend=mutant")
+_CASES: Final = ("--pyargs", f"{_SUITE}.test_cases", "--fd-backend=mutant")
+_BACKEND: Final = ("--pyargs", _SUITE, "--fd-backend=mutant")
 _TOOLS: Final = (
     "hermes",
     "ernie45",
@@ -36,7 +37,11 @@ _SCHEDULER: Final = ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-sched
 SUBJECTS: Final = {
     "backend": Subject(
         tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_int8")),
-        ((*_BACKEND, "-m", "not fd_scale and not fd_pairs"), _BACKEND),
+        (
+            (*_CASES, "--fd-quick"),
+            (*_BACKEND, "--fd-quick", "--deselect", "test_cases"),
+            (*_CASES, "-m", "fd_pairs or fd_scale"),
+        ),
     ),
     "postprocess": Subject(
         ("fd_core.runner.postprocess.numpy_matrix",),
@@ -68,8 +73,9 @@ SUBJECTS: Final = {
             )
         ),
         (
-            (*_PARSERS, *(f"--fd-tool-parser={name}" for name in _TOOLS)),
+            (*_PARSERS, "--fd-quick", *(f"--fd-tool-parser={name}" for name in _TOOLS)),
             (*_PARSERS, *(f"--fd-reasoning-parser={name}" for name in _REASONING)),
+            (*_PARSERS, "-m", "fd_pairs or fd_scale", *(f"--fd-tool-parser={name}" for name in _TOOLS)),
         ),
     ),
     "router_policy": Subject(
