@@ -69,7 +69,7 @@ SUBJECTS: Final = {
             f"fd_core.text.parsing.{name}"
             for name in (
                 "formats.json_calls", "formats.pythonic", "formats.tagged", "formats.harmony", "thinking", "reader",
-                "answer", "argument_types",
+                "argument_types",
             )
         ),
         (
@@ -77,6 +77,7 @@ SUBJECTS: Final = {
             (*_PARSERS, *(f"--fd-reasoning-parser={name}" for name in _REASONING)),
             (*_PARSERS, "-m", "fd_pairs or fd_scale", *(f"--fd-tool-parser={name}" for name in _TOOLS)),
         ),
+        ("tests/text/parsing",),
     ),
     "router_policy": Subject(
         ("fd_core.router.policies",),
