@@ -39,7 +39,7 @@ SUBJECTS: Final = {
         tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_int8")),
         (
             (*_CASES, "--fd-quick"),
-            (*_BACKEND, "--fd-quick", "--deselect", "test_cases"),
+            (*_BACKEND, "--fd-quick", "--deselect", "fd_core/testing/suite/test_cases.py"),
             (*_CASES, "-m", "fd_pairs or fd_scale"),
         ),
     ),
