@@ -206,6 +206,9 @@ class Auditor:
         self.stale = 0
         """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
+        self.steps = 0
+        self.planned_tokens = 0
+        """Tokens of all steps."""
         self._epoch = epoch
         self._order = order
         self._step: int | None = None
@@ -330,6 +333,8 @@ class Auditor:
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
         require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
+        self.steps += 1
+        self.planned_tokens += total
         require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
         require(useful, "8", f"step {plan.step} is empty")
@@ -578,6 +583,8 @@ class Auditor:
             if isinstance(effect, Operation):
                 used = effect.operation in self._operations
                 require(not used, "8", f"operation {effect.operation} begins, but one of that number is open")
+                frozen = not hasattr(effect, "blocks") or not effect.blocks.flags.writeable
+                require(frozen, "8", f"the blocks of operation {effect.operation} are writable")
                 self._operations[effect.operation] = effect
         for event in effects.events:
             self._check_event(event)
