@@ -140,10 +140,11 @@ class Target:
 
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
+        ops = self.ops  # made first: a backend may select its kernels only then
         return {
             "distribution": str(installed_plugins().offered(BACKEND)[self.name].origin),
             "device": self.backend.describe(),
-            "dtype": self.ops.dtype,
+            "dtype": ops.dtype,
             "emulated": self.emulated,
             "limits": dict(self.limits),
             "envelope": self.backend.envelope.limits(),
