@@ -314,6 +314,8 @@ class Driver:
         """Check which events of its requests, all of which ended, the policy was notified of."""
         if self.calls is None:
             return
+        more = set(self.calls.events) - set(range(len(self.auditor.requests)))
+        require(not more, "8", f"the policy was notified of requests {more}, which were rejected")
         admitted = Counter(each.request_id for plan in self.plans for each in plan.admissions)
         for arrival, (name, request) in enumerate(self.auditor.requests.items()):
             events = self.calls.events.get(arrival, [])
@@ -380,7 +382,11 @@ class Driver:
         return self.auditor.requests[name].occupancy
 
     def audit(self) -> None:
-        self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
+        held, names = self.scheduler.held(), self.scheduler.request_ids()
+        self.auditor.held(held, names)
+        self.auditor.counted(self.scheduler.stats(), held)
+        for name in names:
+            self.auditor.phases(name, self.scheduler.phases(name))
 
 
 def drive(
