@@ -812,6 +812,7 @@ class StoreSuite:
         assert store.get([A], LIMIT, TIMEOUT) == [None]
         assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
 
+    @pytest.mark.law("5.5")
     def test_a_new_store_holds_nothing_and_a_closed_one_neither(
         self, location: str, store: KVStore, make_store: MakeStore
     ) -> None:
