@@ -9,15 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fd_core.engine.async_llm import AsyncLLM
     from fd_core.engine.llm import LLM, Completion
     from fd_core.errors import FdError
     from fd_core.types import SamplingParams
 
-__all__ = ["LLM", "Completion", "FdError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "FdError", "SamplingParams", "__version__"]
 
 __version__ = "0.2.0"
 
 _HOMES = {
+    "AsyncLLM": "fd_core.engine.async_llm",
     "LLM": "fd_core.engine.llm",
     "Completion": "fd_core.engine.llm",
     "FdError": "fd_core.errors",

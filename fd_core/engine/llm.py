@@ -5,25 +5,41 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig
 from fd_core.config.constraints import make_settings
-from fd_core.engine.building.assets import find_assets
+from fd_core.engine.building.assets import Assets, find_assets
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import EngineInfo, EngineStats
-from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
-from fd_core.errors import BadRequest
-from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.engine.vectors import (
+    INSTRUCTION,
+    check_dimensions,
+    judged_prompt,
+    judging_tokens,
+    pooling_request,
+    probability_of_yes,
+    similarity,
+    vector_of,
+)
+from fd_core.errors import BadRequest, ModelError
+from fd_core.structured.grammar import json_schema
+from fd_core.text.chat_template import ChatTemplate, Message
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs, choice_seed
 from fd_core.types.checks import check_ids, check_sampling
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Message]
 
 
 @dataclass(slots=True)
@@ -40,6 +56,15 @@ class Completion:
     """Prompt tokens served from the prefix cache."""
     token_times: list[float] = field(default_factory=list)
     """Seconds from the start of `generate` to the step that delivered each token."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the text; None for another end."""
+    alternatives: list[Completion] = field(default_factory=list)
+    """Further texts for the same prompt if more than one was requested."""
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All texts for the prompt."""
+        return [self, *self.alternatives]
 
     @property
     def ttft(self) -> float:
@@ -47,107 +72,115 @@ class Completion:
         return self.token_times[0] if self.token_times else float("nan")
 
 
-class LLM:
-    """A loaded model.
+class CompletionReader:
+    """Reads the deltas of one request into its `Completion`."""
 
-    Keyword arguments are the fields of `fd_core.config.EngineConfig`; `lora_modules` may be a mapping of names to
-    folders as well. Not safe for several threads.
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.spec = spec
+        self.completion = Completion()
+        params = spec.params
+        self._ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *spec.eos_token_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
 
-    Examples:
-        >>> llm = LLM("smollm2")
-        >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
-    """
+    @property
+    def ended(self) -> bool:
+        """True once the text is complete; its request may still run."""
+        return self.completion.finish_reason is not None
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        if isinstance(modules := settings.get("lora_modules"), Mapping):
-            settings["lora_modules"] = tuple(f"{name}={folder}" for name, folder in modules.items())
-        assets = find_assets(make_settings(EngineConfig, {"model": model, **settings}))
-        self.tokenizer = assets.tokenizer
-        self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
-        self._requests = 0
+    def read(self, delta: Delta, now: float) -> str:
+        """Add a delta that arrived at `now`; return the text that it adds."""
+        result, ids = self.completion, delta.token_ids
+        is_end = delta.finish_reason is FinishReason.STOP and ids[-1:] and ids[-1] in self._ends
+        found = self._detokenizer.push(ids[:-1] if is_end else ids, last=delta.finish_reason is not None)
+        result.text += found.text
+        result.finish_reason = delta.finish_reason
+        if found.stopped_by is not None:
+            result.finish_reason, result.stop_reason = FinishReason.STOP, found.stopped_by
+            ids = ids[: found.consumed]
+        elif is_end and ids[-1] in self.spec.params.stop_token_ids:
+            result.stop_reason = ids[-1]
+        result.token_ids += ids
+        result.token_times += [now] * len(ids)
+        result.cached_tokens += delta.cached_tokens or 0
+        if delta.logprobs is not None:
+            result.logprobs = (result.logprobs or []) + list(delta.logprobs[: len(ids)])
+        if delta.prompt_logprobs is not None:
+            result.prompt_logprobs = [None, *delta.prompt_logprobs]
+        return found.text
+
+
+class RequestMaker:
+    """Conversion of prompts and conversations to requests, each with the reader of its text."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self) -> None:
+        self._name, self._requests = secrets.token_hex(4), 0
 
     @property
     def info(self) -> EngineInfo:
         """Properties of the engine."""
-        return self._engine.info
-
-    @property
-    def stats(self) -> EngineStats:
-        """Gauges and counters of the engine."""
-        return self._engine.stats()
+        raise NotImplementedError
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend."""
         defaults = self.info.generation
         return SamplingParams(max_tokens=defaults.max_new_tokens or SamplingParams().max_tokens, **defaults.sampling())
 
-    def generate(
+    def _readers(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        items: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
         *,
-        on_delta: Callable[[int, Delta], None] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-    ) -> list[Completion]:
-        """Complete prompts, all at once, in the order given.
-
-        A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed, the index of
-        the prompt is its seed. `on_delta(index, delta)` is called as tokens arrive. `adapter` names one of
-        `lora_modules` for every prompt, or one or None for each. Raises `BadRequest` for a
-        prompt that can never run and for a sampling parameter out of range. A step that fails raises: there is no
-        second engine here to resume on.
-        """
+        n: int,
+        stop: str | Sequence[str],
+        schema: Mapping[str, Any] | None,
+        adapter: str | Sequence[str | None] | None,
+    ) -> list[CompletionReader]:
+        """Return the reader of each text, with its request. Raises `BadRequest`."""
         if not self.info.generates:
             raise BadRequest(
                 f"{self.info.model} has no output projection and cannot generate text; use embed", field="model"
             )
-        items = _as_list(prompts)
+        if n < 1:
+            raise BadRequest(f"n is {n}; expected at least 1", field="n")
         given = [params or self.default_params()] * len(items) if not isinstance(params, Sequence) else list(params)
         if len(given) != len(items):
             raise BadRequest(f"got {len(items)} prompts but {len(given)} sampling parameters", field="params")
+        grammar = None if schema is None else json_schema(schema, field="schema")
         for parameters in given:
             check_sampling(parameters, self.info.vocab_size)
-        digests = self._digests(adapter, len(items))
-        prefix = secrets.token_hex(4)
-        index_of = {f"{prefix}-{self._requests + index}": index for index in range(len(items))}
-        self._requests += len(items)
-        results = [Completion() for _ in items]
-        start = time.perf_counter()
+        readers = []
+        for item, each, digest in zip(items, given, self._digests(adapter, len(items)), strict=True):
+            tokens = self._tokens(item)
+            for choice in range(n):
+                spec = RequestSpec(
+                    request_id=f"{self._name}-{self._requests}",
+                    prompt=tokens,
+                    params=msgspec.structs.replace(
+                        each, seed=choice_seed(each.seed, choice), grammar=each.grammar if grammar is None else grammar
+                    ),
+                    eos_token_ids=self.info.eos_token_ids,
+                    adapter=digest,
+                )
+                self._requests += 1
+                readers.append(CompletionReader(spec, self.tokenizer, [stop] if isinstance(stop, str) else stop))
+        return readers
 
-        def take(deltas: list[Delta]) -> None:
-            now = time.perf_counter() - start
-            for delta in deltas:
-                index = index_of.get(delta.request_id)
-                if index is None:
-                    continue
-                if delta.error is not None:
-                    raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
-                result = results[index]
-                result.token_ids += delta.token_ids
-                result.token_times += [now] * len(delta.token_ids)
-                result.finish_reason = delta.finish_reason or result.finish_reason
-                result.cached_tokens += delta.cached_tokens or 0
-                if delta.logprobs is not None:
-                    result.logprobs = (result.logprobs or []) + list(delta.logprobs)
-                if delta.prompt_logprobs is not None:
-                    result.prompt_logprobs = [None, *delta.prompt_logprobs]
-                if on_delta is not None:
-                    on_delta(index, delta)
-
-        requests = (
-            RequestSpec(
-                request_id=request_id,
-                prompt=self._tokens(item),
-                params=parameters,
-                eos_token_ids=self.info.eos_token_ids,
-                adapter=digest,
+    def _rendered(
+        self,
+        messages: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None,
+        source: str | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[int]:
+        template = ChatTemplate.of(self.tokenizer, source)
+        if template is None:
+            raise ModelError(
+                f"{self.info.model} has no chat template; pass chat_template, or use generate", field="model"
             )
-            for request_id, item, parameters, digest in zip(index_of, items, given, digests, strict=True)
-        )
-        self._run(requests, take)
-        for result in results:
-            result.text = self.tokenizer.decode(result.token_ids)
-        return results
+        text = template.render(messages, tools, template_kwargs=variables)
+        return self.tokenizer.encode(text, add_special=False)
 
     def _digests(self, adapter: str | Sequence[str | None] | None, count: int) -> list[str]:
         """Return the digest of each prompt's adapter, empty for none."""
@@ -160,6 +193,139 @@ class LLM:
                 there = ", ".join(known) or "none"
                 raise BadRequest(f"unknown adapter {name!r}; loaded: {there}", field="adapter")
         return ["" if name is None else known[name] for name in names]
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt. Raises `BadRequest` for ids that the model has no embedding row for."""
+        if isinstance(prompt, str):
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            try:
+                ids = tuple(each if isinstance(each, bool) else operator.index(each) for each in prompt)
+            except TypeError as error:
+                raise BadRequest("prompts: expected text or a list of integers", field="prompts") from error
+        check_ids(ids, self.info.vocab_size, "prompts", text_of=self.tokenizer.token_text)
+        return ids
+
+
+class LLM(RequestMaker):
+    """A loaded model.
+
+    Keyword arguments are the fields of `fd_core.config.EngineConfig`; `lora_modules` may be a mapping of names to
+    folders as well. Not safe for several threads.
+
+    Examples:
+        >>> llm = LLM("smollm2")
+        >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        assets = assets_of(model, settings)
+        self.tokenizer = assets.tokenizer
+        self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
+        super().__init__()
+        self._busy = False
+
+    @property
+    def info(self) -> EngineInfo:
+        """Properties of the engine."""
+        return self._engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges and counters of the engine."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
+        on_delta: Callable[[int, Delta], None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, all at once, in the order given.
+
+        A prompt is text or token ids. `params` applies to every prompt or is one for each; None takes
+        `default_params`. Each prompt gets `n` texts, with seeds derived from the one of its parameters. A text ends
+        before the first of the strings `stop`, and matches the JSON schema `schema`. `on_delta(index, delta)` is called
+        as tokens arrive, with the index of the text. `adapter` names one of `lora_modules` for every prompt, or one or
+        None for each. Raises `BadRequest` for a prompt that can never run and for a parameter out of range. A step that
+        fails raises: there is no second engine here to resume on.
+        """
+        items = _as_list(prompts)
+        readers = self._readers(items, params, n=n, stop=stop, schema=schema, adapter=adapter)
+        with closing(self._deltas(readers)) as deltas:
+            for index, delta, _ in deltas:
+                if on_delta is not None:
+                    on_delta(index, delta)
+        texts = [reader.completion for reader in readers]
+        for first in range(0, len(texts), n):
+            texts[first].alternatives = texts[first + 1 : first + n]
+        return texts[::n]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Answer one conversation or several; messages and tools are OpenAI's, `options` are those of `generate`.
+
+        The text is what the model writes: tool calls and reasoning are not parsed. Raises `BadRequest` for messages
+        that the template rejects, and `ModelError` for a model without a template.
+        """
+        conversations: Sequence[Any] = [messages] if isinstance(next(iter(messages), None), Mapping) else messages
+        return self.generate(
+            [self._rendered(each, tools, chat_template, chat_template_kwargs) for each in conversations],
+            params,
+            **options,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> Iterator[str]:
+        """Yield the text for one prompt as it is generated; options are as in `generate`.
+
+        Closing the iterator aborts the request. Raises `BadRequest` while another iterator is open.
+        """
+        readers = self._readers([prompt], params, n=1, stop=stop, schema=schema, adapter=adapter)
+        with closing(self._deltas(readers)) as deltas:
+            for _, _, text in deltas:
+                if text:
+                    yield text
+
+    def _deltas(self, readers: Sequence[CompletionReader]) -> Generator[tuple[int, Delta, str]]:
+        """Run the requests of readers; yield (index, delta, text that it adds). Closing it aborts what still runs."""
+        index_of = {reader.spec.request_id: index for index, reader in enumerate(readers)}
+        start = time.perf_counter()
+        with closing(self._run([reader.spec for reader in readers])) as steps:
+            for deltas in steps:
+                now = time.perf_counter() - start
+                for delta in deltas:
+                    index = index_of.get(delta.request_id)
+                    if index is None:
+                        continue
+                    if delta.error is not None:
+                        raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
+                    text = readers[index].read(delta, now)
+                    if readers[index].ended:
+                        del index_of[delta.request_id]
+                        if delta.finish_reason is None:
+                            self._engine.abort([delta.request_id])
+                    yield index, delta, text
 
     def embed(
         self,
@@ -178,54 +344,76 @@ class LLM:
         vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """Return a score for each pair of texts: the probability of yes from a model that scores pairs, else a cosine.
+
+        One text is paired with each of the other side. `instruction` replaces the question that is put to a model that
+        scores pairs. Raises `BadRequest` for sides of different lengths.
+        """
+        ones, others = ([side] if isinstance(side, str) else [*side] for side in (text_1, text_2))
+        ones = ones * len(others) if len(ones) == 1 else ones
+        if len(ones) != len(others):
+            raise BadRequest(f"got {len(ones)} and {len(others)} texts; expected 1 or equal numbers", field="text_2")
+        if (judge := self.info.vectors.judge) is None:
+            if instruction is not None:
+                raise BadRequest("this model compares vectors; it takes no instruction", field="instruction")
+            texts = [*dict.fromkeys((*ones, *others))]
+            vector = dict(zip(texts, self.embed(texts), strict=True))
+            return [similarity(vector[one], vector[other]) for one, other in zip(ones, others, strict=True)]
+        pooling = Pooling("tokens", judging_tokens(self.tokenizer, judge, self.info.vocab_size))
+        prompts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
+        ids = [self.tokenizer.encode(prompt, add_special=False) for prompt in prompts]
+        return [probability_of_yes(pooled) for pooled in self._pooled(ids, pooling=pooling)]
+
     def _pooled(
-        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: str | Sequence[str | None] | None = None,
+        pooling: Pooling | None = None,
     ) -> list[bytes]:
         items = _as_list(prompts)
         digests = self._digests(adapter, len(items))
-        pooling, prefix = Pooling(self.info.vectors.pooling), secrets.token_hex(4)
+        pooling, prefix = pooling or Pooling(self.info.vectors.pooling), secrets.token_hex(4)
         found: dict[str, bytes] = {}
-
-        def take(deltas: list[Delta]) -> None:
-            for delta in deltas:
+        requests = [
+            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
+            for index, (item, digest) in enumerate(zip(items, digests, strict=True))
+        ]
+        with closing(self._run(requests)) as steps:
+            for delta in (delta for deltas in steps for delta in deltas):
                 if delta.error is not None:
                     raise BadRequest(f"prompt {delta.request_id.rpartition('-')[2]}: {delta.error}", field="prompts")
                 if delta.pooled is not None:
                     found[delta.request_id] = delta.pooled
-
-        requests = (
-            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
-            for index, (item, digest) in enumerate(zip(items, digests, strict=True))
-        )
-        self._run(requests, take)
         return [found[f"{prefix}-{index}"] for index in range(len(items))]
 
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the ids of a prompt. Raises `BadRequest` for ids that the model has no embedding row for."""
-        if isinstance(prompt, str):
-            ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            try:
-                ids = tuple(each if isinstance(each, bool) else operator.index(each) for each in prompt)
-            except TypeError as error:
-                raise BadRequest("prompts: expected text or a list of integers", field="prompts") from error
-        check_ids(ids, self.info.vocab_size, "prompts", text_of=self.tokenizer.token_text)
-        return ids
-
-    def _run(self, requests: Iterable[RequestSpec], take: Callable[[list[Delta]], None]) -> None:
+    def _run(self, requests: Sequence[RequestSpec]) -> Generator[list[Delta]]:
         """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
+        if self._busy:
+            raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
+        self._busy = True
         try:
             for request in requests:
-                take(self._engine.submit(request))
+                yield self._engine.submit(request)
             while self._engine.has_work:
-                take(self._engine.step())
-        except BaseException:
+                yield self._engine.step()
+        finally:
             self._engine.abort_all()
-            raise
+            self._busy = False
 
     def close(self) -> None:
         """Stop the engine's threads."""
         self._engine.close()
+
+
+def assets_of(model: str, settings: Mapping[str, Any]) -> Assets:
+    """Return the files of a model; `settings` are fields of `EngineConfig`. Raises `ConfigError` or `ModelError`."""
+    modules = settings.get("lora_modules")
+    if isinstance(modules, Mapping):
+        settings = {**settings, "lora_modules": tuple(f"{name}={folder}" for name, folder in modules.items())}
+    return find_assets(make_settings(EngineConfig, {"model": model, **settings}))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.errors import BadRequest
+from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.config import VectorSettings
+from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
+INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+"""Question that is put to a model that scores pairs, unless a request has another one."""
+_BEFORE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """For a request that needs only the pooled states of its prompt: it ends with one token, which is dropped."""
 
@@ -51,3 +62,31 @@ def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = 
     if settings.normalize or len(vector) < len(whole):
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return vector.astype(np.float32)
+
+
+def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Return the cosine of two vectors; 0 if one of them is zero."""
+    lengths = (max(float(np.linalg.norm(vector)), 1e-12) for vector in (one, other))
+    return float((one / next(lengths)) @ (other / next(lengths)))
+
+
+def judged_prompt(query: str, document: str, instruction: str) -> str:
+    """Return the prompt that asks a model whether a document answers a query."""
+    return f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_AFTER}"
+
+
+def judging_tokens(tokenizer: Tokenizer, judge: tuple[str, str], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of the tokens for no and yes. Raises `ModelError` for a tokenizer without them."""
+    ids: list[int] = []
+    for token in judge:
+        found: int | None = tokenizer.backend.token_to_id(token)
+        if found is None or found >= vocab_size:
+            raise ModelError(f"the model's tokenizer has no token {token!r}", field="classifier_from_token")
+        ids.append(found)
+    return tuple(ids)
+
+
+def probability_of_yes(pooled: bytes) -> float:
+    """Return the probability of yes from the log-probabilities of no and yes."""
+    no, yes = np.frombuffer(pooled, "<f4").astype(np.float64)
+    return float(1.0 / (1.0 + np.exp(no - yes)))

@@ -26,6 +26,7 @@ from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
+from fd_core.server.ollama import routes as ollama
 from fd_core.server.responses import routes as responses
 from fd_core.server.state import GrammarChecker, ResponseStore, ServerMetrics, ServerState
 from fd_core.text.chat_template import ChatTemplate
@@ -92,7 +93,16 @@ def create_app(
         spans=spans,
     )
     app.state.fd = state
-    families = [messages, responses, completions, embeddings, models, admin, *([routes] if config.batch_api else [])]
+    families = [
+        messages,
+        responses,
+        ollama,
+        completions,
+        embeddings,
+        models,
+        admin,
+        *([routes] if config.batch_api else []),
+    ]
     for router in (completions.chat_router, *(family.router for family in families)):
         app.router.routes += router.routes  # not `include_router`, which adds lookups to each request
     for kind in (ApiError, FdError, HTTPException):

@@ -71,6 +71,9 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Reasoning tokens after which the end is forced; None forces nothing."""
 
 
+_MASK_64: Final = 2**64 - 1
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping parameters of a request.
 
@@ -120,6 +123,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def penalized(self) -> bool:
         """Return True if logits depend on earlier tokens through penalties."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the 64-bit seed of choice `index` of a prompt: its own for the first, then outputs of SplitMix64."""
+    if index == 0:
+        return seed & _MASK_64
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return mixed ^ (mixed >> 31)
 
 
 class Pooling(msgspec.Struct, frozen=True):

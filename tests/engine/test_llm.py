@@ -1,20 +1,119 @@
-"""State left by a failed call of a model used without a server."""
+"""A model used without a server: texts, streams, and the state left by a failed call."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator
+
 import pytest
 
+from fd_core.engine.async_llm import AsyncLLM
 from fd_core.engine.llm import LLM
-from fd_core.errors import FdError
-from fd_core.types import SamplingParams
+from fd_core.errors import BadRequest, FdError
+from fd_core.types import FinishReason, SamplingParams
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SHORT = SamplingParams(max_tokens=40, logit_bias=dict.fromkeys(range(128, 257), -100.0))
+"""Without bytes that are not ASCII: each token of the null model is a character."""
 
 
-def test_invalid_prompt_leaves_no_request_running() -> None:
-    llm = LLM("null", backend="null")
-    try:
-        with pytest.raises(FdError, match="lone surrogate"):
-            llm.generate(["one", "\ud800"], SamplingParams(max_tokens=1000))
-        assert not llm._engine.has_work
-        assert len(llm.generate("two", SamplingParams(max_tokens=2))[0].token_ids) == 2
-    finally:
-        llm.close()
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    found = LLM("null", backend="null")
+    yield found
+    found.close()
+
+
+def test_invalid_prompt_leaves_no_request_running(llm: LLM) -> None:
+    with pytest.raises(FdError, match="lone surrogate"):
+        llm.generate(["one", "\ud800"], SamplingParams(max_tokens=1000))
+    assert not llm._engine.has_work
+    assert len(llm.generate("two", SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_several_texts_of_a_prompt_differ_and_repeat(llm: LLM) -> None:
+    found = llm.generate(["one", "two"], SHORT, n=3)
+    assert [len(each.outputs) for each in found] == [3, 3]
+    assert len({each.text for each in found[0].outputs}) == 3
+    assert found[0].text == llm.generate("one", SHORT)[0].text, "the first one is that of the seed itself"
+    assert [each.text for each in llm.generate("two", SHORT, n=3)[0].outputs] == [
+        each.text for each in found[1].outputs
+    ]
+
+
+def test_stop_string_ends_the_text_and_its_request(llm: LLM) -> None:
+    [whole] = llm.generate("one", SHORT)
+    stop = whole.text[20:22]
+    [found] = llm.generate("one", SHORT, stop=[stop, "absent"])
+    assert found.text == whole.text[: whole.text.index(stop)]
+    assert (found.finish_reason, found.stop_reason) == (FinishReason.STOP, stop)
+    assert found.token_ids == whole.token_ids[: len(found.text) + len(stop)]
+    assert llm.generate("one", SHORT)[0].text == whole.text
+
+
+def test_schema_determines_the_form_of_the_text(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    [found] = llm.generate("one", SHORT, schema=schema)
+    assert json.loads(found.text)["a"] in (1, 2)
+
+
+def test_chat_renders_conversations(llm: LLM) -> None:
+    one, two = ([{"role": "user", "content": text}] for text in ("Hi", "Hello"))
+    expected = llm.generate(["user: Hi\n", "user: Hello\n"], SHORT)
+    assert [each.text for each in llm.chat([one, two], SHORT, chat_template=TEMPLATE)] == [
+        each.text for each in expected
+    ]
+    assert llm.chat(one, SHORT, chat_template=TEMPLATE)[0].text == expected[0].text
+
+
+def test_stream_yields_the_text_and_can_be_left(llm: LLM) -> None:
+    [whole] = llm.generate("one", SHORT)
+    assert "".join(llm.stream("one", SHORT)) == whole.text
+    stream = llm.stream("one", SHORT)
+    assert next(stream) == whole.text[0]
+    with pytest.raises(BadRequest, match="another text is being streamed"):
+        llm.generate("two", SHORT)
+    stream.close()
+    assert llm.generate("one", SHORT)[0].text == whole.text
+
+
+def test_scores_pair_one_text_with_each_of_the_others(llm: LLM) -> None:
+    same, other = llm.score("one", ["one", "quite another"])
+    assert same == pytest.approx(1)
+    assert -1 <= other <= 1
+    with pytest.raises(BadRequest, match="got 2 and 3 texts"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("options, field", [({"n": 0}, "n"), ({"stop": ""}, "stop")])
+def test_invalid_option_is_named(llm: LLM, options: dict[str, object], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        llm.generate("one", SHORT, **options)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_awaited_texts_equal_those_of_the_blocking_class(llm: LLM) -> None:
+    [whole] = llm.generate("one", SHORT)
+    stop = whole.text[20:22]
+
+    async def use() -> list[str]:
+        async with AsyncLLM("null", backend="null") as other:
+            texts = []
+            for options in ({}, {"stop": stop}):
+                async for found in other.generate("one", SHORT, **options):
+                    text = found.text
+                texts.append(text)
+            async for _ in other.chat([{"role": "user", "content": "Hi"}], SHORT, chat_template=TEMPLATE):
+                break  # the request is aborted
+            with pytest.raises(BadRequest, match="tokens"):
+                async for _ in other.generate("x" * 100_000, SHORT):
+                    pass
+            return texts
+
+    assert asyncio.run(use()) == [whole.text, whole.text[: whole.text.index(stop)]]
+
+
+def test_model_that_is_not_loaded_yet_explains_how_to_load_it() -> None:
+    with pytest.raises(BadRequest, match="use `async with AsyncLLM"):
+        AsyncLLM("null", backend="null").info  # noqa: B018

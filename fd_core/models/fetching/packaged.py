@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from fd_core.config.generation import GenerationDefaults
+from fd_core.config.generation import NO_DEFAULTS, GenerationDefaults
 from fd_core.errors import ModelError
 
 
@@ -163,7 +163,7 @@ class PackagedModel:
     member: str
     sha256: str
     size: int
-    generation: GenerationDefaults = GenerationDefaults()
+    generation: GenerationDefaults = NO_DEFAULTS
     """Sampling parameters that the authors recommend."""
 
     def path(self, cache: Path) -> Path:

@@ -15,7 +15,17 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
+from fd_core.engine.vectors import (
+    INSTRUCTION,
+    check_dimensions,
+    judged_prompt,
+    judging_tokens,
+    pooling_request,
+    probability_of_yes,
+    similarity,
+    vector_of,
+)
+from fd_core.errors import ModelError
 from fd_core.http.access.keys import scoped
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.http.spans import span_name
@@ -35,13 +45,6 @@ Floats = npt.NDArray[np.float32]
 MAX_TEXTS: Final = 2048
 _MAX_PAIR_CHARS: Final = 2**24
 """Limit for all rendered pairs together: each text of one side is rendered with each of the other."""
-_ASKED: Final = "Given a web search query, retrieve relevant passages that answer the query"
-_BEFORE: Final = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
@@ -113,7 +116,7 @@ class PooledTexts:
         """Return a score for each pair: the probability of yes from a model that scores pairs, else a cosine."""
         judge = self._state.client.info.vectors.judge
         if judge is not None:
-            return await self._judged(pairs, judge, field, instruction=instruction or _ASKED)
+            return await self._judged(pairs, judge, field, instruction=instruction or INSTRUCTION)
         if instruction is not None:
             raise invalid(
                 "instruction is only supported by models that score pairs; this model compares vectors", "instruction"
@@ -121,18 +124,15 @@ class PooledTexts:
         order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
-        unit = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
-        return [float(unit[order[one]] @ unit[order[other]]) for one, other in pairs]
+        return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 
     async def _judged(
         self, pairs: Sequence[tuple[str, str]], judge: tuple[str, str], field: str, instruction: str
     ) -> list[float]:
-        ids: list[int] = []
-        for token in judge:
-            found: int | None = self._state.tokenizer.backend.token_to_id(token)
-            if found is None or found >= self._state.client.info.vocab_size:
-                raise ApiError(500, f"the model's tokenizer has no token {token!r}", kind="server_error")
-            ids.append(found)
+        try:
+            ids = judging_tokens(self._state.tokenizer, judge, self._state.client.info.vocab_size)
+        except ModelError as error:
+            raise ApiError(500, error.message, kind="server_error") from None
         size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
         if size > _MAX_PAIR_CHARS:
             raise invalid(
@@ -140,14 +140,10 @@ class PooledTexts:
                 "request",
                 field,
             )
-        texts = [
-            f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_AFTER}"
-            for query, document in pairs
-        ]
+        texts = [judged_prompt(*pair, instruction) for pair in pairs]
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, texts, field, add_special=False))
-        pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", tuple(ids)), field)
-        answers = [np.frombuffer(each, "<f4").astype(np.float64) for each in pooled]
-        return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
+        pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", ids), field)
+        return [probability_of_yes(each) for each in pooled]
 
     async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
         spans = self._state.spans

@@ -36,16 +36,6 @@ _READ: Final = frozenset(
 _COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _READ)
 
 
-def choice_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of choice `index` of a prompt: its own for the first, then outputs of SplitMix64."""
-    if index == 0:
-        return seed & _MASK
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
-
-
 class TextCost(NamedTuple):
     """Most tokens that a request for texts reads and writes."""
 

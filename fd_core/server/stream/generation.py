@@ -19,7 +19,6 @@ from fd_core.errors import EngineDead
 from fd_core.http.errors import ApiError
 from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.server.preprocess.jobs import Job
-from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
 from fd_core.server.state import ServerState, TokenTimes
 from fd_core.text.detokenizer import IncrementalDetokenizer
@@ -37,6 +36,7 @@ from fd_core.types import (
     PrefillTrace,
     RequestSpec,
     TokenLogprobs,
+    choice_seed,
 )
 
 _TAIL_TOKENS: Final = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.server.preprocess.sampling import choice_seed
+from fd_core.types import choice_seed
 from tests.server.fakes import LiveServer
 
 PATH = "/v1/completions"

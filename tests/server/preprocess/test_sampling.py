@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.config.generation import GenerationDefaults
-from fd_core.server.preprocess.sampling import choice_seed, sampling_params, text_cost
+from fd_core.server.preprocess.sampling import sampling_params, text_cost
 from fd_core.server.schemas.requests import ChatRequest, CompletionRequest, Message
-from fd_core.types import SamplingParams
+from fd_core.types import SamplingParams, choice_seed
 from tests.server.fakes import engine_info
 
 seeds = st.integers(-(2**63), 2**64 - 1)

@@ -1,0 +1,90 @@
+"""Offline use in asyncio programs: many texts at a time from one engine, without a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from fd_core.engine.clients.launch import open_client
+from fd_core.engine.llm import Completion, Conversation, Prompt, RequestMaker, assets_of
+from fd_core.errors import BadRequest
+from fd_core.types import Delta, SamplingParams
+
+if TYPE_CHECKING:
+    from fd_core.engine.clients.client import EngineClient
+    from fd_core.engine.process.messages import EngineInfo
+
+
+class AsyncLLM(RequestMaker):
+    """A loaded model whose requests are awaited; its engine runs in another process.
+
+    Keyword arguments are the fields of `fd_core.config.EngineConfig`.
+
+    Examples:
+        >>> async with AsyncLLM("smollm2") as llm:
+        ...     async for answer in llm.chat([{"role": "user", "content": "Hello"}]):
+        ...         print(answer.text)
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__()
+        self._assets = assets_of(model, settings)
+        self.tokenizer = self._assets.tokenizer
+        self._client: EngineClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = await open_client(self._assets.config, self._assets.path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._running().close()
+
+    @property
+    def info(self) -> EngineInfo:
+        """Properties of the engine."""
+        return self._running().info
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[Completion]:
+        """Yield the growing text for a prompt, the same object each time; options are those of `LLM.generate`.
+
+        Closing the generator aborts the request. Raises `BadRequest` for a prompt that can never run.
+        """
+        [reader] = self._readers([prompt], params, n=1, stop=stop, schema=schema, adapter=adapter)
+        start = time.perf_counter()
+        async with aclosing(cast(AsyncGenerator[Delta], self._running().submit(reader.spec))) as deltas:
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise BadRequest(delta.error, field="prompt")
+                reader.read(delta, time.perf_counter() - start)
+                yield reader.completion
+                if reader.ended:
+                    break
+
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[Completion]:
+        """Answer a conversation, as `LLM.chat` does; `options` are those of `generate`."""
+        prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
+        return self.generate(prompt, params, **options)
+
+    def _running(self) -> EngineClient:
+        if self._client is None:
+            raise BadRequest("the model is not loaded yet: use `async with AsyncLLM(...) as llm`", field="model")
+        return self._client
