@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -105,20 +106,23 @@ def ps(
     from rich.console import Console
     from rich.table import Table
 
-    from fd_core.cli.chats.api_client import ApiClient
+    from fd_core.cli.chats.api_client import ApiClient, ServerAnswer
     from fd_core.cli.settings.settings import client_key
     from fd_core.server.schemas.responses import LoadAnswer
 
     async def ask() -> None:
         async with ApiClient(url, client_key(given, os.environ)) as api:
-            models, load = await api.models(), await api.get("/load", LoadAnswer)
+            models, load = await api.models(), None
+            with contextlib.suppress(ServerAnswer):  # routers and other servers have no such path
+                load = await api.get("/load", LoadAnswer)
         table = Table("Model", "From", "Context", "Server")
         for model in models:
             length = "" if model.max_model_len is None else f"{model.max_model_len:,}"
             table.add_row(*(plain(text) for text in (model.id, model.root or "", length, api.url)))
         console = Console()
         console.print(table)
-        console.print(f"{load.running} requests running, {load.waiting} waiting")
+        if load is not None:
+            console.print(f"{load.running} requests running, {load.waiting} waiting")
 
     asyncio.run(ask())
 

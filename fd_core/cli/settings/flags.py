@@ -663,6 +663,8 @@ _GROUP_OF: Final = {flag.field: title for title, flags in reversed(tuple(_GROUPS
 COMMON: Final = "Most used settings"
 _OTHER: Final = "Options"
 _HELP_ALL: Final = "--help-all"
+_MOST_EXPLAINED: Final = 12
+"""Settings up to which the help of a command explains all of them."""
 
 CLIENT_KEY_FILE: Final = Flag(
     "client_keys", "File whose first line is the API key to send.", "FILE", parser=keys_in_file, name="--api-key-file"
@@ -687,6 +689,18 @@ def _shown(default: Any) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_HELP_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_HelpAll = Annotated[
+    bool, typer.Option(_HELP_ALL, is_eager=True, callback=_help_all, help="Explain every setting and exit.")
+]
+
+
 def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
     """Give a command every flag of `groups`; the typed values arrive as the mapping `given`."""
     flags = tuple(flag for group in groups for flag in group)
@@ -702,9 +716,14 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
             inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
             for flag in flags
         ]
+        if len(flags) > _MOST_EXPLAINED:
+            added.append(
+                inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_HelpAll)
+            )
 
         def command(**arguments: Any) -> None:
             report_variables(os.environ, USER_VARIABLES)
+            arguments.pop("help_all", None)
             typed = {flag.field: arguments.pop(flag.field) for flag in flags}
             given = {name: value for name, value in typed.items() if value not in (None, [], ())}
             function(given=given, **arguments)
@@ -724,10 +743,6 @@ class SettingsCommand(TyperCommand):
         """Parse the command line; report a flag of another server with its equivalent."""
         own = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
         for flag in (hyphenated(arg.partition("=")[0]) for arg in args):
-            if flag == _HELP_ALL:
-                ctx.meta[_HELP_ALL] = True
-                print(ctx.get_help())
-                raise typer.Exit
             if flag in REASONS and flag not in own:
                 print_error(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
                 raise typer.Exit(ConfigError.exit_code)
@@ -739,28 +754,21 @@ class SettingsCommand(TyperCommand):
         for param in self.get_params(ctx):
             is_argument = param.param_type_name == "argument"
             sections["Arguments" if is_argument else getattr(param, "rich_help_panel", None) or _OTHER].append(param)
-        if _HELP_ALL not in ctx.meta:
-            less_used = [(title, sections.pop(title)) for title in _GROUPS]
+        brief = _HELP_ALL not in ctx.meta and any(each.name == "help_all" for each in self.params)
+        less_used = {title: sections.pop(title) for title in _GROUPS} if brief else {}
         for title, params in sections.items():
             if rows := [row for each in params if (row := each.get_help_record(ctx)) is not None]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-        if _HELP_ALL in ctx.meta or not any(params for _, params in less_used):
-            return
-        with formatter.section(f"More settings, explained by {ctx.command_path} {_HELP_ALL}"):
-            for title, params in less_used:
-                if params:
-                    names = f"{title}: {' '.join(each.opts[0] for each in params)}"
-                    formatter.write(
-                        textwrap.fill(
-                            names,
-                            formatter.width,
-                            initial_indent="  ",
-                            subsequent_indent="    ",
-                            break_on_hyphens=False,
-                        )
-                        + "\n"
-                    )
+        wrapped = textwrap.TextWrapper(
+            formatter.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
+        texts = [
+            f"{title}: {' '.join(each.opts[0] for each in params)}" for title, params in less_used.items() if params
+        ]
+        if texts:
+            with formatter.section(f"More settings, explained by {ctx.command_path} {_HELP_ALL}"):
+                formatter.write("".join(f"{wrapped.fill(each)}\n" for each in texts))
 
 
 def hyphenated(flag: str) -> str:

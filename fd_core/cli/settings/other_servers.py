@@ -28,7 +28,8 @@ FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--disaggregation-mode", "--splitwise-role"): "use --role, which is prefill, decode or mixed",
     ("--tp", "--tp-size"): "use --tensor-parallel-size",
     ("--pp", "--pp-size"): "use --pipeline-parallel-size",
-    ("--dp", "--dp-size", "--api-server-count"): "use --data-parallel-size",
+    ("--dp", "--dp-size"): "use --data-parallel-size",
+    ("--api-server-count",): "one process serves HTTP; --data-parallel-size adds engines",
     ("--enable-expert-parallel", "--ep-size"): "experts are not distributed; use --tensor-parallel-size",
     ("--disable-custom-all-reduce",): "use --rank-transport, which selects the collectives on CPUs",
     ("--threads", "-t"): "use --num-threads",
@@ -104,11 +105,11 @@ VARIABLES: Final[Mapping[tuple[str, ...], str]] = {
     ("FD_PLUGINS",): "every installed plugin is loaded; uninstall those that you do not want",
     ("FD_SERVICE_NAME", "FD_HOST_NAME"): "set OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES for traces",
     ("FD_SAMPLING_CLASS", "FD_MOE_BACKEND", "FD_USE_MACHETE", "FD_USE_DEEP_GEMM"): "the backend selects its kernels",
-    ("FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",): "a decode worker grants or refuses at once; see FD_LEASE_SECONDS",
     (
         *("FD_CPU_USE_BF16", "FD_USE_HF_TOKENIZER", "FD_USE_FASTSAFETENSOR", "FD_USE_AGGREGATE_SEND"),
         *("FD_ZMQ_SNDHWM", "FD_ENC_DEC_BLOCK_NUM", "FD_PD_CHANGEABLE", "FD_CACHE_PARAMS", "FD_ENABLE_CACHE_TASK"),
         *("FD_ENABLE_INTERNAL_ADAPTER", "FD_ENABLE_MODEL_LOAD_CACHE", "FD_TRITON_KERNEL_CACHE_DIR", "FD_ENABLE_PDL"),
+        "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
     ): "there is no such setting",
 }
 

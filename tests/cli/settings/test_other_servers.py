@@ -28,9 +28,10 @@ MOST_USED_BY_VLLM = """
     --chat-template --chat-template-content-format --tool-call-parser --enable-auto-tool-choice --reasoning-parser
     --enable-lora --lora-modules --max-loras --max-lora-rank --speculative-config --guided-decoding-backend --host
     --port --api-key --uvicorn-log-level --disable-log-requests --disable-log-stats --limit-mm-per-prompt
-    --compilation-config --kv-transfer-config --generation-config --override-generation-config --task --runner --num-gpu-blocks-override
-    --scheduling-policy --async-scheduling --root-path --ssl-keyfile --ssl-certfile --max-logprobs --allowed-origins
-    --disable-frontend-multiprocessing --attention-backend --kv-cache-memory-bytes --api-server-count --response-role
+    --compilation-config --kv-transfer-config --generation-config --override-generation-config --task --runner
+    --num-gpu-blocks-override --scheduling-policy --async-scheduling --root-path --ssl-keyfile --ssl-certfile
+    --max-logprobs --allowed-origins --disable-frontend-multiprocessing --attention-backend --kv-cache-memory-bytes
+    --api-server-count --response-role
     """.split()
 
 
