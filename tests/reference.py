@@ -53,6 +53,8 @@ def settings() -> Iterator[str]:
         "the file. Conflicting settings are rejected at startup. A number may have a unit: `32k` is 32,000 and `32Ki`",
         "is 32,768. Flags have the names that vLLM and FastDeploy use. If you pass a flag that only [another",
         "server](#flags-of-other-servers) has, the error names the equivalent here. `_` in a flag is the same as `-`.",
+        "`fdcore serve --help-all` explains every setting, and `fdcore --install-completion` lets your shell complete",
+        "them.",
         "",
         "## `fdcore serve`: the engine",
         "",
