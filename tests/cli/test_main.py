@@ -80,6 +80,18 @@ def test_version():
 
 
 @pytest.mark.parametrize(
+    "alias, words",
+    [("run", ["chat"]), ("pull", ["models", "pull"]), ("list", ["models", "list"]), ("collect-env", ["env"])],
+)
+def test_alias_is_the_same_command(alias, words):
+    root = found = typer.main.get_command(app)
+    for word in words:
+        found = found.commands[word]
+    same = root.commands[alias]
+    assert (same.help, [each.opts for each in same.params]) == (found.help, [each.opts for each in found.params])
+
+
+@pytest.mark.parametrize(
     "arguments, code, words",
     [
         (["serve", "smollm2", "--no-such-flag"], 2, "fdcore: no such option: --no-such-flag"),

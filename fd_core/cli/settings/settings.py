@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -55,7 +54,7 @@ def merge(
 ) -> Settings:
     """Merge every source into frozen settings; `given` is the command line. Raises `ConfigError` naming the fault."""
     path = _settings_path(given, environment)
-    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
+    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment)
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model and ask_model is not None:
@@ -86,13 +85,12 @@ def _merge_layers(
     file: Mapping[str, Any],
     given: Given,
     environment: Mapping[str, str],
-    older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Let environment and command line override a file; a setting drops conflicting ones of lower layers."""
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
-    of_environment = _read_layer({**variables, **older}, lambda flag: flag.variable)
+    of_environment = _read_layer(variables | _older_variables(flags, environment), lambda flag: flag.variable)
     for layer in (of_environment, _read_layer(typed, lambda flag: flag.flag)):
         if not layer.keys().isdisjoint(_EXCLUSIVE):
             merged = {name: value for name, value in merged.items() if name not in _EXCLUSIVE}
@@ -115,11 +113,11 @@ def _with_kv_events(settings: Settings) -> Settings:
     return settings
 
 
-def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
+def _older_variables(flags: Mapping[str, Flag], environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
     for variable, field, no, yes in OLDER_VARIABLES:
-        flag = _FLAGS[field]
-        if not environment.get(variable) or environment.get(flag.variable):
+        flag = flags.get(field)
+        if flag is None or not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
             value = environment[variable]

@@ -13,7 +13,7 @@ import typer
 from fd_core.cli.app import app
 from fd_core.cli.settings.flags import USER_VARIABLES
 from fd_core.cli.settings.other_servers import OLDER_VARIABLES, REASONS, VARIABLES, report_variables
-from fd_core.cli.settings.settings import merge
+from fd_core.cli.settings.settings import merge, merge_route
 from fd_core.errors import ConfigError
 from tests.reference import page
 
@@ -82,6 +82,8 @@ def test_variables_of_fastdeploy_set_their_equivalents() -> None:
     environment = {"FD_DEBUG": "1", "FD_SUPPORT_MAX_CONNECTIONS": "512"}
     server = merge("smollm2", {}, environment).server
     assert (server.log_level, server.limit_concurrency) == ("debug", 512)
+    gateway = merge_route({"workers": ["http://127.0.0.1:8001"]}, environment).gateway
+    assert (gateway.log_level, gateway.limit_concurrency) == ("debug", 512)
     with pytest.raises(ConfigError, match="FD_SUPPORT_MAX_CONNECTIONS: expected an integer, got 'x'"):
         merge("smollm2", {}, {"FD_SUPPORT_MAX_CONNECTIONS": "x"})
 
