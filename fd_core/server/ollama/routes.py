@@ -202,8 +202,7 @@ class _LineFormat(AnswerFormat):
             line.response, line.thinking = content, thinking
             return line
         called = [
-            schemas.Call(function=schemas.CalledFunction(name=block.name, arguments=_object(block.text)))
-            for block in calls
+            schemas.Call(function=schemas.CalledFunction(name=block.name, arguments=block.arguments)) for block in calls
         ]
         line.message = ChatTurn(role="assistant", content=content, thinking=thinking, tool_calls=called or None)
         return line
@@ -224,15 +223,6 @@ def _events(choice: ChoiceStream, text: str, events: Iterable[Event]) -> Iterabl
     if choice.answer is not None:
         return events
     return [Content(text)] if text else []
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; empty if they are not a complete JSON object."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.MsgspecError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 @router.post("/api/embed", **endpoint("Create embeddings, as Ollama does", schemas.EmbedRequest, schemas.EmbedAnswer))

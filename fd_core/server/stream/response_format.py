@@ -529,6 +529,15 @@ class AnswerBlock:
         """Content, reasoning, or the JSON of a call's arguments."""
         return "".join(self.texts)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; empty if they are not a complete JSON object."""
+        try:
+            value = msgspec.json.decode(self.text)
+        except (msgspec.MsgspecError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
 
 class BlockStep(NamedTuple):
     """A block begins, grows by a text, or is as complete as it gets."""
