@@ -68,7 +68,7 @@ def assemble(only: str | None = None) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         elif hasattr(command, "__signature__"):
-            from fd_core.cli.settings.flags import SettingsCommand
+            from fd_core.cli.settings.help import SettingsCommand
 
             app.command(name, cls=SettingsCommand)(command)
         else:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fd_core.cli.report import reports_errors
-from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, KEY_FLAGS, Given, SettingsCommand, takes_flags
+from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, KEY_FLAGS, Given, takes_flags
+from fd_core.cli.settings.help import SettingsCommand
 from fd_core.errors import ConfigError, FdError
 
 if TYPE_CHECKING:

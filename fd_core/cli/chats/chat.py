@@ -42,7 +42,10 @@ def chat(
     given: Given,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="A single message; without it, messages are typed.")
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]", help="A single message, `-` for the standard input; without it, you type messages."
+        ),
     ] = None,
     url: Url = None,
     system: Annotated[
@@ -72,7 +75,7 @@ def chat(
         # Messages to a server that requires a key are not saved here.
         secret = url is not None and client_key(given, os.environ)
         with input_history(None if secret else find_cache_dir() / "chat_history"):
-            messages = typed_messages() if prompt is None else [prompt]
+            messages = typed_messages() if prompt is None else [sys.stdin.read() if prompt == "-" else prompt]
             _converse(loop, backend, ChatHistory(system), messages, options=options)
 
 

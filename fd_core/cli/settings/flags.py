@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from typer.core import TyperCommand
 
-from fd_core.cli.report import print_error
-from fd_core.cli.settings.other_servers import REASONS, report_variables
+from fd_core.cli.settings.other_servers import report_variables
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.generation import GenerationDefaults
@@ -175,7 +172,7 @@ class Flag:
     @property
     def group(self) -> str:
         """Heading under which help and documentation list the setting."""
-        return _GROUP_OF.get(self.field, _OTHER)
+        return _GROUP_OF.get(self.field, OTHER)
 
     def parse(self, value: Any) -> Any:
         """Parse a text or typed `value`. Raises `ValueError` with a phrase that completes "NAME: ..."."""
@@ -639,7 +636,7 @@ GATEWAY_FLAGS: Final = (
     Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
 )
 
-_GROUPS: Final[Mapping[str, tuple[Flag, ...]]] = {
+GROUPS: Final[Mapping[str, tuple[Flag, ...]]] = {
     "Address and TLS": _ADDRESS,
     "Access": _ACCESS,
     "API": _API,
@@ -659,10 +656,10 @@ _GROUPS: Final[Mapping[str, tuple[Flag, ...]]] = {
     "Workers": (*_REGISTRATION, *GATEWAY_FLAGS),
 }
 """Headings of help and documentation, and their settings; a setting under several belongs to the first."""
-_GROUP_OF: Final = {flag.field: title for title, flags in reversed(tuple(_GROUPS.items())) for flag in flags}
+_GROUP_OF: Final = {flag.field: title for title, flags in reversed(tuple(GROUPS.items())) for flag in flags}
 COMMON: Final = "Most used settings"
-_OTHER: Final = "Options"
-_HELP_ALL: Final = "--help-all"
+OTHER: Final = "Options"
+HELP_ALL: Final = "--help-all"
 _MOST_EXPLAINED: Final = 12
 """Settings up to which the help of a command explains all of them."""
 
@@ -691,13 +688,13 @@ def _shown(default: Any) -> str:
 
 def _help_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        ctx.meta[_HELP_ALL] = True
+        ctx.meta[HELP_ALL] = True
         print(ctx.get_help())
         raise typer.Exit
 
 
 _HelpAll = Annotated[
-    bool, typer.Option(_HELP_ALL, is_eager=True, callback=_help_all, help="Explain every setting and exit.")
+    bool, typer.Option(HELP_ALL, is_eager=True, callback=_help_all, help="Explain every setting and exit.")
 ]
 
 
@@ -734,43 +731,3 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
         return command
 
     return decorate
-
-
-class SettingsCommand(TyperCommand):
-    """A command with settings, whose help explains the most used ones first. It explains flags of other servers."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line; report a flag of another server with its equivalent."""
-        own = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        for flag in (hyphenated(arg.partition("=")[0]) for arg in args):
-            if flag in REASONS and flag not in own:
-                print_error(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
-                raise typer.Exit(ConfigError.exit_code)
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options in groups; without --help-all, only the names of the less used ones."""
-        sections: dict[str, list[Any]] = {title: [] for title in ("Arguments", COMMON, _OTHER, *_GROUPS)}
-        for param in self.get_params(ctx):
-            is_argument = param.param_type_name == "argument"
-            sections["Arguments" if is_argument else getattr(param, "rich_help_panel", None) or _OTHER].append(param)
-        brief = _HELP_ALL not in ctx.meta and any(each.name == "help_all" for each in self.params)
-        less_used = {title: sections.pop(title) for title in _GROUPS} if brief else {}
-        for title, params in sections.items():
-            if rows := [row for each in params if (row := each.get_help_record(ctx)) is not None]:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-        wrapped = textwrap.TextWrapper(
-            formatter.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-        )
-        texts = [
-            f"{title}: {' '.join(each.opts[0] for each in params)}" for title, params in less_used.items() if params
-        ]
-        if texts:
-            with formatter.section(f"More settings, explained by {ctx.command_path} {_HELP_ALL}"):
-                formatter.write("".join(f"{wrapped.fill(each)}\n" for each in texts))
-
-
-def hyphenated(flag: str) -> str:
-    """Return a flag with hyphens, which may be typed with underscores."""
-    return flag.replace("_", "-") if flag.startswith("--") else flag

@@ -89,6 +89,11 @@ def test_run_answers_one_prompt_as_ollama_does(local):
     assert [prompt_of(spec) for spec in local[0].specs] == ["user: Bonjour !\nassistant: "]
 
 
+def test_run_reads_a_prompt_from_standard_input(local):
+    assert runner.invoke(app, ["run", "smollm2", "-"], input="Two\nlines").exit_code == 0
+    assert [prompt_of(spec) for spec in local[0].specs] == ["user: Two\nlines\nassistant: "]
+
+
 def test_chat_with_a_server():
     with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
         result = runner.invoke(app, ["chat", "--url", server.url, "--api-key", "sesame"], input="hi\n")
