@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,12 +26,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
+from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.growth import assert_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
-from fd_core.testing.stores.values import keys_of
+from fd_core.testing.stores.values import assert_hidden, keys_of
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
@@ -294,12 +297,17 @@ class StoreSuite:
         return installed_plugins().load(STORE, location.scheme)(location)
 
     @pytest.fixture
-    def make_store(self, location: str) -> Iterator[MakeStore]:
-        """Return a function that creates a store of the location, or of another one, and closes it at teardown."""
+    def make_store(self, request: pytest.FixtureRequest, location: str) -> Iterator[MakeStore]:
+        """Return a function that creates a store of the location, or of another one, and closes it at teardown.
+
+        Only cases are reduced to the envelope of a store; other tests of a smaller one are skipped.
+        """
         made: list[KVStore] = []
 
         def make(text: str = location) -> KVStore:
             made.append(self.new_store(parse_location(text)))
+            if made[-1].envelope.exceeded({"value_bytes": LIMIT}) and "case" not in request.fixturenames:
+                lacks(f"its envelope has value_bytes={made[-1].envelope.value_bytes}; the test has {LIMIT}")
             return made[-1]
 
         yield make
@@ -319,6 +327,9 @@ class StoreSuite:
     ) -> None:
         place = StorePlace(store, make_store, self.elsewhere(location), back_door)
         can = supported(place, shares=self.sharing.reason is None, persists=self.persistence.reason is None)
+        if (edge := store.envelope.value_bytes) is not None and case.text == "plain":
+            for size in (edge, edge - 1):
+                STORES.case(f"value_bytes={size},count=1").check(place, "pytest", option="--fd-case")
         case.with_only(can).check(place, "pytest", option="--fd-case")
 
     @pytest.mark.law("5.2")
@@ -460,6 +471,41 @@ class StoreSuite:
             finally:
                 values.go_on.set()
         assert writer.result() == 7
+
+    @pytest.mark.law("5.2")
+    def test_a_reader_and_a_writer_share_no_buffer(self, store: KVStore) -> None:
+        """Read at each line of a put."""
+        store.put([(A, [value_of(A)])], TIMEOUT)
+
+        def read() -> None:
+            assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A)], "a put changed what another thread read"
+
+        parts = [value_of(B)[:600], value_of(B)[600:]]
+        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, type(store).__module__.partition(".")[0])
+        assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)], "a read changed what another thread put"
+
+    @pytest.mark.law("5.5")
+    def test_a_timeout_is_of_the_whole_call(self, store: KVStore) -> None:
+        """Let 1/8 of the timeout pass with each reading of the clock: a call that goes on must not start it again."""
+        keys = [key_of(number) for number in range(64)]
+        store.put([(key, [value_of(key)]) for key in keys], TIMEOUT)
+        calls: list[Callable[[], object]] = [
+            lambda: store.put([(key, [value_of(key)]) for key in keys], TIMEOUT),
+            lambda: store.get(keys, LIMIT, TIMEOUT),
+            lambda: store.longest_prefix(keys, LIMIT, TIMEOUT),
+            lambda: store.delete(keys, TIMEOUT),
+        ]
+        for name, call in zip(("put", "get", "longest_prefix", "delete"), calls, strict=True):
+            readings, start = itertools.count(), time.monotonic()
+            clock = (start + next(readings) * TIMEOUT / 8 for _ in itertools.repeat(None))
+            try:
+                with mock.patch("time.monotonic", lambda clock=clock: next(clock)):
+                    call()
+            except StoreError as error:
+                assert error.reason is FailureReason.TIMEOUT
+            else:
+                passed = (next(readings) - 1) / 8
+                assert passed < 2, f"{name} of 64 values returned after {passed:.0f} times its timeout"
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
@@ -704,6 +750,7 @@ class StoreSuite:
                 call()
             except StoreError as error:
                 assert error.reason is FailureReason.TIMEOUT
+                assert_hidden(value_of(keys[0]), error)
             assert time.monotonic() - start < timeout + SLACK
         with pytest.raises(StoreError) as caught:
             store.put(_PausedValues([(key, [key]) for key in keys[:4]], timeout + 0.05), timeout)
@@ -765,6 +812,21 @@ class StoreSuite:
         assert store.get([A], LIMIT, TIMEOUT) == [None]
         assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
 
+    def test_a_new_store_holds_nothing_and_a_closed_one_neither(
+        self, location: str, store: KVStore, make_store: MakeStore
+    ) -> None:
+        folder = Path(location.partition(":")[2].partition("?")[0])
+        other = None if not folder.is_absolute() else f"{location.partition(':')[0]}:{folder}-new"
+        before = resource_snapshot()
+        new = make_store(other or location)
+        assert resource_snapshot() == before, "making a store opened something"
+        assert other is None or not Path(f"{folder}-new").exists(), "making a store created its folder"
+        new.open(TIMEOUT)
+        new.put([(A, [value_of(A)])], TIMEOUT)
+        assert as_bytes(new.get([A, B], LIMIT, TIMEOUT)) == [value_of(A), None]
+        new.close()
+        assert resource_snapshot() == before, "a closed store holds threads, processes or descriptors"
+
     def test_open_returns_one_line_and_is_repeatable(self, store: KVStore) -> None:
         assert store.location.shown, "a store keeps its location, which the engine shows"
         for _ in range(2):
@@ -775,6 +837,15 @@ class StoreSuite:
     def test_an_unknown_parameter_is_named(self, location: str, make_store: MakeStore) -> None:
         with pytest.raises(ConfigError, match="no_such_thing"):
             make_store(with_parameter(location, "no_such_thing=1"))
+
+    def test_the_cap_is_a_size_as_users_write_it(self, location: str, make_store: MakeStore) -> None:
+        self.size_cap.require()
+        found = make_store(with_parameter(location, "max_bytes=96Ki"))
+        found.open(TIMEOUT)
+        assert found.stats(TIMEOUT).limit_bytes == 96 << 10
+        for wrong in ("much", "-1", ""):
+            with pytest.raises(ConfigError, match="max_bytes"):
+                make_store(with_parameter(location, f"max_bytes={wrong}"))
 
     def test_secrets_are_never_shown(self, location: str, store: KVStore) -> None:
         if not self.secrets:
