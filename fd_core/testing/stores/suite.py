@@ -839,6 +839,7 @@ class StoreSuite:
         with pytest.raises(ConfigError, match="no_such_thing"):
             make_store(with_parameter(location, "no_such_thing=1"))
 
+    @pytest.mark.law("5.5")
     def test_the_cap_is_a_size_as_users_write_it(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
         found = make_store(with_parameter(location, "max_bytes=96Ki"))
