@@ -296,6 +296,7 @@ CLIENTS = {
     "openai": "openai>=2",
     "openai_agents": "openai-agents>=0.6",
     "anthropic": "anthropic>=0.75",
+    "ollama": "ollama>=0.6",
     "instructor": "instructor>=1.13",
     "pydantic_ai": "pydantic-ai-slim[openai,anthropic]>=1.20",
     "langchain_openai": "langchain-openai>=1.0",

@@ -85,8 +85,9 @@ class Policy:
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
     """Return the server's answer."""
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)  # noqa: S310 - the user's address
+    with urllib.request.urlopen(request) as answer:  # noqa: S310
         return json.load(answer)
 
 
@@ -100,7 +101,8 @@ def train(url: str, folder: Path, steps: int, model: str = "smollm2", trained: i
             body = {"prompt": prompt, "n": SAMPLES, "max_tokens": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
             body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, "seed": 100 * step + index}
             choices = post(url, "/v1/completions", body)["choices"]
-            assert {each["weight_version"] for each in choices} == {str(step)}  # no sample of other weights
+            if {each["weight_version"] for each in choices} != {str(step)}:
+                raise RuntimeError(f"expected samples of version {step}; start the server anew, for this script alone")
             given = torch.tensor([reward(each["text"]) for each in choices])
             begin = len(choices[0]["prompt_token_ids"])
             ids = torch.tensor([each["prompt_token_ids"] + each["token_ids"] for each in choices])

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MESSAGES_PATH: Final = "/v1/messages"
 """Path prefix below which errors have Anthropic's format."""
+OLLAMA_PATH: Final = "/api/"
+"""Path prefix below which errors have Ollama's format."""
 _MESSAGES_KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -88,7 +90,13 @@ class ApiError(Exception):
 
     def body_at(self, path: str) -> bytes:
         """Return the JSON that clients of the API at `path` parse."""
-        return self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
+        if path.startswith(MESSAGES_PATH):
+            return self.messages_body()
+        return self.ollama_body() if path.startswith(OLLAMA_PATH) else self.body()
+
+    def ollama_body(self) -> bytes:
+        """Return the JSON that Ollama's clients parse."""
+        return msgspec.json.encode({"error": self.message})
 
     def messages_body(self) -> bytes:
         """Return the JSON that Anthropic's clients parse."""
@@ -127,6 +135,8 @@ def no_such_path(path: str) -> ApiError:
         message += "; /v1 is duplicated: remove it from the client's base URL"
     elif path.rstrip("/") == "/v1":
         message += ", which is a base URL; use a path below it, such as /v1/chat/completions"
+    elif path.startswith(OLLAMA_PATH):
+        message += "; of Ollama's API, the server has chat, generate, embed, tags, ps, show and version"
     elif not path.startswith("/v1/"):
         message += "; paths of OpenAI's API start with /v1: add it to the client's base URL"
     return ApiError(404, message)

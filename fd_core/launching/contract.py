@@ -106,7 +106,7 @@ class LaunchedProcess(Protocol):
         """Return how it ended and its last lines, for operators; empty while it runs."""
 
     def terminate(self) -> None:
-        """Send SIGTERM. Returns at once."""
+        """Send SIGTERM. Returns at once; the process ends when it wants to."""
 
     def kill(self) -> None:
         """Send SIGKILL. Returns at once."""

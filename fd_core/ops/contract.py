@@ -376,7 +376,8 @@ class Ops(abc.ABC):
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
         """Return further warm-up steps, such as those that trigger compilations.
 
-        The runner executes each step like a real one, including sampling. Steps beyond the limits are skipped.
+        The runner executes each step like a real one, including sampling. Steps beyond the limits are skipped; the
+        requests of a step have equally many drafts.
         """
         return ()
 
@@ -411,7 +412,8 @@ class Ops(abc.ABC):
     def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
         """Queue copies of arrays to the host, as by `to_host`, after the work queued before.
 
-        They hold the values at that point of the queue, unaffected by later work.
+        They hold the values at that point of the queue, unaffected by later work; a pack that does not queue may share
+        them, as `to_host` may.
         """
         return HostCopies(list(arrays) if self.on_host else [self.to_host(array) for array in arrays])
 
@@ -519,11 +521,17 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
-        """Causal attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Softmax in float32."""
+        """Causal attention of q [T, nh, d] over each row's blocks; returns [T, nh * d].
+
+        Softmax in float32, of scores of any finite size.
+        """
 
     @abc.abstractmethod
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """[T, H] -> [T, H]: route each token to its experts and add their weighted outputs."""
+        """[T, H] -> [T, H]: route each token to its experts and add their weighted outputs.
+
+        A token that is NaN reaches no other token, and the softmax takes scores of any finite size.
+        """
 
     @abc.abstractmethod
     def add(self, x: Array, y: Array) -> Array:

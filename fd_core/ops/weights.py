@@ -78,9 +78,9 @@ class PackedTensor:
     """int8[out, in]: from 0 to 2^bits - 1 with minima and less than 8 bits, else from -2^(bits - 1) to 2^(bits - 1) -
     1. For `FP8`, the bits of the values, none of them NaN."""
     scales: npt.NDArray[np.float32]
-    """float32[out, in / group], finite."""
+    """float32[out, in / group], finite, of either sign."""
     minima: npt.NDArray[np.float32] | None = None
-    """float32[out, in / group]; None if all are 0."""
+    """float32[out, in / group], of either sign; None if all are 0."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ class RoutingContext:
 
 
 class RouterPolicy(abc.ABC):
-    """Chooses one worker for each request; the router makes one instance for each role."""
+    """Chooses one worker for each request; the router makes one instance for each role, which share no state."""
 
     uses_prefix: ClassVar[bool] = False
     """True if the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
@@ -202,7 +202,7 @@ class RouterPolicy(abc.ABC):
         """Forget an incarnation that was lost or replaced."""
 
     def sweep(self, now: float) -> None:  # noqa: B027 - most policies keep no state
-        """Forget expired state; called every `eviction-interval-secs`."""
+        """Forget expired state, which changes no choice; called every `eviction-interval-secs`."""
 
 
 def least(

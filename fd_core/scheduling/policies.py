@@ -36,7 +36,7 @@ class SchedulingPolicy(abc.ABC):
         """Return the sort key of a new request; the smallest in its flow is admitted first.
 
         The queue calls this once for each request: a preempted request keeps its rank, and so its position before every
-        younger request.
+        younger request. A request with a larger `priority` is admitted no earlier than with a smaller one.
         """
 
     def flow(self, request: QueuedRequest) -> str | None:
@@ -61,7 +61,10 @@ class SchedulingPolicy(abc.ABC):
         """
 
     def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """Return indices into `running`, at least one: the preemption candidates."""
+        """Return indices into `running`, at least one: the preemption candidates, which depend on these requests alone.
+
+        A candidate would be one as well if it were less important.
+        """
         return np.arange(len(running.slots))
 
 
@@ -152,6 +155,8 @@ class FairShare(SchedulingPolicy):
         if admitted is not None:
             num_prompt, charge = admitted
             self._clocks[tenant] += num_computed - charge
+            # Otherwise the time stops while each request is of a new tenant, which starts at it and goes first.
+            self._now += num_computed // len(self._unfinished)
             self._usual_output += (1.0 - self._MEMORY) * (num_computed - num_prompt - self._usual_output)
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:

@@ -55,7 +55,11 @@ class VictimPolicy(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, running: RunningRequests) -> int:
-        """Return the row of `running`, which has at least one, to preempt."""
+        """Return the row of `running`, which has at least one, to preempt.
+
+        The choice depends on these requests alone. A request that is chosen would be chosen as well if it were less
+        important.
+        """
 
 
 class FewestTokens(VictimPolicy):

@@ -26,6 +26,7 @@ from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
+from fd_core.server.ollama import routes as ollama
 from fd_core.server.responses import routes as responses
 from fd_core.server.state import GrammarChecker, ResponseStore, ServerMetrics, ServerState
 from fd_core.text.chat_template import ChatTemplate
@@ -95,6 +96,7 @@ def create_app(
     families = [
         messages,
         responses,
+        ollama,
         completions,
         embeddings,
         models,

@@ -202,7 +202,6 @@ def test_abort_at_decode_worker_frees_prefill_worker() -> None:
     pair.run()
     assert pair.outcomes == ["aborted"]
     assert sum(pair.prefill.computed) < 37
-    assert pair.prefill.probe.transferring.counters.given_up == 1
 
 
 def test_blocks_being_read_are_awaited_before_preempting() -> None:

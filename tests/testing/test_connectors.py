@@ -23,6 +23,11 @@ TCP = "tcp:TCPConnector"
 
 PLAIN = "test_case[transfer:plain]"
 BROKEN = {
+    "waits for a piece as long as it likes": (
+        TCP,
+        "i.take = lambda n, r, f: whole.take(n, r, f or __import__('time').sleep(3) or f)",
+        "no_call_waits_for_a_side",
+    ),
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", "parts_of_every_kind"),
     "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
     "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),

@@ -1,8 +1,9 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
 import struct
+import subprocess
 import threading
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ class Counts(Observer):
         for request in step.requests:
             self.counts["tokens"] += len(request.token_ids)
             self.counts["accepted"] += request.drafts_accepted
+
+
+class KeepsTheLastSteps(Observer):
+    """A ring of 10,000 steps, which is bounded."""
+
+    def __init__(self):
+        self.last = deque(maxlen=10_000)
+
+    def observe(self, step):
+        self.last.append((step.epoch, step.step, len(step.requests)))
+
+
+class TestLastSteps(ObserverSuite):
+    def observer_class(self):
+        return KeepsTheLastSteps
 
 
 class TestCounts(ObserverSuite):
@@ -120,6 +136,19 @@ class KeepsEveryStep(Counts):
         self.seen.append((step.epoch, step.step))
 
 
+class KeepsRequestsInItsClass(Counts):
+    seen = {}  # noqa: RUF012 - that is the fault
+
+    def observe(self, step):
+        self.seen.update((request.request_id, len(request.token_ids)) for request in step.requests)
+
+
+class LeavesAProcess(Counts):
+    def __init__(self):
+        super().__init__()
+        subprocess.Popen(["sleep", "5"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
 class SearchesEveryRequest(Counts):
     def __init__(self):
         self.seen = []
@@ -145,6 +174,8 @@ class SearchesEveryRequest(Counts):
         (SharesAnIterator, "observers=2"),
         (LeavesAThread, "test_closing_releases_threads_and_files"),
         (LeavesAFile, "test_closing_releases_threads_and_files"),
+        (LeavesAProcess, "test_closing_releases_threads_and_files"),
+        (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],

@@ -9,11 +9,12 @@ from fd_core.scheduling.victims import FewestTokens, LatestArrival
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
+from tests.testing.right.policies import AgingPriority, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 
 class TestSchedulingPolicies(SchedulingPolicySuite):
-    @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare])
+    @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare, AgingPriority, RoundRobin])
     def _policy(self, request):
         self.policy_class = lambda: request.param
 

@@ -3,6 +3,7 @@
 import random
 import struct
 import time
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -190,6 +191,43 @@ class ForgetsAllSessions(SessionAffinity):
         super().sweep(now + 1e9)
 
 
+class SweepsEarly(SessionAffinity):
+    def sweep(self, now):
+        super().sweep(now + self.config.eviction_duration / 2)
+
+
+class SharesHomes(SessionAffinity):
+    homes = {}  # noqa: RUF012 - that is the fault
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes = self.homes.setdefault(config.max_sessions, self._homes)
+
+
+class ImportsTheClock(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[int(monotonic() / 3600) % len(context.candidates)]
+
+
+class RemembersLoads(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._scores = {}
+
+    def choose(self, context):
+        for each in context.candidates:
+            self._scores.setdefault(each.load, each.load.requests + each.load.prefill_tokens)
+        return super().choose(context)
+
+
+class KeepsSessionsInItsClass(RequestNum):
+    names = {}  # noqa: RUF012 - that is the fault
+
+    def choose(self, context):
+        self.names.setdefault(context.session, len(self.names))
+        return super().choose(context)
+
+
 class WorksOutALambda(RouterPolicy):
     def choose(self, context):
         return context.candidates[context.candidates.once(lambda workers: len(workers) - 1)]
@@ -243,8 +281,13 @@ def without_shrinking(monkeypatch):
         (ComparesAllPairs, WORKERS, ()),
         (SearchesPastSessions, PAST, ()),
         (SearchesPastPrompts, PAST, ()),
-        (ForgetsAllSessions, "session=s,swept=after each call", ()),
+        (ForgetsAllSessions, "session=s,swept=before each call", ()),
         (WorksOutALambda, ONCE, ()),
+        (SweepsEarly, "session=s,pace=1000.0,calls=40,swept=before each call", ()),
+        (SharesHomes, "session=s", ()),
+        (ImportsTheClock, OTHER, ()),
+        (RemembersLoads, FORGETS, ()),
+        (KeepsSessionsInItsClass, "test_the_process_holds_nothing_of_past_requests", ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

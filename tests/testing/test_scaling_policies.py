@@ -96,6 +96,43 @@ class NeverRemoves(LoadPolicy):
         return max(load.target, super().propose(load, now))
 
 
+class AddsWhileWorkersStart(LoadPolicy):
+    """Adds workers in each call with too much load, although those of the calls before are starting."""
+
+    def propose(self, load, now):
+        if load.ready and self._pressure(load, load.ready) > 1:
+            return load.target + load.ready
+        return super().propose(load, now)
+
+
+class ChoosesFromATable(LoadPolicy):
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        return next((count for count in (1, 2, 4, 8, 16) if count >= found), 16) if found > load.target else found
+
+
+class CountsWorkersInAByte(LoadPolicy):
+    def propose(self, load, now):
+        return super().propose(load, now) & 0xFF
+
+
+class KeepsAllLoads(LoadPolicy):
+    def __init__(self, options):
+        super().__init__(options)
+        self.loads = []
+
+    def propose(self, load, now):
+        self.loads.append(load)
+        return super().propose(load, now)
+
+
+class PopsItsOptions(LoadPolicy):
+    """Changes the options of the file, with which the next group is created."""
+
+    def __init__(self, options):
+        super().__init__({name: options.pop(name) for name in list(options)})
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -118,6 +155,11 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (Flaps, SETTLES, (40,)),
         (NeverAdds, FOLLOWS, (40,)),
         (NeverRemoves, FOLLOWS, (40,)),
+        (AddsWhileWorkersStart, FOLLOWS, (40,)),
+        (ChoosesFromATable, FOLLOWS, (5000,)),
+        (CountsWorkersInAByte, FOLLOWS, (5000,)),
+        (KeepsAllLoads, "test_it_forgets_loads", ()),
+        (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments, monkeypatch):
@@ -125,5 +167,5 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
     suite = ScalingPolicySuite()
     suite.policy_class = lambda: wrong
     check = getattr(suite, case, None) or (lambda: suite.test_case(SCALING.case(case)))
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
         check(*arguments)

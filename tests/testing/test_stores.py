@@ -5,6 +5,7 @@ import inspect
 import pytest
 from hypothesis import Phase, settings
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
@@ -60,6 +61,22 @@ def without_shrinking(monkeypatch):
     settings.load_profile("as found")
     yield
     settings.load_profile(before)
+
+
+class SupportsSmallValues(MemoryStore):
+    """A store of values of up to 100,000 bytes."""
+
+    envelope = OperatingEnvelope(value_bytes=100_000)
+
+    def put(self, values, timeout):
+        assert all(sum(memoryview(part).nbytes for part in parts) <= 100_000 for _, parts in values)
+        return super().put(values, timeout)
+
+
+@pytest.mark.parametrize("case", ["plain", "value_bytes=737360", "before=longer,value_bytes=65537"])
+def test_store_with_an_envelope_passes_within_it(case, tmp_path):
+    kit = Kit(SupportsSmallValues, tmp_path)
+    kit.suite.test_case(kit.store, kit.make_store, kit.location, kit.back_door, STORES.case(case))
 
 
 def is_timed(found) -> bool:

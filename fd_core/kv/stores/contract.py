@@ -85,7 +85,8 @@ class KVStore(abc.ABC):
 
     A value never changes under its key, except by damage.
     Methods raise only `StoreError`. `timeout` is in seconds; a call that exceeds it raises
-    `StoreError(FailureReason.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
+    `StoreError(FailureReason.TIMEOUT, ...)` and leaves the store usable. The timeout is of the whole call, whatever the
+    number of its values. After `close` every call raises, and the store holds no thread, process or descriptor.
     """
 
     name: str
@@ -139,7 +140,7 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:
-        """Return the fill level of the store."""
+        """Return the fill level of the store; values that were deleted do not count."""
 
     @abc.abstractmethod
     def close(self) -> None:

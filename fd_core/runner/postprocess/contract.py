@@ -34,9 +34,9 @@ class Postprocess(abc.ABC):
         """Build the token matrix int32[max_num_seqs, 1 + k] of a step with the values of `fd_core.signals`.
 
         sampled int32[N, 1 + k] and accepted int32[N] of the rows that yield tokens, slots int32[N] and revoked
-        int32[M], all on the device, in no order: row i delivers sampled[i, :1 + accepted[i]] in row slots[i], whatever
-        the tokens are; each slot in `revoked`, which has no row, carries PREEMPTED_TOKEN_ID in column 0; everything
-        else is EMPTY_TOKEN_ID. N and M may be 0.
+        int32[M], all on the device, in no order, possibly views, `sampled` with strides: row i delivers
+        sampled[i, :1 + accepted[i]] in row slots[i], whatever the tokens are; each slot in `revoked`, which has no row,
+        carries PREEMPTED_TOKEN_ID in column 0; everything else is EMPTY_TOKEN_ID. N and M may be 0.
 
         Does not synchronize with the device, keeps no state between steps, and does not modify its inputs. The matrix
         shares no memory with them or with an earlier matrix: further steps may be computed before it is read.

@@ -35,8 +35,6 @@ class TransferCounters(msgspec.Struct, kw_only=True):
         int, counter("kv_fetched_tokens", "Tokens whose KV was fetched from a prefill worker.")
     ] = 0
     sent_blocks: Annotated[int, counter("kv_sent_blocks", "KV blocks computed for decode workers.")] = 0
-    given_up: int = 0
-    """Requests of decode workers that ended before all their KV was sent."""
 
 
 @dataclass(slots=True)
@@ -115,7 +113,6 @@ class KVTransferring:
         """End the prefill job of a request with any finish reason."""
         job = request.spec.prefill_job
         if job is not None and not request.sent_all:
-            self.counters.given_up += 1
             self.operations.effects.append(
                 AbandonLease(job.lease, f"the prefill worker ended the request: {reason.value}")
             )

@@ -137,20 +137,11 @@ def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]
     """Return a block in Anthropic's format: complete, or as at the start of a stream."""
     kind = _TYPES[block.kind]
     if block.kind == "call":
-        arguments = _object(block.text) if whole else {}
+        arguments = block.arguments if whole else {}
         return {"type": kind, "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": arguments}
     if block.kind == "reasoning":
         return {"type": kind, "thinking": block.text if whole else "", "signature": ""}
     return {"type": kind, "text": block.text if whole else ""}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; empty if they are not a complete JSON object, or not valid JSON."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.MsgspecError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:

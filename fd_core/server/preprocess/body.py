@@ -59,8 +59,12 @@ _OPENING: Final = b"{["
 class BodyFormat(Generic[T]):
     """The format of one endpoint's body."""
 
-    def __init__(self, schema: type[T], refused: Mapping[str, Refusal] | None = None) -> None:
+    def __init__(
+        self, schema: type[T], refused: Mapping[str, Refusal] | None = None, *, needs_type: bool = True
+    ) -> None:
+        """`needs_type` is False for clients that send JSON without a content type, such as curl without a header."""
         self.schema = schema
+        self._needs_type = needs_type
         self._refused = refused or {}
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
@@ -70,7 +74,7 @@ class BodyFormat(Generic[T]):
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
-        if kind != "application/json":
+        if kind != "application/json" and self._needs_type:
             require_json(kind)
         share = state.bodies.share(headers.get("content-length"), state.config.max_body_bytes)
         parts = []

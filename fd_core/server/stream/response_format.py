@@ -43,7 +43,6 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 _FLOOR: Final = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 _STREAM_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
@@ -85,6 +84,7 @@ class CollectedText:
 class AnswerFormat(abc.ABC):
     """Formats the response to one request, whole or as a stream."""
 
+    stream_type: ClassVar[str] = "text/event-stream; charset=utf-8"
     job: Job
 
     async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most formats show no prompt scores
@@ -395,7 +395,7 @@ class GenerationResponse(Response):
             await self._send_whole(scope, receive, send)
             return
         response_format, job = self._format, self._format.job
-        headers = {**_STREAM_HEADERS, **self._extra}
+        headers = {"content-type": response_format.stream_type, **_STREAM_HEADERS, **self._extra}
         started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
 
         async def emit(data: bytes, *, last: bool = False) -> None:
@@ -530,6 +530,15 @@ class AnswerBlock:
     def text(self) -> str:
         """Content, reasoning, or the JSON of a call's arguments."""
         return "".join(self.texts)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; empty if they are not a complete JSON object."""
+        try:
+            value = msgspec.json.decode(self.text)
+        except (msgspec.MsgspecError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 class BlockStep(NamedTuple):

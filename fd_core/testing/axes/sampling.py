@@ -75,8 +75,9 @@ def logits_of(case: Case) -> Floats:
             some[:] = -np.inf
             some[::2, 0] = some[1::2, -1] = -3.0
         case "nan" | "inf":
-            value = np.nan if kind == "nan" else np.inf
-            logits[strange, [0, vocabulary - 1, vocabulary // 2][: len(strange)]] = value
+            values = [-np.nan, np.nan, -np.nan] if kind == "nan" else [np.inf] * 3  # 0 / 0 has a sign on x86
+            places = [0, vocabulary - 1, vocabulary // 2]
+            logits[strange, places[: len(strange)]] = values[: len(strange)]
         case "none":
             logits[strange] = -np.inf
     return logits
@@ -406,6 +407,7 @@ def check_cells(ops: Ops, case: Case) -> None:
 
     copies: list[tuple[Any, npt.NDArray[Any]]] = []
     gather()
+    queued = (ops.fetch_later([x]), held.copy()) if ops.queues else None
     if kind != "activations":
         places = _places(case, rng)
         more = (rng.integers(-8, 9, len(places[0])) / (1 if kind == "counts" else 8)).astype(dtype)
@@ -431,6 +433,8 @@ def check_cells(ops: Ops, case: Case) -> None:
     ):
         assert_same(np.asarray(ops.to_host(found), dtype), right, what)
     assert_same(np.asarray(ops.to_host(x), dtype), held, "the array after additions and writes")
+    if queued is not None:
+        assert_same(np.asarray(queued[0].wait()[0], dtype), queued[1], "a copy queued before changes")
 
 
 def _places(case: Case, rng: np.random.Generator) -> tuple[IntArray, IntArray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -21,7 +21,7 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_value, draws, parts_of, value_of
+from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_hidden, assert_value, draws, parts_of, value_of
 
 _LEASES: Final[dict[str, Callable[[int], str]]] = {
     "random": lambda number: draws(number).randbytes(16).hex(),
@@ -70,7 +70,19 @@ AXES: Final = (
         tuple(_LEASES),
         ("Connector.open_inbox.lease", "Connector.open_outbox.lease", "Connector.open_outbox.address"),
     ),
-    Axis("before", ("nothing", "the same lease", "a transfer", "four aborts", "a refused value", "another peer")),
+    Axis(
+        "before",
+        (
+            "nothing",
+            "the same lease",
+            "a transfer",
+            "four aborts",
+            "a refused value",
+            "another peer",
+            "a lease that ends later",
+        ),
+    ),
+    Axis("opened", ("in pairs", "inboxes first")),
     Axis("peer", ("prefill", "decode", "none")),
     Axis("thread", (False, True)),
     Axis("sent", ("at once", "when it is taken")),
@@ -145,7 +157,9 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
     with ExitStack() as stack:
         decode = (pair.there if case["peer"] == "decode" else pair.here)()
         stack.callback(decode.close)
+        stack.callback(decode.close)  # closing is idempotent
         prefill = (pair.there if case["peer"] == "prefill" else pair.here)()
+        stack.callback(prefill.close)
         stack.callback(prefill.close)
         transfer = _Transfer(case, decode, prefill)
         _happens_before(str(case["before"]), transfer, pair)
@@ -164,17 +178,25 @@ class _Transfer:
 
     def open(self, number: int, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
         """Open both ends of a lease; `stack` closes them."""
+        return self._open_outbox(number, self._open_inbox(number, stack, name), stack, name)
+
+    def _open_inbox(self, number: int, stack: ExitStack, name: str | None = None) -> Any:
         first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
         name = name or _LEASES[str(self.case["lease"])](number)
         pieces = range(first, first + max(count, self._window))
-        timeout = self.decode.settings.timeout
-        inbox: Any = TimedEnd(
-            self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size), timeout
+        inbox = TimedEnd(
+            self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size),
+            self.decode.settings.timeout,
         )
         stack.callback(inbox.close)
+        return inbox
+
+    def _open_outbox(self, number: int, inbox: Any, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
+        first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
+        name = name or _LEASES[str(self.case["lease"])](number)
         assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
         outbox: Any = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
-        outbox = TimedEnd(outbox, timeout)
+        outbox = TimedEnd(outbox, self.decode.settings.timeout)
         stack.callback(outbox.close)
         if self.case["closed"] == "inbox first":
             stack.callback(inbox.close)
@@ -189,8 +211,17 @@ class _Transfer:
 
     def run(self) -> None:
         """Open all leases, move their pieces in turns, and close them."""
-        with ExitStack() as stack:
-            self.move_all([self.open(number, stack) for number in range(_int(self.case, "leases"))])
+        with ExitStack() as stack, ExitStack() as earlier:
+            if self.case["before"] == "a lease that ends later":
+                self.open(95, earlier)
+            numbers = range(_int(self.case, "leases"))
+            if self.case["opened"] == "inboxes first":
+                inboxes = [self._open_inbox(number, stack) for number in numbers]
+                leases = [self._open_outbox(number, inboxes[number], stack) for number in numbers]
+            else:
+                leases = [self.open(number, stack) for number in numbers]
+            earlier.close()
+            self.move_all(leases)
 
     def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:
         """Move the pieces of all leases, in turns."""
@@ -267,9 +298,12 @@ def _happens_before(what: str, transfer: _Transfer, pair: ConnectorPair) -> None
         case "a refused value":
             with ExitStack() as stack:
                 lease = transfer.open(102, stack)
-                too_long = bytes(_int(transfer.case, "value_bytes") + 1)
-                with suppress(ConnectorError):
+                too_long = (b"a prompt " * _int(transfer.case, "value_bytes"))[: _int(transfer.case, "value_bytes") + 1]
+                try:
                     lease.outbox.put(_int(transfer.case, "first"), [too_long])
+                except ConnectorError as error:
+                    assert_hidden(too_long, error)
+                else:
                     raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
         case "another peer":
             other = pair.here()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -58,6 +58,7 @@ class ResourceSnapshot(NamedTuple):
     mapped: list[str]
     """Names of shared memory and files."""
     threads: list[str]
+    processes: list[str]
 
 
 def resource_snapshot() -> ResourceSnapshot:
@@ -66,7 +67,7 @@ def resource_snapshot() -> ResourceSnapshot:
     threads = sorted(thread.name for thread in threading.enumerate())
     own = Path("/proc/self")
     if not own.exists():
-        return ResourceSnapshot([], [], threads)
+        return ResourceSnapshot([], [], threads, [])
     descriptors = []
     for entry in (own / "fd").iterdir():
         try:
@@ -75,7 +76,15 @@ def resource_snapshot() -> ResourceSnapshot:
             continue  # the descriptor of the listing itself
     lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
     mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
-    return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads)
+    return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads, sorted(_children()))
+
+
+def _children() -> Iterator[str]:
+    """Yield the ids of the processes that this one started and that it has not waited for."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if status.read_text(errors="replace").rpartition(")")[2].split()[1] == str(os.getpid()):
+                yield status.parent.name
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -226,8 +235,9 @@ class _RemoteConnector(contract.Connector):
         )
 
     def close(self) -> None:
-        self._side.ask("close", self._number)
-        self._side.ask("forget", self._number)
+        for method in ("close", "close", "forget") if self._number else ():  # closing is idempotent
+            self._side.ask(method, self._number)
+        self._number = 0
 
 
 class _RemoteInbox(contract.KVInbox):

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class DrafterUnderTest(NamedTuple):
                 ops=NullBackend(EngineConfig(model="null")).make_ops(),
                 model_path=Path("draft"),
                 load_model=lambda _: NullModel(vocab_size, max_positions=max_model_len),
-                options=self.options,
+                options=MappingProxyType(dict(self.options)),
             )
         )
         drafter.allocate(limits)

@@ -54,7 +54,7 @@ def steps_of(case: Case) -> Iterator[SampledStep]:
     for number in range(count):
         if case["restarts"] and number == count // 2:
             step, epoch = 0, epoch + 1
-        yield SampledStep(epoch, step, tuple(_requests(case, number)))
+        yield SampledStep(epoch, step, tuple(_requests(case, step)))
         step += _int(case, "gaps")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -42,6 +43,7 @@ EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _WIDE: Final = (0, 127, 128, -129, 2**15, 2**31, -(2**31) - 1, 2**40)
 
+Policy = TypeVar("Policy")
 MakePolicy = Callable[[], SchedulingPolicy]
 MakeVictims = Callable[[], VictimPolicy]
 
@@ -117,19 +119,19 @@ class Queue:
     def _event(self, request: QueuedRequest, handle: Callable[[], None]) -> None:
         """Notify the policy; only the turn of the flows of this request may change."""
         flows = {flow for _, flow in self._waiting.values()}
-        own = {self.policy.flow(request), self.policy.flow(_returned(request, not request.preempted))}
+        own = {self.policy.flow(replace(request, preempted=preempted)) for preempted in (False, True)}
         before = {flow: self.policy.turn(flow) for flow in flows - own}
         handle()
         after = {flow: self.policy.turn(flow) for flow in flows - own}
         require(before == after, "8", f"an event of {request} changed the turns of other flows: {before}, {after}")
 
 
-def orders(case: Case, policy: SchedulingPolicy) -> Iterator[int]:
+def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedRequest]) -> Iterator[int]:
     """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, once.
 
     Before each group of requests, others arrive that are aborted while they wait.
     """
-    queue, running, left = Queue(policy), list[QueuedRequest](), requests_of(case)
+    queue, running, left = Queue(policy), list[QueuedRequest](), [*requests]
     aborted = _int(case, "first") + len(left)
     every, admitted = _int(case, "preempted"), 0
     while left or len(queue) or running:
@@ -147,27 +149,42 @@ def orders(case: Case, policy: SchedulingPolicy) -> Iterator[int]:
             admitted += 1
             yield running[-1].arrival
             if every and not running[-1].preempted and admitted % every == 0:
-                queue.add(_returned(running.pop(), True))
+                queue.add(returned(running.pop()))
         if running:
             ended = running.pop(0)
             queue.end(ended, ended.num_tokens + min(ended.max_new_tokens, 1 + ended.arrival % 50))
 
 
-def _returned(request: QueuedRequest, preempted: bool) -> QueuedRequest:
-    tokens = (request.num_tokens + 1, request.max_new_tokens) if preempted else (request.num_tokens, 1)
-    return QueuedRequest(request.arrival, *tokens, request.priority, request.tenant, preempted)
+def returned(request: QueuedRequest) -> QueuedRequest:
+    """Return a request that was preempted after one more token."""
+    return replace(request, num_tokens=request.num_tokens + 1, preempted=True)
 
 
 def check_order(make: MakePolicy, case: Case) -> None:
     """Every request is admitted, and two policies with the same inputs order them equally. Raises `AssertionError`."""
-    found = list(orders(case, make()))
-    names = {request.arrival for request in requests_of(case)}
+    requests = requests_of(case)
+    found = list(orders(case, make(), requests))
+    names = {request.arrival for request in requests}
     require(set(found) == names, "2.2", f"expected admissions of {len(names)} requests, got {len(set(found))}")
     with another_world(7):
-        again = list(orders(case, make()))
+        again = list(orders(case, make(), requests))
     require(found == again, "8", f"another instance with the same inputs ordered {again[:9]}, not {found[:9]}")
-    rank = [make().rank(request) for request in requests_of(case)]
+    rank = [make().rank(request) for request in requests]
     heapq.heapify(rank)  # raises TypeError for ranks that cannot be compared
+    if case["priority"] == "wide":
+        _check_priorities(make, case)
+
+
+def _check_priorities(make: MakePolicy, case: Case) -> None:
+    """A larger priority value admits a request no earlier; the others have the value 0."""
+    requests = requests_of({**case, "priority": "same"})
+    at, before = len(requests) // 2, 0
+    for priority in sorted(_WIDE):
+        requests[at] = replace(requests[at], priority=priority)
+        admitted = list(orders(case, make(), requests)).index(requests[at].arrival)
+        what = f"with the priority {priority} a request is admission {admitted}, with a more important one {before}"
+        require(admitted >= before, "8", what)
+        before = admitted
 
 
 def running_of(case: Case) -> RunningRequests:
@@ -197,31 +214,58 @@ def _frozen(running: RunningRequests) -> RunningRequests:
 
 
 def check_victim(make: MakeVictims, case: Case) -> None:
-    """The choice is a row, and depends on the requests alone, not on the order of the rows or on earlier calls.
+    """The choice is a row; see `_check_choices`."""
 
-    Arrivals only order requests, so a number added to all of them changes no choice.
-    """
-    running = running_of(case)
-    count = len(running.slots)
-
-    def chosen(policy: VictimPolicy, rows: RunningRequests) -> int:
-        row = policy.choose(_frozen(rows))
+    def chosen(policy: VictimPolicy, rows: RunningRequests) -> set[int]:
+        row, count = policy.choose(rows), len(rows.slots)
         right = isinstance(row, (int, np.integer)) and not isinstance(row, bool) and 0 <= row < count
         require(right, "8", f"expected a row below {count}, got {row!r}")
-        return int(rows.slots[row])
+        return {int(rows.slots[row])}
 
-    policy = make()
-    victim = chosen(policy, running)
+    _check_choices(make, chosen, case)
+
+
+def check_candidates(make: MakePolicy, case: Case) -> None:
+    """The preemption candidates are some rows, each once; see `_check_choices`."""
+
+    def chosen(policy: SchedulingPolicy, rows: RunningRequests) -> set[int]:
+        found, count = np.asarray(policy.preemption_candidates(rows)).tolist(), len(rows.slots)
+        valid = found and len(set(found)) == len(found) and all(0 <= row < count for row in found)
+        require(valid, "8", f"expected some of {count} rows, each once, got {found}")
+        return {int(rows.slots[row]) for row in found}
+
+    _check_choices(make, chosen, case)
+
+
+def _check_choices(
+    make: Callable[[], Policy], chosen: Callable[[Policy, RunningRequests], set[int]], case: Case
+) -> None:
+    """A choice depends on the requests alone, not on the order of the rows or on earlier calls.
+
+    Arrivals only order requests, so a number added to all of them changes no choice. A chosen request is chosen as well
+    if it is less important.
+    """
+    running, policy = running_of(case), make()
+    count, slots = len(running.slots), chosen(policy, running)
     with another_world(7):
         again = chosen(make(), running)
-    require(again == victim, "8", f"another instance with the same inputs chose slot {again}, not {victim}")
+    require(again == slots, "8", f"another instance with the same inputs chose slots {again}, not {slots}")
     for seed in range(3):
         other = running.only(np.random.default_rng(seed).permutation(count))
-        again = chosen(policy, other)
-        require(again == victim, "8", f"with the rows in another order it chose slot {again}, not {victim}")
-    plain = running_of({**case, "oldest": 0})
-    again = chosen(policy, plain)
-    require(again == victim, "8", f"with arrivals from 0 it chose slot {again}, not {victim}")
+        again = chosen(policy, _frozen(other))
+        require(again == slots, "8", f"with the rows in another order it chose slots {again}, not {slots}")
+    again = chosen(policy, running_of({**case, "oldest": 0}))
+    require(again == slots, "8", f"with arrivals from 0 it chose slots {again}, not {slots}")
+    for name, value in (("priorities", "two"), ("tokens", "same"), ("gained", "none"), ("again", "none")):
+        other = running_of({**case, name: value})
+        again, right = chosen(policy, other), chosen(make(), other)
+        require(again == right, "8", f"after other requests it chose slots {again}, a new instance {right}")
+    slot = min(slots)
+    for priority in sorted(_WIDE):
+        less = running.priorities.copy()
+        less[running.slots == slot] = np.maximum(less[running.slots == slot], priority)
+        again = chosen(policy, _frozen(replace(running, priorities=less)))
+        require(slot in again, "8", f"slot {slot} is chosen, but with the priority {priority} slots {again} are")
 
 
 def _int(case: Case, name: str) -> int:
@@ -232,5 +276,7 @@ def _int(case: Case, name: str) -> int:
 
 ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)
 """Orders of admission under a scheduling policy."""
+CANDIDATES: Final[Part[MakePolicy]] = Part("candidates", RUNNING_AXES, check_candidates)
+"""Preemption candidates of a scheduling policy."""
 CHOICES: Final[Part[MakeVictims]] = Part("victim", RUNNING_AXES, check_victim)
 """Choices of a victim policy."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+import itertools
+from collections import Counter
 
-import numpy as np
 import pytest
 
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.orders import ORDERS, Queue, running_of
+from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, Queue, returned
 from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
@@ -26,7 +25,6 @@ _CONSTANT = 60
 """Objects that it may hold more than at the start."""
 _PATIENCE = 200
 """Admissions of later requests that may precede a request."""
-_ROWS: Final[Case] = {"rows": 9, "oldest": 0, "tokens": "mixed", "gained": "mixed", "again": "some", "block": 16}
 
 
 class SchedulingPolicySuite:
@@ -49,30 +47,78 @@ class SchedulingPolicySuite:
         case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
-    @pytest.mark.parametrize("tenants", [1, 2])
+    @pytest.mark.parametrize("served", [0, 300])
+    @pytest.mark.parametrize("preempted", [False, True])
+    @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t1-new"])
     @pytest.mark.parametrize("size", [10, 5000])
     @pytest.mark.parametrize("aborted", [0, 2])
-    def test_request_is_admitted_while_others_keep_arriving(self, aborted: int, size: int, tenants: int) -> None:
-        """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once."""
+    def test_request_is_admitted_while_others_keep_arriving(
+        self, aborted: int, size: int, tenants: str, served: int, *, preempted: bool
+    ) -> None:
+        """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once.
+
+        `tenants` are that of the request, and that of the others: t0, one without requests so far, or each time a new
+        one. `served` requests of t0 have ended before.
+        """
         if size > 10 and self.favours_small:
             lacks(self.favours_small)
-        queue = Queue(self.policy_class()())
-        for arrival in range(20):
-            queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
-        queue.add(QueuedRequest(20, size, 10, 0, f"t{tenants - 1}", False))
-        for arrival in range(21, 40):
-            queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
-        for arrival in range(40, 40 + _PATIENCE):
+        queue, arrivals = Queue(self.policy_class()()), itertools.count()
+        tenant, others = tenants.split("-")
+
+        def new(tenant: str, size: int = 10) -> QueuedRequest:
+            arrival = next(arrivals)
+            request = QueuedRequest(arrival, size, 10, 0, f"new {arrival}" if tenant == "new" else tenant, False)
+            queue.add(request)
+            return request
+
+        for _ in range(20):
+            new("t0")
+        for _ in range(served):
+            queue.end(queue.admit(), 20)
+            new("t0")
+        target = new(tenant, size)
+        for _ in range(19):
+            new("t0")
+        for _ in range(_PATIENCE):
             admitted = queue.admit()
-            if admitted.arrival == 20:
-                return
+            if admitted.arrival == target.arrival:
+                if admitted.preempted or not preempted:
+                    return
+                queue.add(returned(admitted))
+                continue
             queue.end(admitted, 20)
-            queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
-            for number in range(aborted):
-                other = QueuedRequest(1000 + aborted * arrival + number, 10, 10, 0, "t0", False)
-                queue.add(other)
-                queue.abort(other)
+            new(others)
+            for _ in range(aborted):
+                queue.abort(new(others))
         require(False, "2.2", f"a request of {size} tokens waits after {_PATIENCE} admissions of later ones")
+
+    @pytest.mark.law("2.2")
+    @pytest.mark.parametrize("preemptions", [0, 5])
+    @pytest.mark.parametrize("promised", [20, 5000])
+    def test_tenants_with_equal_use_are_served_equally(self, promised: int, preemptions: int) -> None:
+        """Requests of one of two tenants have a larger `max_tokens`, or are preempted more often; all use 20 tokens."""
+        queue, counts = Queue(self.policy_class()()), Counter[str]()
+        first = [QueuedRequest(0, 10, 20, 0, tenant, preempted=False) for tenant in ("t0", "t1")]
+        if len({queue.policy.flow(request) for request in first}) < 2:
+            lacks("the policy has no flow for each tenant")
+        waits, running = Counter[str](), list[QueuedRequest]()
+        for arrival in range(400):
+            tenant = min(("t0", "t1"), key=lambda each: waits[each])
+            most = promised if tenant == "t1" else 20
+            queue.add(QueuedRequest(arrival, 10, most, 0, tenant, preempted=False))
+            waits[tenant] += 1
+            if arrival < 20:
+                continue
+            admitted = queue.admit()
+            for _ in range(preemptions if admitted.tenant == "t1" else 0):
+                queue.add(returned(admitted))
+                admitted = queue.admit()
+            waits[admitted.tenant] -= 1
+            counts[admitted.tenant] += arrival >= 200
+            running.append(admitted)
+            if len(running) > 4:
+                queue.end(running.pop(0), 30)
+        require(min(counts["t0"], counts["t1"]) >= 200 // 3, "2.2", f"of 200 requests, those of a tenant are {counts}")
 
     @pytest.mark.law("3.6")
     @pytest.mark.parametrize("admitted", [True, False])
@@ -99,15 +145,9 @@ class SchedulingPolicySuite:
         require(many <= 1.5 * few + 200, "2.6", f"a request takes {few} bytecodes with 50 waiting, {many} with 2000")
 
     @pytest.mark.law("8")
-    @pytest.mark.parametrize("priorities", ["same", "two", "wide"])
-    def test_preemption_candidates_are_running_requests(self, priorities: str) -> None:
-        running = running_of({**_ROWS, "priorities": priorities})
-        policy, count = self.policy_class()(), len(running.slots)
-        found = [policy.preemption_candidates(running) for _ in range(2)]
-        rows = np.asarray(found[0]).tolist()
-        valid = rows and len(set(rows)) == len(rows) and all(0 <= row < count for row in rows)
-        require(valid, "8", f"expected some of {count} rows, each once, got {rows}")
-        require(np.array_equal(found[0], found[1]), "8", f"expected {rows} again, got {found[1]}")
+    @pytest.mark.fd_cases(CANDIDATES)
+    def test_preemption_candidates(self, case: KitCase) -> None:
+        case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("1.1", "2.2", "4")
     def test_a_scheduler_serves_with_it(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,10 +13,18 @@ from fd_core.launching.announcing import announce
 
 
 def main(action: str, *arguments: str) -> None:
-    """Print this process's environment, then execute commands; with `fail`, print a line and exit with code 7."""
+    """Print this process's environment, then run until it is ended; the action is
+
+    - `fail`: print the arguments as lines, the last one after 3,000 others, and exit with code 7;
+    - `drain`: exit with code 3 a second after SIGTERM;
+    - `ignore`: ignore SIGTERM;
+    - anything else: end by SIGTERM.
+    """
     if action == "fail":
-        print("\n".join(arguments), file=sys.stderr)
+        print("\n".join([*arguments[:-1], *(f"line {number} of a long log" for number in range(3000)), arguments[-1]]))
         sys.exit(7)
+    if action in ("drain", "ignore"):
+        signal.signal(signal.SIGTERM, _exit_late if action == "drain" else signal.SIG_IGN)
     shown = {
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
@@ -25,6 +34,11 @@ def main(action: str, *arguments: str) -> None:
     }
     announce(json.dumps(shown))
     time.sleep(600)
+
+
+def _exit_late(*_: object) -> None:
+    time.sleep(1)
+    sys.exit(3)
 
 
 if __name__ == "__main__":

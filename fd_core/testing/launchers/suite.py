@@ -60,15 +60,41 @@ class LauncherSuite:
     def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])
         assert self.seen(process)["arguments"] == ["a b", "{c}"]
-        assert process.name == "one"
+        assert process.name == "one" and process.pid == self.seen(process)["pid"]
         assert process.exit_code() is None and process.reason() == "" and process.wait(0.0) is None
         node = next(node for node in launching.nodes() if node.id == process.node)
         assert node.alive and node.address == process.address
 
-    def test_exit_reason_includes_its_output(self, launching: Launcher) -> None:
-        (process,) = launching.start([self.spec("one", "fail", "the disk is full")])
+    def test_output_is_forwarded_and_its_end_is_in_the_reason(
+        self, launching: Launcher, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Print more than fits into a pipe."""
+        (process,) = launching.start([self.spec("one", "fail", "first", "the disk is full")])
         assert process.wait(self.patience) == process.exit_code() == 7
         assert "ended with exit code 7" in process.reason() and "the disk is full" in process.reason()
+        shown = ""
+
+        def is_forwarded() -> bool:
+            nonlocal shown
+            shown += capfd.readouterr().err
+            return "one | first" in shown and "one | the disk is full" in shown
+
+        self.until(is_forwarded)
+
+    def test_a_terminated_process_may_take_its_time(self, launching: Launcher) -> None:
+        (process,) = launching.start([self.spec("one", "drain")])
+        self.seen(process)
+        process.terminate()
+        assert process.wait(self.patience) == 3
+
+    def test_processes_are_returned_in_the_order_of_their_specs(self, launching: Launcher) -> None:
+        specs = [self.spec("two", cores=0), self.spec("one", cores=1), self.spec("three", cores=0)]
+        assert [process.name for process in launching.start(specs)] == ["two", "one", "three"]
+
+    def test_none_is_left_if_one_cannot_be_started(self, launching: Launcher) -> None:
+        with pytest.raises(LaunchError):
+            launching.start([self.spec("one", cores=0), self.spec("two", "stay", "x" * (1 << 22), cores=0)])
+        launching.start([self.spec("one", cores=0)])  # so none of that name runs
 
     @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
     def test_exit_by_signal_is_reported_with_the_signal(
@@ -95,6 +121,8 @@ class LauncherSuite:
         assert seen["environment"] == {"FD_SUITE_KEY": _HIDDEN, "FD_SUITE_A": "b"}
         assert _HIDDEN not in repr(spec) + repr(process) + repr(launching.nodes()) + "".join(seen["command"])
         assert _HIDDEN not in "".join(capfd.readouterr())
+        (other,) = launching.start([self.spec("two", cores=0)])
+        assert self.seen(other)["environment"] == {}, "another process sees them"
 
     def test_all_are_started_or_none(self, launching: Launcher) -> None:
         there = sum(node.cores for node in launching.nodes())
@@ -128,7 +156,8 @@ class LauncherSuite:
             launching.start([ProcessSpec("one", ("-c", "pass"))])
 
     def test_closing_ends_what_runs(self, launching: Launcher) -> None:
-        processes = launching.start([self.spec(name, cores=0, group="pair") for name in ("one", "two")])
+        specs = [self.spec("one", "ignore", cores=0, group="pair"), self.spec("two", cores=0, group="pair")]
+        processes = launching.start(specs)
         pids = [self.seen(process)["pid"] for process in processes]
         launching.close()
         launching.close()

@@ -169,7 +169,8 @@ def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, sc
         values = np.where((values & 127) == 127, np.int8(0), values)  # no NaN
     # In half precision, as in files.
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
-    lowest = (scale * rng.uniform(-1.5, -0.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
+    scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
+    lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
     return PackedTensor(kind, bits, values, scales=scales.astype(np.float32), minima=lowest)
 
 

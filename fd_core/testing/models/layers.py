@@ -214,7 +214,8 @@ class LayerOn:
         """
         experts = self.experts
         assert experts is not None
-        scores = np.exp(x @ experts.router.T)
+        scores = x @ experts.router.T
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
         order = -np.sort(-(scores if experts.correction_bias is None else scores + experts.correction_bias), axis=1)
         if experts.top_k >= scores.shape[1]:

@@ -70,9 +70,9 @@ CALL_AXES: Final = (
     *_COMMON,
 )
 ANSWER_AXES: Final = (
-    Axis("reasoning", tuple(TEXTS)),
+    Axis("reasoning", (*TEXTS, "none")),
     Axis("size", _SIZES),
-    Axis("text", tuple(TEXTS)),
+    Axis("text", (*TEXTS, "none")),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),
     Axis("begins", ("text", "prompt", "later_turn"), ("ReasoningParser.prompt_tail",)),
@@ -112,7 +112,7 @@ class _Model:
 
     def end_with(self, target: ParserTarget, tail: object) -> None:
         """Add white space or half a marker to the content at the end of the answer."""
-        begin, text = self.contents[-1]
+        begin, text = self.contents[-1] if self.contents else (-1, "")
         halves = {"space": ["  \n "], "half-marker": [half for half in target.half_markers if half == half.strip()]}
         found = max(halves.get(str(tail), ()), key=len, default="")
         if begin + len(text) == len(self.text):
@@ -295,7 +295,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             model.prompt = f"<|user|>Hi<|assistant|>{earlier if case['begins'] == 'later_turn' else ''}{head}"
         else:
             model.add(head)
-        model.add(f"{reasoning} {block}", model.reasonings)
+        model.add(f"{reasoning} {block}" if reasoning else "", model.reasonings)
         model.add(middle)
     model.add(_repeated(_text(target, str(case["text"])), _int(case, "text_size")), model.contents)
     model.add(tail)
@@ -319,7 +319,7 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
     """Return the arguments of a call; `number` is in each of them."""
     value = _value(target, case, form)
     deep: Any = [value]
-    for level in range(12):
+    for level in range(40):
         deep = {"a": deep, "b": level} if level % 2 else [deep, {}, []]
     shapes: dict[str, dict[str, Any]] = {
         "city": {"city": value},
@@ -446,6 +446,8 @@ def _allowed_calls(case: Case) -> bool:
 
 
 def _allowed_answers(case: Case) -> bool:
+    if "none" in (case["reasoning"] if case["size"] != 1 else "", case["text"] if case["text_size"] != 1 else ""):
+        return False  # there is nothing to repeat
     return _fits(case, 60 * (_int(case, "size") * _int(case, "blocks") + _int(case, "text_size")))
 
 

@@ -96,8 +96,10 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
 class Matrices:
     """A postprocessor for a number of slots and drafts, and its matrices."""
 
-    def __init__(self, target: PostprocessTarget, slots: int, k: int, *, reuse: bool = False) -> None:
-        """Create the postprocessor; with `reuse`, all steps are given the same memory, with garbage after its rows."""
+    def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new") -> None:
+        """Create the postprocessor. The `memory` of inputs is "new", "reused" by all steps, with garbage after its
+        rows, or "strided": parts of larger arrays, the tokens with strides.
+        """
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
         self.postprocess = target.make(
             target.ops,
@@ -111,7 +113,8 @@ class Matrices:
                 max_drafts=k,
             ),
         )
-        shapes = ((slots, 1 + k), *((slots,),) * 3) if reuse else ()
+        shapes = ((slots, 1 + k), *((slots,),) * 3) if memory == "reused" else ()
+        self._strided = memory == "strided"
         self._memory = [self._ops.from_host(np.full(shape, 7, np.int32)) for shape in shapes]
 
     def upload(self, rows: SampledRows) -> tuple[Array, ...]:
@@ -121,8 +124,17 @@ class Matrices:
         """
         if self._memory:
             return tuple(map(self._written, self._memory, rows))
+        if self._strided:
+            return tuple(map(self._view, rows))
         self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
         return tuple(self._ops.from_host(each.copy()) for each in rows)
+
+    def _view(self, values: IntArray) -> Array:
+        """Return values as a part of a larger array: tokens as every second element, others without gaps."""
+        some = (slice(1, None, 2),) * 2 if values.ndim == 2 else (slice(1, 1 + len(values)),)
+        wide = np.full([2 * size + 1 for size in values.shape], -77, np.int32)
+        wide[some] = values
+        return self._ops.from_host(wide)[some]
 
     def _written(self, memory: Array, values: IntArray) -> Array:
         view = memory[: len(values)]

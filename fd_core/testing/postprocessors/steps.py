@@ -58,7 +58,7 @@ AXES: Final = (
         ),
     ),
     Axis("before", ("other", "kept", "shrinking", "growing")),
-    Axis("memory", ("new", "reused")),
+    Axis("memory", ("new", "reused", "strided")),
     Axis("instances", ("one", "in-turn", "successive", "threads")),
     Axis("counted", (0, 2**15, 2**16, 2**31, 2**32, 2**63)),
 )
@@ -145,7 +145,7 @@ class _Instance:
 
     def __init__(self, target: PostprocessTarget, case: Case) -> None:
         self._steps = steps_of(case)
-        self.matrices = Matrices(target, _int(case, "slots"), _int(case, "k"), reuse=case["memory"] == "reused")
+        self.matrices = Matrices(target, _int(case, "slots"), _int(case, "k"), str(case["memory"]))
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
         self._done = 0

@@ -69,13 +69,14 @@ AXES: Final = (
     Axis("random", (0.25, 0.0, 2**-53, 0.5, 1 / 3, 1 - 2**-53), ("RoutingContext.random",)),
     Axis("now", (1.0, 0.0, 32_767.5, 2_147_483_647.0, 4_294_967_296.5, 1e12), ("RoutingContext.now",)),
     Axis("calls", (3, 1, 40)),
+    Axis("pace", (1.0, 0.0, 1e-3, 1000.0, 1e6)),
     Axis(
         "change",
         ("none", "one leaves", "the last leaves", "one returns", "one joins", "all return", "reversed"),
         ("RouterWorker.incarnation",),
     ),
     Axis("made", ("of columns", "of candidates")),
-    Axis("swept", ("after departures", "after each call")),
+    Axis("swept", ("after departures", "before each call")),
 )
 """Axes of a sequence of calls."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -110,15 +111,21 @@ def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
 
 
 def check_policy(policy: PolicyUnderTest, case: Case) -> None:
-    """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`."""
+    """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`.
+
+    A third one, for the workers of another role, is called in between: instances share no state.
+    """
     one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case)
+    urls = "names" if case["urls"] == "ports" else "ports"
+    of_another_role = _PolicyInstance(policy, {**case, "urls": urls, "change": "none"})
     with ThreadPoolExecutor(1) as pool:
         for number, (call, again) in enumerate(zip(one.calls, other.calls, strict=True)):
             chosen = one.choose(*call)
+            of_another_role.choose(*next(of_another_role.calls))
             with another_world(shift=77 + number):
-                also = pool.submit(other.choose, *again).result()
-                if case["swept"] == "after each call":  # frees memory, and changes no choice
+                if case["swept"] == "before each call":  # frees memory, and changes no choice
                     pool.submit(other.sweep, again[1].now).result()
+                also = pool.submit(other.choose, *again).result()
             assert chosen == also, f"two instances with equal calls differ at call {number}: workers {chosen}, {also}"
 
 
@@ -154,7 +161,8 @@ def _contexts(
     count, calls, role = _int(case, "workers"), _int(case, "calls"), str(case["role"])
     url, incarnation = _URLS[str(case["urls"])], itertools.count()
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
-    draw, now, once = draws(count), float(case["now"] or 0), dict[Callable[..., Any], Any]()
+    draw, once = draws(count), dict[Callable[..., Any], Any]()
+    now, pace = float(case["now"] or 0), float(case["pace"] or 0)
     prompts = [_prompt(str(case["token_ids"]), _int(case, "tokens"), number) for number in range(min(3, calls))]
     for call in range(calls):
         gone: list[RouterWorker] = []
@@ -167,7 +175,7 @@ def _contexts(
         keys = tuple(b"%d/%d" % (call % 3, block) for block in range(blocks)) if cls.uses_prefix else ()
         number = case["random"] if call >= calls - 3 else draw.random()
         session = f"s{call}" if case["session"] == "each its own" else case["session"]
-        yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call), gone  # type: ignore[arg-type]
+        yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
 
 
 def _candidates(

@@ -29,7 +29,8 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.purity import holdings
+from fd_core.testing.hooks.purity import another_world, holdings
+from fd_core.testing.kit.growth import assert_bounded
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 from fd_core.types import IntArray
@@ -171,11 +172,29 @@ class RouterPolicySuite:
         before = holdings(policy)
         for number in range(1, _REQUESTS):
             worker = _worker(number, number)
-            policy.choose(self.shown([(worker, IDLE, 0)], session=f"session {number}", prompt=number, now=number))
+            policy.choose(self._varied(worker, number))
             policy.departed(worker)
         policy.sweep(_NEVER)
         grown = holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
+
+    @pytest.mark.law("7.1")
+    def test_the_process_holds_nothing_of_past_requests(self) -> None:
+        """Neither in the instance nor in its class, its module or a cache of a function."""
+        policy = self.new_policy()
+
+        def use(round_: int) -> None:
+            for number in range(round_ * _REQUESTS, (round_ + 1) * _REQUESTS):
+                policy.choose(self._varied(_worker(0, 0), number))
+            policy.sweep(_NEVER)
+
+        assert_bounded(use, _REQUESTS, "requests")
+
+    def _varied(self, worker: RouterWorker, number: int) -> RoutingContext:
+        """Return a context that has nothing in common with those of other numbers, except for the worker."""
+        load = WorkerLoad(number, number // 2, 97 * number)
+        shown = self.shown([(worker, load, number % 4)], number / 1e6, f"session {number}", prompt=number, now=number)
+        return replace_fields(shown, tokens=shown.tokens[: -1 - number % 50])
 
     @pytest.mark.law("7.1")
     def test_what_it_works_out_once_for_some_workers_does_not_grow(self) -> None:
@@ -221,9 +240,10 @@ class RouterPolicySuite:
 def print_choices() -> None:
     """Print the choices of a policy in some cases; a test writes both to standard input."""
     module, name, config, texts = json.load(sys.stdin)
-    cls = getattr(importlib.import_module(module), name)
-    policy = PolicyUnderTest(cls, msgspec.convert(config, RouterConfig))
-    print(json.dumps([choices(policy, ROUTING.case(text).values) for text in texts]))
+    with another_world(shift=77):  # also for a module that imports the clocks by name
+        cls = getattr(importlib.import_module(module), name)
+        policy = PolicyUnderTest(cls, msgspec.convert(config, RouterConfig))
+        print(json.dumps([choices(policy, ROUTING.case(text).values) for text in texts]))
 
 
 def _worker(at: int, incarnation: int) -> RouterWorker:

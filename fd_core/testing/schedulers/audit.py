@@ -6,6 +6,7 @@ the content of every position of the cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from fd_core import signals
 from fd_core.config import Limits
 from fd_core.effects import operations
-from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.scheduling.contract import SchedulerHoldings, SchedulerStats
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
@@ -205,6 +206,9 @@ class Auditor:
         self.stale = 0
         """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
+        self.steps = 0
+        self.planned_tokens = 0
+        """Tokens of all steps."""
         self._epoch = epoch
         self._order = order
         self._step: int | None = None
@@ -241,6 +245,10 @@ class Auditor:
 
     def touched(self) -> set[int]:
         return {block for step in self._in_flight.values() for block in step.touched}
+
+    def unowned(self) -> set[int]:
+        """Return the blocks outside tables that a step or an operation in flight may still touch."""
+        return (self.touched() | self.operating()) - self.tables
 
     def operating(self, *kinds: type) -> set[int]:
         """Return the blocks of open operations, of some kinds or of any."""
@@ -325,6 +333,8 @@ class Auditor:
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
         require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
+        self.steps += 1
+        self.planned_tokens += total
         require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
         require(useful, "8", f"step {plan.step} is empty")
@@ -337,6 +347,7 @@ class Auditor:
         }
         entering = {(each.slot, each.gen) for each in plan.admissions}
         leaving = {(each.slot, each.gen) for each in plan.revocations}
+        self._check_preemptions(plan)
         # Blocks of a revoked request may be granted in the same plan, and an admitted request may be revoked at once.
         for revoked in plan.revocations:
             if (revoked.slot, revoked.gen) not in entering:
@@ -355,6 +366,19 @@ class Auditor:
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
+
+    def _check_preemptions(self, plan: StepPlan) -> None:
+        """Check that a request is preempted only if running requests need more blocks than are free."""
+        size, live = self.limits.block_size, {each.slot: each for each in self.live}
+        revoked = [live[each.slot] for each in plan.revocations if each.slot in live]
+        preempted = [str(each) for each in revoked if not each.request.abort_requested]
+        loads = any(each.loading is not None for each in self.requests.values())  # its other blocks are not known yet
+        if loads or not preempted:
+            return
+        free = self.limits.num_kv_blocks - len(self.tables | self.unowned())
+        needed = sum(each.num_computed >= len(each.table) * size for each in live.values())
+        what = f"step {plan.step} preempts {preempted}, although {free} blocks are free"
+        require(needed > free, "3.4", f"{what} and running requests need {needed}")
 
     def _check_order(self, plan: StepPlan) -> None:
         """Check that no request waits for long while requests that the policy puts after it are admitted."""
@@ -559,6 +583,8 @@ class Auditor:
             if isinstance(effect, Operation):
                 used = effect.operation in self._operations
                 require(not used, "8", f"operation {effect.operation} begins, but one of that number is open")
+                frozen = not hasattr(effect, "blocks") or not effect.blocks.flags.writeable
+                require(frozen, "8", f"the blocks of operation {effect.operation} are writable")
                 self._operations[effect.operation] = effect
         for event in effects.events:
             self._check_event(event)
@@ -594,9 +620,17 @@ class Auditor:
     def _check_phases(self, request: Followed, delta: Delta) -> None:
         """Check that the phases of a request, if any, add up to its time."""
         if delta.phases is not None:
-            total, found = self._clock.now - request.added_at, sum(delta.phases)
-            whole = len(delta.phases) == len(Phase) and min(delta.phases) >= 0 and abs(found - total) < 1e-6
-            require(whole, "8", f"{request.name}: expected phases of {total} s, got {delta.phases}")
+            self._check_sum(request, delta.phases)
+
+    def _check_sum(self, request: Followed, phases: Sequence[float]) -> None:
+        total, found = self._clock.now - request.added_at, sum(phases)
+        whole = len(phases) == len(Phase) and min(phases) >= 0 and abs(found - total) < 1e-6
+        require(whole, "8", f"{request.name}: expected phases of {total} s, got {phases}")
+
+    def phases(self, name: str, found: Sequence[float] | None) -> None:
+        """Check the phases so far of a request that has not ended."""
+        if found is not None:
+            self._check_sum(self.requests[name], found)
 
     def _fetch(self, fetch: operations.Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
@@ -877,6 +911,32 @@ class Auditor:
         else:
             require(scores is None, "4", f"{request.name} got results of its prompt without its first token")
 
+    def counted(self, stats: SchedulerStats, held: SchedulerHoldings) -> None:
+        """Compare gauges with the holdings, and the counters that a scheduler has with what was observed."""
+        slots, blocks = stats.slots, stats.blocks
+        total = self.limits.num_kv_blocks
+        for what, found, right in (
+            ("waiting", slots.waiting, held.waiting),
+            ("running", slots.running, held.running),
+            ("loading", slots.loading, held.loading),
+            ("draining", slots.draining, held.draining),
+            ("used", blocks.used, held.owned),
+            ("fenced", blocks.fenced, held.fenced),
+            ("cached", blocks.cached, held.cached),
+            ("total", blocks.total, total),
+        ):
+            require(found == right, "3.6", f"its gauge {what} is {found}, expected {right}")
+        every = self.requests.values()
+        generated = sum(len(each.tokens) - len(each.spec.prompt) - len(each.spec.delivered) for each in every)
+        ends = Counter(each.end for each in every if each.end is not None)
+        finished = {reason: count for reason, count in stats.outputs.finished.items() if count}
+        for name, count, seen in (
+            ("generated_tokens", stats.outputs.generated_tokens, generated),
+            ("finished", finished, ends),
+            ("preemptions", stats.counters.preemptions, self.preemptions),
+        ):
+            require(not count or count == seen, "3.6", f"its counter {name} is {count}, expected {seen}")
+
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare the scheduler's reported holdings with the audited state."""
         require(set(names) == self.unfinished, "1.7", f"expected unfinished {self.unfinished}, got {set(names)}")
@@ -888,11 +948,19 @@ class Auditor:
         running = len(self.live) + len(loading)
         said = held.running + held.loading
         require(said == running, "1.4", f"expected {running} running or loading requests, got {said}")
+        loads = [each.loading for each in loading if isinstance(each.loading, operations.Load)]
+        arriving = sum(each.operation in self._operations for each in loads)
+        right = arriving <= held.loading <= len(loading)
+        require(right, "1.4", f"expected {arriving} loading requests, got {held.loading}")
         waiting = sum(request.waits for request in self.requests.values())
         require(held.waiting == waiting, "1.4", f"expected {waiting} waiting requests, got {held.waiting}")
         if not loading:
             owned = len(self.tables)
             require(held.owned == owned, "3.1", f"expected {owned} owned blocks, got {held.owned}")
+            fenced = len(self.unowned())
+            require(held.fenced >= fenced, "3.2", f"expected {fenced} fenced blocks, got {held.fenced}")
+        opened = len(self._operations)
+        require(held.operations == opened, "3.6", f"expected {opened} open operations, got {held.operations}")
         if not self._in_flight and not self._operations:
             require(held.fenced == 0, "3.2", f"{held.fenced} blocks are fenced with nothing in flight")
         if not self.unfinished and not self._in_flight and not self._operations:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
-from fd_core.effects.operations import Completion
+from fd_core.effects.operations import Completion, Send
 from fd_core.errors import FdError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import SCHEDULER, installed_plugins
@@ -295,6 +295,7 @@ class Driver:
         require(not left, "2.2", f"{left} have not ended, with no step in flight or too many steps")
         require(not self.scheduler.has_work, "3.6", "it reports work, but no request is left")
         self.audit()
+        self._check_stats()
         requests = self.auditor.requests
         texts = whole_texts([each.spec for each in requests.values()], self.limits.max_model_len)
         for (name, request), text in zip(requests.items(), texts, strict=True):
@@ -310,10 +311,42 @@ class Driver:
             require(end is not FinishReason.ABORT or request.abort_requested, "1.7", f"{name} was not aborted")
         return self.texts
 
+    def _check_stats(self) -> None:
+        """Compare the gauges with the holdings, and each number that the scheduler counts with that of the auditor."""
+        held, stats, auditor = self.scheduler.held(), self.scheduler.stats(), self.auditor
+        slots, blocks, counters = stats.slots, stats.blocks, stats.counters
+        gauges = {
+            "waiting": (slots.waiting, held.waiting),
+            "running": (slots.running, held.running),
+            "loading": (slots.loading, held.loading),
+            "draining": (slots.draining, held.draining),
+            "used": (blocks.used, held.owned),
+            "fenced": (blocks.fenced, held.fenced),
+            "cached": (blocks.cached, held.cached),
+            "total": (blocks.total, self.limits.num_kv_blocks),
+        }
+        for name, (number, right) in gauges.items():
+            require(number == right, "3.6", f"gauge {name}: expected {right}, got {number}")
+        counted = {
+            "steps": (counters.steps, auditor.steps),
+            "budget_used": (counters.budget_used, auditor.planned_tokens),
+            "budget_limit": (counters.budget_limit, auditor.steps * self.limits.max_num_batched_tokens),
+            "preemptions": (counters.preemptions, auditor.preemptions),
+            "generated_tokens": (stats.outputs.generated_tokens, sum(map(len, self.texts.tokens.values()))),
+            "sent_blocks": (
+                stats.transfers.sent_blocks if stats.transfers else 0,
+                sum(len(each.blocks) for each in self.begun(Send)),
+            ),
+        }
+        for name, (number, right) in counted.items():
+            require(number in (0, right), "3.6", f"counter {name}: expected {right} (or 0: not counted), got {number}")
+
     def check_policy(self) -> None:
         """Check which events of its requests, all of which ended, the policy was notified of."""
         if self.calls is None:
             return
+        more = set(self.calls.events) - set(range(len(self.auditor.requests)))
+        require(not more, "8", f"the policy was notified of requests {more}, which were rejected")
         admitted = Counter(each.request_id for plan in self.plans for each in plan.admissions)
         for arrival, (name, request) in enumerate(self.auditor.requests.items()):
             events = self.calls.events.get(arrival, [])
@@ -380,7 +413,11 @@ class Driver:
         return self.auditor.requests[name].occupancy
 
     def audit(self) -> None:
-        self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
+        held, names = self.scheduler.held(), self.scheduler.request_ids()
+        self.auditor.held(held, names)
+        self.auditor.counted(self.scheduler.stats(), held)
+        for name in names:
+            self.auditor.phases(name, self.scheduler.phases(name))
 
 
 def drive(

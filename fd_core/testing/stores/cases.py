@@ -13,7 +13,16 @@ from unittest import mock
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.stores.values import BUFFERS, CONTENTS, KEYS, assert_value, keys_of, parts_of, value_of
+from fd_core.testing.stores.values import (
+    BUFFERS,
+    CONTENTS,
+    KEYS,
+    assert_hidden,
+    assert_value,
+    keys_of,
+    parts_of,
+    value_of,
+)
 
 AXES: Final = (
     Axis("keys", tuple(KEYS), ("KVStore.put.values", "KVStore.delete.keys")),
@@ -90,6 +99,8 @@ def supported(place: StorePlace, shares: bool, persists: bool) -> Callable[[Axis
     def can(axis: Axis, value: Any) -> bool:
         if value in ("another object", "by another object"):
             return shares
+        if axis.name == "value_bytes":
+            return not place.store.envelope.exceeded({"value_bytes": value})
         return persists if value == "reopened" else axis.name != "elsewhere" or place.elsewhere is not None
 
     return can
@@ -148,6 +159,7 @@ class _Batch:
     def check(self) -> None:
         place, every = self.place, [*self.keys, self.absent, *self.others]
         self.run(place.store.delete, every, self.timeout)
+        before = self.run(place.store.stats, self.timeout).bytes or 0
         self.put(place.store, self.others)
         with self._values_elsewhere(), self._writer() as writer:
             self._earlier(writer)
@@ -165,6 +177,8 @@ class _Batch:
             if at % 29 == 0 or at == len(self.others) - 1:
                 assert_value(f"value {at} that was there before", place.door.read(key), other)
         self.run(place.store.delete, every, self.timeout)
+        after = self.run(place.store.stats, self.timeout).bytes or 0
+        assert after <= before, f"stats: {after:,} bytes after all values were deleted, {before:,} before"
 
     @contextmanager
     def _values_elsewhere(self) -> Iterator[None]:
@@ -212,6 +226,7 @@ class _Batch:
         if before == "absent":
             return
         length = {"shorter": longest // 2, "longer": 2 * longest + 1}.get(str(before), longest)
+        length = min(length, self.place.store.envelope.value_bytes or length)
         values = {key: value_of("random", at + 9_000, length) for at, key in enumerate(self.keys)}
         if writer is None or before == "written from outside":
             for key, value in values.items():
@@ -221,6 +236,8 @@ class _Batch:
                 self.run(writer.put, [(key, [value]) for key, value in values.items()], 0.0)
             except StoreError as error:
                 assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
+                for value in values.values():
+                    assert_hidden(value, error)
         else:
             self.put(writer, values)
             self.run(writer.get, self.keys, 1 << 28, self.timeout)

@@ -116,9 +116,19 @@ def parts_of(value: bytes, count: int, buffer: str) -> Sequence[Bytes]:
     return [BUFFERS[buffer](value[start:end]) for start, end in zip([0, *cuts], [*cuts, len(value)], strict=True)]
 
 
+def assert_hidden(value: bytes, error: Exception) -> None:
+    """Raise `AssertionError` if the message of an error shows the beginning or the end of a value."""
+    for part in (value[:8], value[-8:]) if len(value) >= 8 else ():
+        shown = part.hex() in str(error) or repr(part)[2:-1] in str(error)
+        assert not shown, f"the message of {type(error).__name__} shows a part of a value"
+
+
 def assert_value(what: str, found: Bytes | None, expected: bytes | None) -> None:
     """Compare a whole value; the message names the first wrong byte, and no content. Raises `AssertionError`."""
     got = None if found is None else bytes(found)
+    if found is not None:
+        view = memoryview(found)
+        assert view.format == "B" and view.ndim == 1, f"{what}: expected bytes, got elements of format {view.format!r}"
     if got == expected:
         return
     names = ["no value" if each is None else f"{len(each):,} bytes" for each in (expected, got)]

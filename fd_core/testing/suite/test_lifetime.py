@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.config import Limits
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.errors import ConfigError
@@ -54,6 +55,24 @@ def test_float16_is_computed_or_refused(target: Target) -> None:
         assert target.cls(config).make_ops().dtype == "float16"
     except ConfigError as refused:
         assert refused.field == "--dtype"
+
+
+@pytest.mark.parametrize("slots", [1, 8, 257])
+def test_warm_up_steps_can_be_computed(target: Target, slots: int) -> None:
+    """A step whose requests differ in drafts would be skipped, and requests pay for what it leaves cold."""
+    limits = Limits(
+        max_num_seqs=slots,
+        max_num_batched_tokens=2048,
+        max_model_len=512,
+        block_size=32,
+        num_kv_blocks=16 * slots,
+        vocab_size=97,
+        max_drafts=3,
+    )
+    for step, rows in enumerate(target.ops.warm_up_steps(limits)):
+        drafts = {row.drafts for row in rows}
+        assert len(drafts) <= 1, f"step {step}: expected equal numbers of drafts, got {sorted(drafts)}"
+        assert all(row.tokens > 0 and row.drafts >= 0 for row in rows), f"step {step}: got {rows}"
 
 
 @pytest.mark.fd_thorough

@@ -18,6 +18,7 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_format
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
+    TOLERANCE,
     Floats,
     Values,
     activations,
@@ -253,7 +254,12 @@ def test_logits_are_softly_capped(ops: Ops, values: Values, require: Require) ->
     assert_near(ops, found, 1.5 * np.tanh(x @ weight.T / 1.5))
 
 
-ROWS = {"decode": [(1, 1), (1, 9), (1, 4)], "prefill": [(6, 6)], "mixed": [(1, 9), (5, 5), (3, 10), (1, 1), (3, 3)]}
+ROWS = {
+    "decode": [(1, 1), (1, 9), (1, 4)],
+    "prefill": [(6, 6)],
+    "mixed": [(1, 9), (5, 5), (3, 10), (1, 1), (3, 3)],
+    "long": [(1, 1500), (3, 700)],
+}
 
 
 def attention_by_definition(
@@ -276,15 +282,27 @@ def attention_by_definition(
     return np.stack(output)
 
 
-def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str = "auto", **changes: Any) -> None:
-    """Compare attention over scattered blocks with its definition."""
-    block_size, width, q_heads, kv_heads, d = 4, 3, 6, 2, 8
+def attend(
+    ops: Ops,
+    values: Values,
+    rows: list[tuple[int, int]],
+    kv_dtype: str = "auto",
+    offset: float = 0.0,
+    **changes: Any,
+) -> None:
+    """Compare attention over scattered blocks with its definition; all scores have an `offset`."""
+    block_size, q_heads, kv_heads, d = 4, 6, 2, 8
+    width = -(-max(context for _, context in rows) // block_size)
     shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
     tables = shuffled[: len(rows) * width].reshape(len(rows), width).astype(np.int32)
     keys = [values(context, kv_heads, d) for _, context in rows]
     contents = [values(context, kv_heads, d) for _, context in rows]
     q = values(sum(count for count, _ in rows), q_heads, d)
-    heads = Heads(q_heads, kv_heads, d, scale=0.3, rope=no_rope(ops), **changes)
+    if offset:
+        q[..., 0] = 16.0
+        for each in keys:
+            each[..., 0] = offset / 4
+    heads = Heads(q_heads, kv_heads, d, scale=0.25, rope=no_rope(ops), **changes)
     earlier = step_input([(context, context) for _, context in rows], block_size, tables)
     used = -(-np.array([context for _, context in rows]) // block_size)
     # Entries beyond the context are undefined.
@@ -298,13 +316,17 @@ def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str 
     found = ops.paged_attention(heads_of(ops, q)[0], layer, heads, on_device(ops, step))
     if cache.shape.quantized:
         keys, contents = ([dequantize_kv(quantize_kv(each)) for each in side] for side in (keys, contents))
-    assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows))
+    # A score of 128 has 16 bits after the point.
+    tolerance = max(TOLERANCE[ops.dtype], 2e-4) if offset else None
+    assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows), tolerance)
 
 
+@pytest.mark.parametrize("offset", [0, 128, -128])
 @pytest.mark.parametrize("rows", ROWS)
-def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str) -> None:
+def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str, offset: int) -> None:
+    """Without the peak of its scores, a softmax of large ones overflows, and of low ones divides by 0."""
     require("paged_kv")
-    attend(ops, values, ROWS[rows])
+    attend(ops, values, ROWS[rows], offset=offset)
 
 
 @pytest.mark.parametrize("rows", ROWS)

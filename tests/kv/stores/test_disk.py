@@ -383,3 +383,10 @@ def test_file_in_place_of_folder_makes_store_unreachable(tmp_path):
         with pytest.raises(StoreError, match="not a folder") as caught:
             call()
         assert caught.value.reason is FailureReason.UNREACHABLE
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, parts[0][:3]))
+    store = store_in(tmp_path / "kv")
+    store.put([(KEY, [b"abcdefgh", b"", b"ij"])], 5)
+    assert store.get([KEY], 100, 5) == [b"abcdefghij"]

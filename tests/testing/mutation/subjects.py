@@ -12,10 +12,13 @@ class Subject:
 
     modules: tuple[str, ...]
     runs: tuple[tuple[str, ...], ...]
+    tests: tuple[str, ...] = ()
+    """Tests of what the plugins decide freely; an edit that only these detect is none that the kit has to detect."""
 
 
 _SUITE: Final = "fd_core.testing.suite"
-_BACKEND: Final = ("--pyargs", f"{_SUITE}.test_cases", _SUITE, "--fd-backend=mutant")
+_CASES: Final = ("--pyargs", f"{_SUITE}.test_cases", "--fd-backend=mutant")
+_BACKEND: Final = ("--pyargs", _SUITE, "--fd-backend=mutant")
 _TOOLS: Final = (
     "hermes",
     "ernie45",
@@ -29,10 +32,16 @@ _TOOLS: Final = (
 )
 _REASONING: Final = ("qwen3", "deepseek_r1", "ernie45", "mistral", "gpt_oss")
 _PARSERS: Final = ("--pyargs", "fd_core.testing.parsers.suite")
+_ROUTING: Final = ("tests/testing/test_router_policies.py", "-k", "TestPoliciesOfTheCore")
+_SCHEDULER: Final = ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-scheduler=continuous")
 SUBJECTS: Final = {
     "backend": Subject(
         tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_int8")),
-        ((*_BACKEND, "-m", "not fd_scale and not fd_pairs"), _BACKEND),
+        (
+            (*_CASES, "--fd-quick"),
+            (*_BACKEND, "--fd-quick", "--deselect", "fd_core/testing/suite/test_cases.py"),
+            (*_CASES, "-m", "fd_pairs or fd_scale"),
+        ),
     ),
     "postprocess": Subject(
         ("fd_core.runner.postprocess.numpy_matrix",),
@@ -48,27 +57,31 @@ SUBJECTS: Final = {
                 "operations.kv_offloading", "operations.kv_transferring", "operations.registry",
             )
         ),
-        tuple(
-            ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-scheduler=continuous", *more)
-            for more in (("--fd-quick", "-m", "not fd_pairs"), ())
-        ),
+        ((*_SCHEDULER, "--fd-quick"), (*_SCHEDULER, "-m", "fd_pairs")),
     ),
     "store": Subject(
         ("fd_core.kv.stores.memory", "fd_core.kv.stores.disk", "fd_core.kv.stores.location"),
         (("tests/kv/stores/test_memory.py::TestMemoryStore", "tests/kv/stores/test_disk.py::TestDiskStore"),),
+        ("tests/kv/stores", "-k", "not TestMemoryStore and not TestDiskStore"),
     ),
     "parser": Subject(
         tuple(
             f"fd_core.text.parsing.{name}"
             for name in (
                 "formats.json_calls", "formats.pythonic", "formats.tagged", "formats.harmony", "thinking", "reader",
-                "answer", "argument_types",
+                "argument_types",
             )
         ),
         (
-            (*_PARSERS, *(f"--fd-tool-parser={name}" for name in _TOOLS)),
+            (*_PARSERS, "--fd-quick", *(f"--fd-tool-parser={name}" for name in _TOOLS)),
             (*_PARSERS, *(f"--fd-reasoning-parser={name}" for name in _REASONING)),
+            (*_PARSERS, "-m", "fd_pairs or fd_scale", *(f"--fd-tool-parser={name}" for name in _TOOLS)),
         ),
+        ("tests/text/parsing",),
     ),
-    "router_policy": Subject(("fd_core.router.policies",), (("tests/testing/test_router_policies.py",),)),
+    "router_policy": Subject(
+        ("fd_core.router.policies",),
+        tuple((*_ROUTING, "-m", marks) for marks in ("not timing and not fd_pairs", "timing or fd_pairs")),
+        ("tests/router/test_policies.py",),
+    ),
 }  # fmt: skip

@@ -108,6 +108,17 @@ class SlowOps(NumpyOps):
         return super().linear(x, weight)
 
 
+class SeparateMemoryOps(NumpyOps):
+    """A device with memory of its own: arrays are copied there and back."""
+
+    on_host, queues = False, True
+
+    def from_host(self, array):
+        return np.array(array)
+
+    to_host = from_host
+
+
 def _delegated(name: str) -> Callable[..., Any]:
     return lambda self, *arguments, **more: getattr(self.inner, name)(*arguments, **more)
 
@@ -153,6 +164,7 @@ BACKENDS = {
         _backend("right_float16", Float16Ops, "float16", limits=NO_FLOAT32),
         _backend("right_blocked_sums", BlockedSumsOps, "float32"),
         _backend("right_slow", SlowOps, "float32"),
+        _backend("right_separate_memory", SeparateMemoryOps, "float32"),
         _backend("right_delegating", DelegatingOps, "float32"),
     )
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyLinear
 from fd_core.ops.weights import FP8, PackedTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -318,3 +319,20 @@ class AppliesTheAdapterOfThePreviousToken:
     def lora(self, y, x, lora):
         rows = adapter_rows(np.roll(lora.step.lora_slots, 1), self)
         return super().lora(y, x, replace(lora, step=replace(lora.step, **rows)))
+
+
+@wrong("reference", "operations:test_attention_reads_scattered_blocks*")
+class WeighsScoresWithoutTheirPeak:
+    """Large scores overflow, and low ones all have a weight of 0."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        for row, context in enumerate(step.context_len.tolist()):
+            held = layer[0, step.block_tables[row, : -(-context // layer.shape[2])]]
+            keys = (dequantize_kv(held) if layer.dtype == np.int8 else held).reshape(-1, *held.shape[2:3], q.shape[-1])
+            own = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
+            grouped = q[own].reshape(-1, heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, q.shape[-1])
+            peaks = np.einsum("qhgd,lhd->qhgl", grouped, keys[:context]).max(axis=-1) * np.float32(heads.scale)
+            strange = (np.abs(peaks) > 88) if heads.softcap is None else np.zeros_like(peaks, np.bool_)
+            output[own][np.repeat(strange.reshape(len(peaks), -1), q.shape[-1], axis=1)] = np.nan
+        return output

@@ -138,6 +138,59 @@ class GuessesAtRandom(Shortest):
         return np.array([random.randrange(250) for _ in range(limit)], np.int32)
 
 
+@noticed("test_drafts_continue_a_text_that_repeats")
+class SkipsADraft(NgramDrafter):
+    """Drafts what followed one token later."""
+
+    def guess(self, slot, limit):
+        return super().guess(slot, limit + 1)[1:]
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class DraftsTheMatch(NgramDrafter):
+    """Drafts from the last token of the n-gram on, not what followed it."""
+
+    def guess(self, slot, limit):
+        found = super().guess(slot, limit - 1)
+        return np.concatenate([self._texts[slot][-1:], found]).astype(np.int32)[: limit * bool(len(found))]
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class ReversesTheDrafts(NgramDrafter):
+    def guess(self, slot, limit):
+        return super().guess(slot, limit)[::-1]
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class NeverDrafts(NgramDrafter):
+    def guess(self, slot, limit):
+        return np.empty(0, np.int32)
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class GivesUpOnLongTexts(NgramDrafter):
+    def guess(self, slot, limit):
+        return super().guess(slot, limit if len(self._texts[slot]) < 4096 else 0)
+
+
+@noticed("test_case")
+class PopsItsOptions(NgramDrafter):
+    """Changes the options, which an engine uses again when it restarts."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        context.options.pop("prompt_lookup_max", None)
+
+
+@noticed("test_time_of_a_step_does_not_grow_with_the_text")
+class SearchesThePromptAtAdmission(Shortest):
+    """Quadratic: looks for each token of the prompt in all before it."""
+
+    def admit(self, slot, tokens):
+        super().admit(slot, tokens)
+        self.known = [len(np.flatnonzero(tokens[:at] == tokens[at])) for at in range(len(tokens))]
+
+
 @noticed("test_memory_of_past_requests_is_freed")
 class RemembersEveryRequest(Shortest):
     def __init__(self, context):

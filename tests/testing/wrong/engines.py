@@ -9,6 +9,7 @@ import numpy as np
 from fd_core.backends.null import NullCache
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
+from fd_core.ops.warm_up import WarmUpRow
 from tests.testing.wrong.fault import wrong, wrong_in
 
 _QUERIES: dict[tuple[int, ...], np.ndarray] = {}
@@ -236,3 +237,11 @@ class CountsStepsInSixteenBits:
         with np.errstate(over="ignore"):
             self.steps += np.int16(1)
         return (tokens if self.steps >= 0 else tokens * 0), peaks
+
+
+@wrong("null", "lifetime:test_warm_up_steps_can_be_computed*")
+class WarmsUpWithUnequalDrafts:
+    """The runner skips the step, so that its kernels are compiled while a request waits."""
+
+    def warm_up_steps(self, limits):
+        return [[WarmUpRow(drafts=index % 2) for index in range(limits.max_num_seqs)]]

@@ -8,7 +8,9 @@ import os
 import threading
 import time
 import zlib
+from dataclasses import replace
 
+from fd_core.kv.stores.contract import StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
@@ -483,3 +485,85 @@ class LeavesAFileOpenForEachMiss(DiskStore):
     def __del__(self):
         for file in self.__dict__.get("files", ()):
             os.close(file)
+
+
+@found_by("test_a_timeout_is_of_the_whole_call")
+class TimesEachValue(MemoryStore):
+    def put(self, values, timeout):
+        return sum(super(TimesEachValue, self).put([value], timeout) for value in values)
+
+
+@found_by("store:plain")
+class NeverSubtractsFromItsStatistics(MemoryStore):
+    written = 0
+
+    def put(self, values, timeout):
+        self.written += sum(memoryview(part).nbytes for _, parts in values for part in parts)
+        return super().put(values, timeout)
+
+    def stats(self, timeout):
+        found = super().stats(timeout)
+        return replace(found, bytes=min(self.limit_bytes, max(self.written, found.bytes)))
+
+
+@found_by("store:plain")
+class ReturnsWords(MemoryStore):
+    """The length of what it returns is not that of the value."""
+
+    def get(self, keys, limit, timeout):
+        return [memoryview(value).cast("I") if value and not len(value) % 4 else value
+                for value in super().get(keys, limit, timeout)]  # fmt: skip
+
+
+@found_by("test_a_new_store_holds_nothing_and_a_closed_one_neither")
+class LeavesItsFolderOpen(DiskStore):
+    def open(self, timeout):
+        line = super().open(timeout)
+        self.folder = os.open(self.path, os.O_RDONLY)
+        return line
+
+
+@found_by("test_a_new_store_holds_nothing_and_a_closed_one_neither")
+class CreatesItsFolderWhenItIsMade(DiskStore):
+    def __init__(self, location):
+        super().__init__(location)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+
+@found_by("store:before=timed out")
+class ShowsValuesInErrors(MemoryStore):
+    def put(self, values, timeout):
+        try:
+            return super().put(values, timeout)
+        except StoreError as error:
+            raise StoreError(error.reason, f"put of {bytes(values[0][1][0])[:40]!r} failed") from None
+
+
+@found_by("test_the_cap_is_a_size_as_users_write_it")
+class ReadsPlainNumbers(MemoryStore):
+    def __init__(self, location):
+        limit = location.parameters.pop("max_bytes", None)
+        super().__init__(location)
+        self.limit_bytes = int(limit or self.limit_bytes)
+
+
+@found_by("test_a_reader_and_a_writer_share_no_buffer")
+class SharesABuffer(MemoryStore):
+    buffer = bytearray()
+
+    def put(self, values, timeout):
+        for key, parts in values:
+            self.buffer = bytearray()
+            for part in parts:
+                self.buffer += part
+            super().put([(key, [self.buffer])], timeout)
+        return len(values)
+
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        for at, value in enumerate(found):
+            if value is not None:
+                self.buffer = bytearray()
+                self.buffer += value
+                found[at] = bytes(self.buffer)
+        return found

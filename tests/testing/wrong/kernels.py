@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fd_core.ops.contract import HostCopies
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
+from fd_core.ops.weights import PackedTensor
 from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.storing import changed
 
@@ -716,3 +718,154 @@ class ImportsTheFirstFourThousandBlocks(NumpyOps):
         cache = super().allocate_kv(shape, num_blocks)
         put = cache.import_blocks
         return changed(cache, import_blocks=lambda self, blocks, data: put(blocks[:4096], data[:4096]))
+
+
+# Values that random data hardly has -----------------------------------------------------------------------------------
+
+
+def in_bfloat16(values):
+    """Return float32 numbers rounded to bfloat16, half up."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@shown_by("linear", source="F32", data="alike", packed=None)
+class KeepsWeightsInBfloat16(NumpyOps):
+    """Although its dtype is float32."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        right = super().prepare_linear(parts, biases, gated=gated)
+        return NumpyLinear(in_bfloat16(right.weight), right.bias)
+
+
+@shown_by("embedding", source="F32")
+class KeepsTablesInBfloat16(NumpyOps):
+    def prepare_embedding(self, weight):
+        return in_bfloat16(weight.to_float32())
+
+
+@shown_by("moe", offset=0)
+class RoutesInBfloat16(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, router=in_bfloat16(experts.router)), activation)
+
+
+@shown_by("linear", data="large", gated="silu")
+class ActivatesWithExponentials(NumpyOps):
+    """A sigmoid as e / (1 + e), which is NaN for a large gate."""
+
+    def gate(self, gate_up, activation):
+        if activation != "silu":
+            return super().gate(gate_up, activation)
+        gate, up = np.split(gate_up, 2, axis=-1)
+        with np.errstate(all="ignore"):
+            return gate * (np.exp(gate) / (1 + np.exp(gate))) * up
+
+
+@shown_by("logits_of", softcap=1.5, size=256.0)
+class CapsWithExponentials(NumpyOps):
+    def logits_of(self, x, head, softcap):
+        logits = super().logits_of(x, head, None)
+        if softcap is None:
+            return logits
+        with np.errstate(all="ignore"):
+            squared = np.exp(2 * logits / np.float32(softcap))
+            return (squared - 1) / (squared + 1) * np.float32(softcap)
+
+
+@shown_by("moe", offset=128)
+class RoutesWithoutThePeak(NumpyOps):
+    """A softmax of large scores overflows."""
+
+    def moe(self, x, experts, activation):
+        output = super().moe(x, experts, activation)
+        output[(x @ experts.router.T).max(axis=1) > 88] = np.nan
+        return output
+
+
+@shown_by("moe", wild=True)
+class DispatchesTokensByProducts(NumpyOps):
+    """Results return to their tokens by a product with zeros and ones, through which a NaN reaches all of them."""
+
+    def moe(self, x, experts, activation):
+        output = super().moe(x, experts, activation)
+        return np.eye(len(x), dtype=np.float32) @ output
+
+
+@shown_by("linear", group=128)
+class AssumesTheUsualGroup(NumpyOps):
+    """Scales of larger groups are read with the stride of the usual ones."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        return super().prepare_linear([self.usual(part) for part in parts], biases, gated=gated)
+
+    def usual(self, part):
+        group = {"gptq": 64, "awq": 64, "int4": 32}.get(getattr(part, "format", ""), 0)
+        if not group or part.group == group:
+            return part
+        read = np.minimum(np.arange(part.shape[1] // group), part.scales.shape[1] - 1)
+        minima = None if part.minima is None else part.minima[:, read]
+        return replace(part, scales=part.scales[:, read], minima=minima)
+
+
+@shown_by("linear", packed="Q4_0")
+class LosesTheSignOfScales(NumpyOps):
+    """GGUF files have negative scales where the largest value of a group is positive."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        parts = [replace(part, scales=abs(part.scales)) if isinstance(part, PackedTensor) else part for part in parts]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("linear", packed="Q4_1")
+class SubtractsTheSizeOfMinima(NumpyOps):
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        parts = [
+            replace(part, minima=-abs(part.minima)) if getattr(part, "minima", None) is not None else part
+            for part in parts
+        ]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("linear", second="Q4_1")
+class PreparesGateAndUpInOneFormat(NumpyOps):
+    """Up has minima only if gate has some."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        if gated and all(isinstance(part, PackedTensor) for part in parts) and parts[0].minima is None:
+            parts = [parts[0], replace(parts[1], minima=None)]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("sample", logits="nan")
+class MissesNaNWithASign(NumpyOps):
+    """Logits are ordered by their bits, where such a NaN is the smallest."""
+
+    def sample(self, logits, rows):
+        smallest = np.isnan(logits) & (logits.view(np.int32) < 0)
+        return super().sample(np.where(smallest, np.float32(-np.inf), logits), rows)
+
+
+@shown_by("lora", missing="an adapter", placed="after others")
+class KeepsTermsThatANewAdapterLacks(NumpyOps):
+    """A slot is overwritten only by an adapter that changes the same linear."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        if before is not None:
+            deltas = [old if new is None else new for old, new in zip(before, deltas, strict=True)]
+        return super().place_loras(deltas, inputs, outs, before)
+
+
+class _LateCopies(HostCopies):
+    def wait(self):
+        return [np.array(array) for array in self._arrays]
+
+
+@shown_by("cells", repeated="one cell")
+class CopiesWhenAsked(NumpyOps):
+    """A queued copy is taken only when it is read."""
+
+    on_host, queues = False, True
+
+    def fetch_later(self, arrays):
+        return _LateCopies(list(arrays))

@@ -240,6 +240,53 @@ class SendsPartsAfterPut(Changed, KVStoreConnector):
         end.take = take
 
 
+@found_by("before=a lease that ends later")
+class EndsAllLeasesWithOne(Changed, TCPConnector):
+    """The shared memory is made for the first lease and released with any."""
+
+    shared = None
+
+    def change_inbox(self, end, whole):
+        self.shared = self.shared or object()
+
+        def take(*piece):
+            if self.shared is None:
+                raise ConnectorError("the memory is gone")
+            return whole.take(*piece)
+
+        end.take, end.close = take, lambda: (whole.close(), setattr(self, "shared", None))
+
+
+@found_by("leases=2,opened=inboxes first")
+class HasTheAddressOfTheLatestInbox(Changed, SharedMemoryConnector):
+    def change_inbox(self, end, whole):
+        self.latest, connector = whole.address, self
+        address = property(lambda _: connector.latest, lambda *_: None)
+        end.__class__ = type("End", (SimpleNamespace,), {"address": address})
+
+
+@found_by("peer=none")
+class ClosesOnce(Changed, TCPConnector):
+    closed = False
+
+    def close(self):
+        if self.closed:
+            raise RuntimeError("closed twice")
+        self.closed = True
+
+
+@found_by("peer=none,before=a refused value")
+class QuotesAValue(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            try:
+                return whole.put(index, parts)
+            except ConnectorError as error:
+                raise ConnectorError(f"{error}: {bytes(parts[-1])[:40]!r}") from None
+
+        end.put = put
+
+
 @found_by("peer=none,closed=inbox first")
 class WaitsForTheOtherSide(Changed, TCPConnector):
     closed = {}  # noqa: RUF012 - as a message of the other side

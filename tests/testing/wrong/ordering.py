@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from fd_core.scheduling.policies import FairShare, Fcfs, SchedulingPolicy
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens, VictimPolicy
 
 
@@ -132,15 +133,108 @@ class RemembersAbortedRequests(Fcfs):
         self._since.pop(request.arrival, None)
 
 
+class StartsNewTenantsAtZero(FairShare):
+    """Each new tenant goes before those that have used anything."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def arrived(self, request):
+        super().arrived(request)
+        if self._unfinished[request.tenant] == 1:
+            self._clocks[request.tenant] = 0
+
+
+class KeepsIdleCredit(FairShare):
+    """A tenant that was idle may use all at once what it left to others."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def arrived(self, request):
+        self._clocks.setdefault(request.tenant, 0)
+        super().arrived(request)
+        if self._unfinished[request.tenant] == 1 and len(self._unfinished) < 3:
+            self._clocks[request.tenant] = min(self._clocks[request.tenant], self._now // 2)
+
+
+class ServesPreemptedRequestsLast(FairShare):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def turn(self, flow):
+        return 2**62 if flow is None else super().turn(flow)
+
+
+class ChargesReturningRequests(FairShare):
+    """Each return after a preemption is charged again, and only the first charge is corrected."""
+
+    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+
+    def admitted(self, request):
+        super().admitted(request)
+        self._clocks[request.tenant] += request.num_tokens * request.preempted
+
+
+class ChargesMaxTokens(FairShare):
+    """A tenant that sets no `max_tokens` is charged for a whole context, whatever its requests use."""
+
+    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+
+    def ended(self, request, num_computed):
+        self._clocks[request.tenant] += request.max_new_tokens
+        super().ended(request, num_computed)
+
+
+class RanksPrioritiesInSixteenBits(Priority):
+    noticed_by = "test_order"
+
+    def rank(self, request):
+        return (int(np.int64(request.priority).astype(np.int16)), request.arrival)
+
+
+class ServesLargePrioritiesFirst(Priority):
+    noticed_by = "test_order"
+
+    def rank(self, request):
+        return (-request.priority, request.arrival)
+
+
+class ComparesCandidatesInSixteenBits(Priority):
+    noticed_by = "test_preemption_candidates"
+
+    def preemption_candidates(self, running):
+        return super().preemption_candidates(replace(running, priorities=running.priorities.astype(np.int16)))
+
+
+class PreemptsTheMostImportant(Priority):
+    noticed_by = "test_preemption_candidates"
+
+    def preemption_candidates(self, running):
+        return np.flatnonzero(running.priorities == running.priorities.min())
+
+
+class CachesCandidates(Priority):
+    """Finds candidates again only if the number of running requests changed."""
+
+    noticed_by = "test_preemption_candidates"
+
+    def __init__(self):
+        self._known = {}
+
+    def preemption_candidates(self, running):
+        count = len(running.slots)
+        if count not in self._known:
+            self._known = {count: super().preemption_candidates(running)}
+        return self._known[count]
+
+
 class HasNoCandidates(Fcfs):
-    noticed_by = "test_preemption_candidates_are_running_requests"
+    noticed_by = "test_preemption_candidates"
 
     def preemption_candidates(self, running):
         return np.flatnonzero(running.priorities > running.priorities.min())
 
 
 class CandidatesAreSlots(Fcfs):
-    noticed_by = "test_preemption_candidates_are_running_requests"
+    noticed_by = "test_preemption_candidates"
 
     def preemption_candidates(self, running):
         return running.slots
@@ -195,6 +289,35 @@ class AlternatesVictims(FewestTokens):
         row = int(rows[super().choose(running.only(rows))])
         self.last = int(running.arrivals[row])
         return row
+
+
+class ComparesPrioritiesInSixteenBits(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.lexsort((-running.arrivals, -running.priorities.astype(np.int16)))[0])
+
+
+class ChoosesTheMostImportant(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.lexsort((-running.arrivals, running.priorities))[0])
+
+
+class CachesByArrivals(FewestTokens):
+    """Chooses again only if other requests run, although their tokens have changed."""
+
+    noticed_by = "test_victim"
+
+    def __init__(self):
+        self._key, self._arrival = (), 0
+
+    def choose(self, running):
+        key = tuple(sorted(running.arrivals.tolist()))
+        if key != self._key:
+            self._key, self._arrival = key, running.arrivals[super().choose(running)]
+        return int(np.flatnonzero(running.arrivals == self._arrival)[0])
 
 
 class SortsInColumns(VictimPolicy):

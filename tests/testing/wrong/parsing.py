@@ -664,6 +664,58 @@ class RepeatsReasoningWhenTheModelEnds(QwenReasoning):
         return [*super().finish(), Content("\n.")]
 
 
+@breaks("8.[134]", "calls")
+class LimitsDepth(HermesTools):
+    """Leaves out what is nested more than 32 levels deep."""
+
+    def begin_call(self, name):
+        self.depth, self.quoted = 0, False
+        super().begin_call(name)
+
+    def emit_arguments(self, text):
+        kept = []
+        for character in text:
+            self.quoted ^= character == '"'
+            self.depth -= not self.quoted and character in "]}"
+            kept.append(character if self.depth < 32 else "")
+            self.depth += not self.quoted and character in "[{"
+        super().emit_arguments("".join(kept))
+
+
+@breaks("8.[134]", "answer")
+class IgnoresTheEndOfEmptyReasoning(QwenReasoning):
+    some = False
+
+    def emit_reasoning(self, text):
+        self.some = self.some or bool(text)
+        super().emit_reasoning(text)
+
+    def until(self, *markers, emit, **others):
+        found = yield from super().until(*markers, emit=emit, **others)
+        if emit == self.emit_reasoning and found and not self.some:
+            found = yield from super().until(*markers, emit=emit, **others)
+        return found
+
+
+@breaks("8.[134]", "answer")
+class ReturnsReasoningAsContent(QwenReasoning):
+    """If there is no answer when the model ends, its reasoning is."""
+
+    reasoned, answered = "", False
+
+    def emit_reasoning(self, text):
+        self.reasoned += text
+        super().emit_reasoning(text)
+
+    def emit_content(self, text):
+        self.answered = self.answered or bool(text.strip())
+        super().emit_content(text)
+
+    def finish(self):
+        events = [*super().finish()]
+        return events if self.answered or not self.reasoned else [*events, Content(self.reasoned)]
+
+
 @breaks("8.[134]", "answer")
 class FindsTheEndOfAnEarlierTurn(QwenReasoning):
     """A prompt with the closed reasoning of an earlier turn opens none, even if it ends with the marker."""

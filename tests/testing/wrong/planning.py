@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from fd_core.effects.operations import CompileGrammar, GrammarReady, NotStored
+from fd_core.errors import BadRequest
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.scheduling.policies import Fcfs
-from fd_core.scheduling.requests import State
+from fd_core.scheduling.requests import QueuedRequest, State
 from fd_core.types import FinishReason
 from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
 
@@ -468,3 +469,135 @@ class ServesWokenRequestsFirst(Changed):
 @breaks("2.2", "budget:test_request_is_admitted_while_others_with_grammars_keep_coming")
 class ServesCompiledRequestsFirst(ServesWokenRequestsFirst):
     """The same fault, and what it does to users."""
+
+
+class Counts(Changed):
+    """Changes the gauges or counters."""
+
+    def stats(self):
+        stats = super().stats()
+        return msgspec.structs.replace(stats, **self.changed(stats))
+
+
+@breaks("3.6", "schedule:grammar=own")
+class CountsReadyRequestsAsWaiting(Counts):
+    """Leaves out those that wait for a grammar, a lookup or a prefix."""
+
+    def changed(self, stats):
+        waiting = stats.slots.waiting - self._waiting.num_parked
+        return {"slots": msgspec.structs.replace(stats.slots, waiting=waiting)}
+
+
+@breaks("3.6", "schedule:caching=true")
+class CountsCachedBlocksAsUsed(Counts):
+    def changed(self, stats):
+        blocks = stats.blocks
+        return {"blocks": msgspec.structs.replace(blocks, used=blocks.used + blocks.cached)}
+
+
+@breaks("3.6", "schedule:incident=abort_running")
+class CountsAbortsAsPreemptions(Changed):
+    def change(self):
+        def revoke(running_batch, right, slot, request, draft):
+            running_batch.counters.preemptions += request.abort_requested
+            right(slot, request, draft)
+
+        instead(self._running_batch, "revoke", revoke)
+
+
+@breaks("3.6", "schedule:k=3,ends=stop")
+class CountsTokensAfterTheStop(Changed):
+    """Counts all accepted drafts as generated, also those after the end of a text."""
+
+    def commit(self, plan, output):
+        counters = self._output_processor.counters
+        before = counters.generated_tokens
+        found = super().commit(plan, output)
+        if counters.generated_tokens > before:
+            counters.generated_tokens = before + int((output.tokens[plan.slots] >= 0).sum())
+        return found
+
+
+@breaks("3.2", "schedule:depth=2")
+class ReportsNoFencedBlocks(Changed):
+    def held(self):
+        return replace(super().held(), fenced=0)
+
+
+@breaks("1.4", "schedule:keep=all")
+class ReportsLoadingRequestsAsRunning(Changed):
+    def held(self):
+        held = super().held()
+        return replace(held, running=held.running + held.loading, loading=0)
+
+
+@breaks("8", "schedule:timed=true")
+class ReportsFinishedPhasesOnly(Changed):
+    """The phases of a request that still runs are without the current one."""
+
+    def phases(self, request_id):
+        found = super().phases(request_id)
+        return None if found is None else tuple(0.0 for _ in found)
+
+
+@breaks("8", "blocks:test_a_request_that_can_never_run_is_refused_and_holds_nothing")
+class NotifiesThePolicyOfRejectedRequests(Changed):
+    """The policy never learns of their end: their tenant counts as active for ever."""
+
+    def add(self, spec):
+        try:
+            return super().add(spec)
+        except BadRequest:
+            self._policy.arrived(QueuedRequest(self._arrivals, 1, 1, spec.priority, spec.tenant, preempted=False))
+            raise
+
+
+@breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming[budget]")
+class AdmitsBeforePrefillsContinue(Changed):
+    """New requests get the budget before unfinished prefills."""
+
+    def change(self):
+        def continue_prefills(planner, right, rows, draft):
+            if not draft.preempted:
+                self.admit(draft, planner._step)
+            right(rows, draft)
+
+        instead(self._planner, "_continue_prefills", continue_prefills)
+
+
+@breaks("2.2", "budget:test_drafts_that_are_rejected_become_fewer")
+class IgnoresTheDraftControl(Changed):
+    def change(self):
+        instead(self._drafts, "allowed", lambda drafts, right, slots, ready: np.minimum(ready, drafts.max_drafts))
+
+
+@breaks("2.2", "budget:test_drafts_that_are_rejected_become_fewer")
+class DoesNotObserveDrafts(Changed):
+    def change(self):
+        instead(self._drafts, "observe", lambda *_: None)
+
+
+@breaks("3.4", "schedule:plain")
+class KeepsBlocksInReserve(Changed):
+    """Keeps two blocks free, if necessary by a preemption."""
+
+    def change(self):
+        def grow(planner, right, ready, draft):
+            pool, slots = self._pool, self._slots
+
+            class Wary:
+                num_fenced, num_free = (property(lambda _, name=name: getattr(pool, name)) for name in NUMBERS)
+
+                def allocate(self, count):
+                    enough = pool.num_free - count >= 2 or slots.running.sum() < 2
+                    return pool.allocate(count) if enough else None
+
+            planner._pool = Wary()
+            rows = right(ready, draft)
+            planner._pool = pool
+            return rows
+
+        instead(self._planner, "_grow", grow)
+
+
+NUMBERS = ("num_fenced", "num_free")

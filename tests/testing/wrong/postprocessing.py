@@ -188,7 +188,7 @@ class ReusesItsMatrix(Rotating):
     pass
 
 
-@breaks("1.2", "matrix")
+@breaks("1.1", "matrix")
 class RotatesThreeMatrices(Rotating):
     buffers = 3
 
@@ -568,6 +568,15 @@ class TakesTheLimitsOfTheLargestInstance(NumpyPostprocess):
     def __init__(self, ops, limits):
         self.most[0] = max(self.most[0], limits.max_num_seqs)
         super().__init__(ops, msgspec.structs.replace(limits, max_num_seqs=self.most[0]))
+
+
+@breaks("1.1", "matrix:memory=strided")
+class AssumesContiguousTokens(NumpyPostprocess):
+    """A kernel that is given the address of the tokens, and not their strides."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        flat = np.lib.stride_tricks.as_strided(sampled, (sampled.size,), (4,))
+        return super().token_matrix(flat.reshape(sampled.shape), accepted, slots, revoked)
 
 
 @breaks("1.1", "matrix")

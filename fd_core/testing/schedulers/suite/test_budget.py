@@ -120,6 +120,15 @@ def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: i
     driver.run()
 
 
+@pytest.mark.law("2.2")
+def test_drafts_that_are_rejected_become_fewer(target: SchedulerTarget) -> None:
+    """`DraftControl` lowers the number of drafts of a request; a rejected draft costs as much as a token."""
+    driver, counts = drive(target, *decoding(2, 60), k=5, wrong=1.0, num_kv_blocks=64), list[int]()
+    driver.run(watch=lambda plan: counts.append(int(plan.num_drafts.sum())))
+    first, last = sum(counts[:20]), sum(counts[-20:])
+    require(2 * last <= first, "2.2", f"all drafts are wrong; 20 plans have {first} at first, and {last} at last")
+
+
 @pytest.mark.law("2.2", "5.2")
 @pytest.mark.parametrize("budget", [1, 2, 4])
 def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) -> None:
@@ -198,15 +207,19 @@ def test_blocks_grow_with_any_budget(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("2.2", "2.4")
-def test_everybody_gets_a_first_token_while_others_keep_coming(target: SchedulerTarget) -> None:
-    """A prompt that needs most of the pool must not be starved by short ones."""
-    driver = drive(target, *decoding(3, 6))
+@pytest.mark.parametrize("scarce", ["blocks", "budget"])
+def test_everybody_gets_a_first_token_while_others_keep_coming(target: SchedulerTarget, scarce: str) -> None:
+    """A prompt that needs most of the pool, or the budget of several steps, must not be starved by short ones."""
+    length, output, room = 3, 6, dict[str, Any]()
+    if scarce == "budget":
+        length, output, room = 8, 1, {"num_kv_blocks": 64, "max_num_batched_tokens": 8}
+    driver = drive(target, *decoding(3, 6), **room)
     driver.step()
     driver.submit(greedy("large", prompt_of(48, 500), 4))
     for number in range(400):
         if "large" in driver.texts.tokens:
             break
-        driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
+        driver.submit(greedy(f"more{number}", prompt_of(length, number), output))
         driver.step()
     what = "the large prompt got no token in 400 steps, with a new short prompt in each"
     require("large" in driver.texts.tokens, "2.2", what)

@@ -140,20 +140,24 @@ def test_repeated_output_is_dropped(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("1.5")
-def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget, *, aborted: bool) -> None:
+    """Deliver tokens, or the acknowledgement of an abort, to a request of another gen."""
     driver = drive(target, *long_ones(2, 8))
     driver.run_until(lambda: len(driver.texts.tokens) == 2)
     driver.answer_all()
+    if aborted:
+        driver.abort(driver.auditor.live[0].request.name)
     assert driver.plan() is not None
     answer = driver.in_flight.popleft()
     gens = answer.output.gens.copy()
-    slot = int(answer.plan.slots[0])
+    slot = answer.plan.revocations[0].slot if aborted else int(answer.plan.slots[0])
     gens[slot] += 1
     deltas, _ = driver.scheduler.commit(answer.plan, replace(answer.output, gens=gens))
     name = driver.auditor.occupancies[slot].request.name
     told = [delta for delta in deltas if delta.request_id == name]
     require(not told, "1.5", f"{name} got {told}, which the runner computed for another gen")
-    require(len(deltas) == len(answer.plan.slots) - 1, "1.5", "a row of the right gen was dropped")
+    require(len(deltas) == len(answer.plan.slots) - (not aborted), "1.5", "a row of the right gen was dropped")
     counted = driver.scheduler.stats().outputs.stale_outputs
     require(counted == 1, "1.5", f"expected 1 counted stale row, got {counted}")
 

@@ -1,0 +1,141 @@
+"""Ollama's API: lines of JSON, options, tools, errors, and the descriptions of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fd_core.http.access.control import ROUTES
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.parsing.thinking import QwenReasoning
+from tests.clients.conftest import fake
+from tests.server.fakes import Answer, LiveServer, live
+
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[LiveServer]:
+    with live(fake, parsers=Parsers(HermesTools, QwenReasoning), served_model_names=("scripted",)) as server:
+        yield server
+
+
+def ask(server: LiveServer, path: str, **body: Any) -> Answer:
+    name = server.get("/v1/models").json["data"][0]["id"]
+    return server.post(path, {"model": name, **body})
+
+
+def lines(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def test_chat_streams_lines_by_default(server: LiveServer) -> None:
+    found = lines(ask(server, "/api/chat", messages=HI))
+    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
+    assert "".join(line["message"]["content"] for line in found) == "Hello, world!"
+    assert {line["message"]["role"] for line in found} == {"assistant"}
+    assert found[-1]["done_reason"] == "stop"
+    assert found[-1]["eval_count"] > 0 and found[-1]["prompt_eval_count"] > 0 and found[-1]["total_duration"] > 0
+
+
+def test_whole_answer_equals_the_stream(server: LiveServer) -> None:
+    whole = ask(server, "/api/generate", prompt="hi", stream=False).json
+    stream = lines(ask(server, "/api/generate", prompt="hi"))
+    assert whole["response"] == "".join(line["response"] for line in stream) == "Hello, world!"
+    assert whole["eval_count"] == stream[-1]["eval_count"]
+
+
+def test_raw_prompt_is_read_as_it_is(server: LiveServer) -> None:
+    ask(server, "/api/generate", prompt="One, two,", raw=True, stream=False)
+    assert bytes(server.client.specs[-1].prompt).decode() == "One, two,"
+
+
+def test_options_become_sampling_parameters(server: LiveServer) -> None:
+    options = {"num_predict": 5, "temperature": 0.5, "top_k": 7, "repeat_penalty": 1.5, "seed": 3, "stop": ["w"]}
+    answer = ask(server, "/api/chat", messages=HI, options={**options, "num_ctx": 99}, stream=False).json
+    params = server.client.specs[-1].params
+    assert (params.max_tokens, params.temperature, params.top_k, params.seed) == (5, 0.5, 7, 3)
+    assert params.repetition_penalty == 1.5
+    assert answer["done_reason"] == "length"
+
+
+def test_empty_request_reports_that_the_model_is_loaded(server: LiveServer) -> None:
+    assert ask(server, "/api/generate").json["done_reason"] == "load"
+    assert ask(server, "/api/chat").json["message"] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_and_calls_have_fields(thinking: LiveServer, stream: bool) -> None:
+    answer = ask(thinking, "/api/chat", messages=HI, tools=[WEATHER], stream=stream)
+    messages = [line["message"] for line in (lines(answer) if stream else [answer.json])]
+    assert "".join(message.get("thinking", "") for message in messages).strip() == "Hm."
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert calls == [{"function": {"name": "weather", "arguments": {"city": "Röm"}}}]
+    result = {"role": "tool", "tool_name": "weather", "content": "sunny"}
+    turns = [*HI, {"role": "assistant", "content": "", "tool_calls": calls}, result]
+    second = ask(thinking, "/api/chat", messages=turns, tools=[WEATHER], stream=False).json
+    assert second["message"]["content"] == "It is sunny in Röm."
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object"}])
+def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
+    answer = ask(thinking, "/api/chat", messages=HI, format=form, stream=False).json
+    assert json.loads(answer["message"]["content"]) == {"name": "Ada", "age": 36}
+
+
+@pytest.mark.parametrize(
+    "path, body, status, text",
+    [
+        ("/api/chat", {"model": "absent", "messages": HI}, 404, "the model 'absent' does not exist"),
+        ("/api/chat", {"messages": HI, "options": {"temperature": 9}}, 400, "options.temperature: expected"),
+        ("/api/chat", {"messages": HI, "options": {"num_predict": 10**6}}, 400, "lower options.num_predict"),
+        ("/api/chat", {"messages": [{**HI[0], "images": ["abc"]}]}, 400, "image input is not supported"),
+        ("/api/chat", {"messages": [{"role": "nobody"}]}, 400, "messages[0].role"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}, 400, "format"),
+        ("/api/pull", {}, 404, "of Ollama's API, the server has"),
+    ],
+)
+def test_error_is_a_text_that_names_the_field(
+    server: LiveServer, path: str, body: dict[str, Any], status: int, text: str
+) -> None:
+    answer = ask(server, path, **body)
+    assert answer.status == status
+    assert text in answer.json["error"]
+
+
+def test_failure_in_the_stream_is_a_line(server: LiveServer) -> None:
+    server.client.fail_after = 3
+    assert lines(ask(server, "/api/chat", messages=HI))[-1].keys() == {"error"}
+
+
+def test_body_needs_no_content_type(server: LiveServer) -> None:
+    form = "application/x-www-form-urlencoded"  # what curl sends without a header
+    name = server.get("/v1/models").json["data"][0]["id"]
+    answer = server.post("/api/generate", {"model": name, "prompt": "hi", "stream": False}, content_type=form)
+    assert answer.json["response"] == "Hello, world!"
+
+
+def test_vectors_have_length_one(server: LiveServer) -> None:
+    answer = ask(server, "/api/embed", input=["one", "two"]).json
+    assert [sum(x * x for x in vector) for vector in answer["embeddings"]] == pytest.approx([1, 1])
+
+
+def test_model_is_listed_and_described(thinking: LiveServer) -> None:
+    for path in ("/api/tags", "/api/ps"):
+        assert [each["name"] for each in thinking.get(path).json["models"]] == ["scripted"]
+    about = thinking.post("/api/show", {"model": "scripted:latest"}).json
+    assert about["capabilities"] == ["completion", "tools", "thinking"]
+    assert about["model_info"]["general.architecture"] == about["details"]["family"]
+    assert thinking.get("/api/version").json["version"]
+
+
+def test_every_endpoint_needs_a_key_but_the_version() -> None:
+    rights = {path: route.right for path, route in ROUTES.items() if path.startswith("/api/")}
+    assert {path for path, right in rights.items() if right != "key"} == {"/api/version"}

@@ -1,0 +1,45 @@
+"""Correct scheduling policies that differ from those of the core."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
+
+
+class AgingPriority(Fcfs):
+    """A step of priority is worth fifty arrivals."""
+
+    def rank(self, request):
+        return (50 * request.priority + request.arrival, request.arrival)
+
+
+class RoundRobin(SchedulingPolicy):
+    """Tenants take turns, whatever their requests use; a new tenant is next."""
+
+    def __init__(self):
+        self._turns, self._unfinished, self._now = {}, Counter(), 0
+
+    def rank(self, request):
+        return (request.arrival,)
+
+    def flow(self, request):
+        return None if request.preempted else request.tenant
+
+    def turn(self, flow):
+        return -1 if flow is None else self._turns.get(flow, 0)
+
+    def arrived(self, request):
+        if not self._unfinished[request.tenant]:
+            self._turns[request.tenant] = self._now + 1
+        self._unfinished[request.tenant] += 1
+
+    def admitted(self, request):
+        if not request.preempted:
+            self._now = max(self._now + 1, self._turns[request.tenant])
+            self._turns[request.tenant] = self._now + len(self._unfinished)
+
+    def ended(self, request, num_computed):
+        self._unfinished[request.tenant] -= 1
+        if not self._unfinished[request.tenant]:
+            del self._unfinished[request.tenant], self._turns[request.tenant]
