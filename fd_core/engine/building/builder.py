@@ -134,7 +134,7 @@ class _EngineBuilder:
             # Takes half a second, and only grammars need it.
             threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
         trace = self._trace()
-        cache, queue = LockedKVCache(lambda: runner.cache), CompletionQueue(wake)
+        cache, queue = LockedKVCache(runner), CompletionQueue(wake)
         transfer = open_kv_transfer(
             self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, lambda: self._identity, queue
         )

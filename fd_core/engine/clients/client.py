@@ -277,9 +277,10 @@ class SingleEngineClient(abc.ABC):
         if not self.alive:
             raise EngineDead(self._failure_reason)
         ticket = next(self._tickets)
-        self._changes[ticket] = order, asyncio.get_running_loop().create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes[ticket] = order, done
         self._send(messages.Control(ticket, order))
-        await self._changes[ticket][1]
+        await done
 
     @abc.abstractmethod
     async def close(self, drain_seconds: float = 0.0) -> None:
