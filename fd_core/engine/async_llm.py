@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from fd_core.engine.clients.client import EngineControls
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.llm import Completion, Conversation, Prompt, RequestMaker, assets_of
 from fd_core.errors import BadRequest
@@ -15,10 +15,10 @@ from fd_core.types import Delta, SamplingParams
 
 if TYPE_CHECKING:
     from fd_core.engine.clients.client import EngineClient
-    from fd_core.engine.process.messages import EngineInfo
+    from fd_core.engine.process.messages import ControlOrder, EngineInfo
 
 
-class AsyncLLM(RequestMaker):
+class AsyncLLM(RequestMaker, EngineControls):
     """A loaded model whose requests are awaited; its engine runs in another process.
 
     Keyword arguments are the fields of `fd_core.config.EngineConfig`.
@@ -85,29 +85,9 @@ class AsyncLLM(RequestMaker):
         prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
         return self.generate(prompt, params, **options)
 
-    async def pause(self) -> None:
-        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
-        await self._running().pause()
-
-    async def resume(self) -> None:
-        """Continue every request where it was paused."""
-        await self._running().resume()
-
-    async def sleep(self, level: int = 1) -> None:
-        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
-        await self._running().sleep(level)
-
-    async def wake_up(self) -> None:
-        """Restore KV cache and weights, and continue every request."""
-        await self._running().wake_up()
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget the prefixes in the device cache."""
-        await self._running().reset_prefix_cache()
-
-    async def update_weights(self, path: str | Path, version: str | None = None) -> None:
-        """Replace the weights by those in a folder, of the same shapes; running requests continue with them."""
-        await self._running().update_weights(str(path), version)
+    async def control(self, order: ControlOrder) -> None:
+        """Give the engine an order; requests that run are not lost."""
+        await self._running().control(order)
 
     def _running(self) -> EngineClient:
         if self._client is None:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -117,7 +118,43 @@ class DeltaStream(AsyncIterator[Delta]):
                 self._on_news(None)
 
 
-class SingleEngineClient(abc.ABC):
+class EngineControls(abc.ABC):
+    """The orders of operators and trainers as methods. Each raises `BadRequest`, and then nothing has changed."""
+
+    @abc.abstractmethod
+    async def control(self, order: messages.ControlOrder) -> None:
+        """Return once an order is carried out."""
+
+    async def pause(self) -> None:
+        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
+        await self.control(messages.PauseGeneration())
+
+    async def resume(self) -> None:
+        """Continue every request where it was paused."""
+        await self.control(messages.ResumeGeneration())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        await self.control(messages.Sleep(level))
+
+    async def wake_up(self) -> None:
+        """Restore KV cache and weights, and continue every request."""
+        await self.control(messages.WakeUp())
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        await self.control(messages.ResetPrefixCache())
+
+    async def update_weights(self, path: str | Path, version: str | None = None) -> None:
+        """Replace the weights between two steps by those in a folder, of the same shapes; requests continue with them.
+
+        `version` names them in answers, by default the number of updates. Raises `BadRequest`, and then nothing has
+        changed.
+        """
+        await self.control(messages.UpdateWeights(str(path), version))
+
+
+class SingleEngineClient(EngineControls):
     """A connection to one engine, used from one event loop; subclasses carry messages and start engines.
 
     Every method is safe after the engine has died. If another one will be started, streams pause, and the new epoch
@@ -243,34 +280,6 @@ class SingleEngineClient(abc.ABC):
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
         await self.control(messages.ChangeAdapters(name, path))
-
-    async def pause(self) -> None:
-        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
-        await self.control(messages.PauseGeneration())
-
-    async def resume(self) -> None:
-        """Continue every request where it was paused."""
-        await self.control(messages.ResumeGeneration())
-
-    async def sleep(self, level: int = 1) -> None:
-        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
-        await self.control(messages.Sleep(level))
-
-    async def wake_up(self) -> None:
-        """Restore KV cache and weights, and continue every request."""
-        await self.control(messages.WakeUp())
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget the prefixes in the device cache."""
-        await self.control(messages.ResetPrefixCache())
-
-    async def update_weights(self, path: str, version: str | None = None) -> None:
-        """Replace the weights between two steps by those in a folder, of the same shapes; requests continue with them.
-
-        `version` names them in answers, by default the number of updates. Raises `BadRequest`, and then nothing has
-        changed.
-        """
-        await self.control(messages.UpdateWeights(path, version))
 
     async def control(self, order: messages.ControlOrder) -> None:
         """Return once the engine has carried out an order. Raises `BadRequest`, and then nothing has changed."""

@@ -19,19 +19,9 @@ import numpy as np
 
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
-from fd_core.engine.clients.client import DeltaStream, SingleEngineClient, StartProgress
+from fd_core.engine.clients.client import DeltaStream, EngineControls, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
-from fd_core.engine.process.messages import (
-    ControlOrder,
-    EngineInfo,
-    EngineStats,
-    PauseGeneration,
-    ResetPrefixCache,
-    ResumeGeneration,
-    Sleep,
-    UpdateWeights,
-    WakeUp,
-)
+from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.kv.event_log import KVEventLog
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
@@ -66,7 +56,7 @@ async def open_engines(
     return DataParallelClient(engines, prefixes=config.enable_prefix_caching, reason=chosen.reason)
 
 
-class DataParallelClient:
+class DataParallelClient(EngineControls):
     """Several engines as one. A dead engine is restarted; the others continue meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
@@ -213,30 +203,6 @@ class DataParallelClient:
             ]
             await asyncio.gather(*undone, return_exceptions=True)  # a dead engine restarts without the change
             raise failures[0]
-
-    async def pause(self) -> None:
-        """Pause every engine. Raises `BadRequest` or `EngineDead` if one of them cannot; repeat it then."""
-        await self.control(PauseGeneration())
-
-    async def resume(self) -> None:
-        """Resume every engine."""
-        await self.control(ResumeGeneration())
-
-    async def sleep(self, level: int = 1) -> None:
-        """Let every engine sleep."""
-        await self.control(Sleep(level))
-
-    async def wake_up(self) -> None:
-        """Wake every engine up."""
-        await self.control(WakeUp())
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget the prefixes in the device caches."""
-        await self.control(ResetPrefixCache())
-
-    async def update_weights(self, path: str, version: str | None = None) -> None:
-        """Replace the weights of every engine. If one of them fails, versions differ until the update is repeated."""
-        await self.control(UpdateWeights(path, version))
 
     async def control(self, order: ControlOrder) -> None:
         """Give an order to every engine. Raises the first error of an engine; the others have carried it out then."""

@@ -85,7 +85,7 @@ async def update_weights(request: Request) -> Response:
     folder = allowed_folder(state_of(request).client.info.weights_folder, "weights", _FLAG)
     state, body, headers = await _UPDATE.read(request)
     place = await asyncio.to_thread(inside, folder, body.model_path, "model_path", _FLAG)
-    await state.client.update_weights(str(place), body.weight_version)
+    await state.client.update_weights(place, body.weight_version)
     return _answer(state, headers)
 
 
