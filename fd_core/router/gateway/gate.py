@@ -119,7 +119,8 @@ class RouterGate:
                 body = await read_body(request, share)
             headers = to_worker(self._state, request.headers, record, method="POST", path=path)
             act = abort if template == ABORT_PATH else change_all
-            return await act(self._state, path, body, headers, record)
+            query = request.rel_url.raw_query_string
+            return await act(self._state, f"{path}?{query}" if query else path, body, headers, record)
         if not ROUTES[template].forwarded:
             raise no_such_path(path)
         if self._state.drain.refusing:
