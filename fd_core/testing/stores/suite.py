@@ -474,15 +474,23 @@ class StoreSuite:
 
     @pytest.mark.law("5.2")
     def test_a_reader_and_a_writer_share_no_buffer(self, store: KVStore) -> None:
-        """Read at each line of a put."""
+        """Read at each line of a put, and put and delete at each line of a get."""
         store.put([(A, [value_of(A)])], TIMEOUT)
 
         def read() -> None:
             assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A)], "a put changed what another thread read"
 
-        parts = [value_of(B)[:600], value_of(B)[600:]]
-        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, type(store).__module__.partition(".")[0])
+        parts, package = [value_of(B)[:600], value_of(B)[600:]], type(store).__module__.partition(".")[0]
+        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, package)
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)], "a read changed what another thread put"
+
+        def write() -> None:
+            if not store.delete([A], TIMEOUT):
+                store.put([(A, [value_of(A)])], TIMEOUT)
+
+        first, second, third = as_bytes(interleaved(lambda: store.get([A, B, A], LIMIT, TIMEOUT), write, package))
+        assert {first, third} <= {None, value_of(A)}, "a get returned another value than the one that a thread writes"
+        assert second == value_of(B), "a put or a delete of another thread changed another value of a get"
 
     @pytest.mark.law("5.5")
     def test_a_timeout_is_of_the_whole_call(self, store: KVStore) -> None:
@@ -660,7 +668,9 @@ class StoreSuite:
         )
 
     @pytest.mark.law("5.5")
-    def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
+    @pytest.mark.parametrize("used_by", ["get", "put"])
+    def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore, used_by: str) -> None:
+        """Some values are read, or put again, after each new one; a count of leading keys is no use."""
         self.size_cap.require()
         store = make_store(with_parameter(location, "max_bytes=100000"))
         for number in range(40):
@@ -671,8 +681,13 @@ class StoreSuite:
             assert found.limit_bytes == 100_000
             assert found.bytes is not None
             assert found.bytes <= 100_000
-            found_values = as_bytes(store.get([*used, key], LIMIT, TIMEOUT))
-            assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use was evicted"
+            there = store.longest_prefix([*used, key], LIMIT, TIMEOUT)
+            assert there == len(used) + 1, f"value {there} of those in use was evicted"
+            if used_by == "put":
+                store.put([(each, [value_of(each, 9000)]) for each in used], TIMEOUT)
+            else:
+                found_values = as_bytes(store.get([*used, key], LIMIT, TIMEOUT))
+                assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use has changed"
             time.sleep(0.005)  # timestamps of file systems are coarser
         assert store.get([key_of(3), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
@@ -713,8 +728,11 @@ class StoreSuite:
         for at in range(60):
             key, length = keys[at * 7 % 40], size + at % 3
             assert store.put([(key, [value_of(key, length)])], TIMEOUT) == 1
-            there = sum(len(value) for value in store.get(keys, LIMIT, TIMEOUT) if value is not None)
+            values = [value for value in store.get(keys, LIMIT, TIMEOUT) if value is not None]
+            there = sum(map(len, values))
             assert there <= cap, f"the store holds {there:,} bytes, its limit is {cap:,}"
+            counted = store.stats(TIMEOUT).values
+            assert counted in (None, len(values)), f"stats: expected {len(values)} values, got {counted}"
         if self.sharing.reason is None:
             store.delete(keys, TIMEOUT)
             for key in keys:
