@@ -100,6 +100,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
+_LINES: Final = 40
+"""Most lines of a get at which a value is deleted."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 """Lengths of the values that replace each other under a key."""
 
@@ -474,23 +476,34 @@ class StoreSuite:
 
     @pytest.mark.law("5.2")
     def test_a_reader_and_a_writer_share_no_buffer(self, store: KVStore) -> None:
-        """Read at each line of a put, and put and delete at each line of a get."""
+        """Read at each line of a put."""
         store.put([(A, [value_of(A)])], TIMEOUT)
 
         def read() -> None:
             assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A)], "a put changed what another thread read"
 
-        parts, package = [value_of(B)[:600], value_of(B)[600:]], type(store).__module__.partition(".")[0]
-        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, package)
+        parts = [value_of(B)[:600], value_of(B)[600:]]
+        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, type(store).__module__.partition(".")[0])
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)], "a read changed what another thread put"
 
-        def write() -> None:
-            if not store.delete([A], TIMEOUT):
-                store.put([(A, [value_of(A)])], TIMEOUT)
+    @pytest.mark.law("5.2")
+    def test_a_value_may_be_deleted_at_any_line_of_a_get(self, store: KVStore) -> None:
+        for line in range(_LINES):
+            store.put([(A, [value_of(A)]), (B, [value_of(B)])], TIMEOUT)
+            lines = itertools.count()
 
-        first, second, third = as_bytes(interleaved(lambda: store.get([A, B, A], LIMIT, TIMEOUT), write, package))
-        assert {first, third} <= {None, value_of(A)}, "a get returned another value than the one that a thread writes"
-        assert second == value_of(B), "a put or a delete of another thread changed another value of a get"
+            def delete(line: int = line, lines: Iterator[int] = lines) -> None:
+                if next(lines) == line:
+                    store.delete([A], TIMEOUT)
+
+            package = type(store).__module__.partition(".")[0]
+            first, second, third = as_bytes(
+                interleaved(lambda: store.get([A, B, A], LIMIT, TIMEOUT), delete, package, patience=0.05)
+            )
+            assert {first, third} <= {None, value_of(A)}, f"deleted at line {line}, a value is another one"
+            assert second == value_of(B), f"a value was deleted at line {line}, and another one of the get is wrong"
+            if next(lines) <= line:
+                return
 
     @pytest.mark.law("5.5")
     def test_a_timeout_is_of_the_whole_call(self, store: KVStore) -> None:

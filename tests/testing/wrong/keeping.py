@@ -604,7 +604,7 @@ class KeepsThePlaceOfReplacedValues(MemoryStore):
         return stored
 
 
-@found_by("test_a_reader_and_a_writer_share_no_buffer")
+@found_by("test_a_value_may_be_deleted_at_any_line_of_a_get")
 class ReadsWithoutALock(MemoryStore):
     """Another thread may delete a value between the two look-ups."""
 
