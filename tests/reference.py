@@ -18,6 +18,7 @@ from prometheus_client import Metric
 from typer.main import get_command
 
 from fd_core.cli.app import app
+from fd_core.cli.settings import other_servers
 from fd_core.cli.settings.flags import (
     API_KEY_FILE,
     CONFIG_FILE,
@@ -49,8 +50,11 @@ def settings() -> Iterator[str]:
         "",
         "Every setting is a flag, an environment variable (`FD_MAX_NUM_SEQS` for `--max-num-seqs`) and a key of the",
         "TOML file that `--config` names (`max-num-seqs = 8`). Flags win over the environment, the environment over",
-        "the file. Conflicting settings are rejected at startup. Flags have the names that vLLM and FastDeploy use. If",
-        "you pass a flag that only vLLM has, the error names the equivalent here.",
+        "the file. Conflicting settings are rejected at startup. A number may have a unit: `32k` is 32,000 and `32Ki`",
+        "is 32,768. Flags have the names that vLLM and FastDeploy use. If you pass a flag that only [another",
+        "server](#flags-of-other-servers) has, the error names the equivalent here. `_` in a flag is the same as `-`.",
+        "`fdcore serve --help-all` explains every setting, and `fdcore --install-completion` lets your shell complete",
+        "them.",
         "",
         "## `fdcore serve`: the engine",
         "",
@@ -67,12 +71,29 @@ def settings() -> Iterator[str]:
     )
     mine = [flag for flag in (*GATEWAY_FLAGS, *ROUTER_FLAGS) if flag not in (*ENGINE_FLAGS, *SERVER_FLAGS)]
     yield from _flags("setting of the router", dict.fromkeys(mine))
+    yield from (
+        "",
+        "## Flags of other servers",
+        "",
+        "| flag of vLLM, SGLang, llama.cpp or FastDeploy | here |",
+        "|---|---|",
+    )
+    yield from (f"| {_quoted(flags)} | {reason} |" for flags, reason in other_servers.FLAGS.items())
+    yield from ("", "## Variables of FastDeploy", "", "| variable | here |", "|---|---|")
+    yield from (f"| `{each.variable}` | sets `{each.field}` |" for each in other_servers.OLDER_VARIABLES)
+    yield from (f"| {_quoted(names)} | {reason} |" for names, reason in other_servers.VARIABLES.items())
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _flags(title: str, flags: Iterable[Flag]) -> Iterator[str]:
-    yield f"| {title} | meaning |"
-    yield "|---|---|"
+    group = None
     for flag in flags:
+        if flag.group != group:
+            group = flag.group
+            yield from ("", f"### {group}", "", f"| {title} | meaning |", "|---|---|")
         name = f"`{flag.flag} {flag.metavar}`" if flag.metavar else f"`{flag.flag}`, `--no-{flag.key}`"
         yield f"| {name} | {flag.described} |"
 

@@ -160,9 +160,9 @@ def test_plugin_cannot_replace_a_built_in(site):
 
 def test_unknown_name_lists_the_available_ones():
     with pytest.raises(
-        PluginError, match=r"unknown backend 'gpu' \(available: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
+        PluginError, match=r"unknown backend 'tpu' \(available: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
     ):
-        Plugins.discover([]).load(BACKEND, "gpu")
+        Plugins.discover([]).load(BACKEND, "tpu")
     with pytest.raises(PluginError, match="unknown scheduling policy 'lifo'"):
         Plugins.discover([]).load(SCHEDULING_POLICY, "lifo")
 

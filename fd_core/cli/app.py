@@ -22,7 +22,6 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "quantize": "models.models:quantize",
     "tokenize": "models.models:tokenize",
     "env": "env:env",
-    "collect-env": "env:collect_env",
     "bench": "bench.commands:app",
     "calibrate": "planning.calibrate:calibrate",
     "trace": "trace_page.trace:trace",
@@ -31,7 +30,16 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "doctor": "plugins.conformance:doctor",
     "conformance": "plugins.conformance:conformance",
     "install": "plugins.plugins:install",
+    "ps": "models.models:ps",
+    "version": "app:version",
 }
+_ALIASES: Final[Mapping[str, str]] = {
+    "run": "chats.chat:chat",
+    "pull": "models.models:pull",
+    "list": "models.models:list_",
+    "collect-env": "env:env",
+}
+"""Names by which users of ollama and vLLM know a command."""
 
 
 def assemble(only: str | None = None) -> typer.Typer:
@@ -40,25 +48,29 @@ def assemble(only: str | None = None) -> typer.Typer:
         name="fdcore",
         help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
         invoke_without_command=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         # For an option without a value typer imports pydantic, which takes longer than everything else.
         context_settings={
             "help_option_names": ["-h", "--help"],
-            "default_map": {"help": False, **{name: {"help": False} for name in _COMMANDS}},
+            "default_map": {
+                **dict.fromkeys(("help", "install_completion", "show_completion"), False),
+                **{name: {"help": False} for name in (*_COMMANDS, *_ALIASES)},
+            },
+            "token_normalize_func": lambda name: name.replace("_", "-"),
         },
     )
     app.callback()(_common)
-    for name in (only,) if only and only in _COMMANDS else _COMMANDS:
-        module, _, attribute = _COMMANDS[name].partition(":")
+    commands = {**_COMMANDS, **_ALIASES}
+    for name in (only,) if only and only in commands else commands:
+        module, _, attribute = commands[name].partition(":")
         command = getattr(importlib.import_module(f"fd_core.cli.{module}"), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
-        elif name in ("serve", "route"):
-            from fd_core.cli.settings.flags import ServingCommand
+        elif hasattr(command, "__signature__"):
+            from fd_core.cli.settings.help import SettingsCommand
 
-            app.command(name, cls=ServingCommand)(command)
+            app.command(name, cls=SettingsCommand)(command)
         else:
             app.command(name)(command)
     return app
@@ -70,15 +82,22 @@ def __getattr__(name: str) -> typer.Typer:
     return assemble()
 
 
+def version() -> None:
+    """Show the version."""
+    print(f"fdcore {fd_core.__version__}")
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"fdcore {fd_core.__version__}")
+        version()
         raise typer.Exit
 
 
 def _common(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", "-V", help="Show the version.", callback=_show_version)
+    ] = False,
 ) -> None:
     """Accept the options before a command; without a command, suggest the next steps."""
     if ctx.invoked_subcommand is None:

@@ -48,11 +48,6 @@ def env() -> None:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
 
 
-def collect_env() -> None:
-    """Alias of `fdcore env`."""
-    env()
-
-
 def _machine() -> Iterator[tuple[str, str]]:
     yield "System", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "Processor", processor()

@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Final
 
-from fd_core.cli.report import interrupts_end_it, show_deprecations
+from fd_core.cli.report import interrupts_end_it, print_usage_error, show_deprecations
 from fd_core.errors import ConfigError
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -30,17 +30,23 @@ def main() -> None:
         print(f"fdcore: {undecodable} is not UTF-8; rename the file or folder, or use a symbolic link", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     with interrupts_end_it():
+        import typer
         from typer.main import get_command
 
         from fd_core.cli.app import assemble
 
         command = get_command(assemble(*sys.argv[1:2]))
+        usage_error: type[BaseException] = next(
+            each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+        )
         show_deprecations()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows replacement characters
     try:
         try:
-            command()
+            ended = command(prog_name="fdcore", standalone_mode=False)
+        except usage_error as error:
+            ended = print_usage_error(error)
         finally:
             if sys.stdout is not None:  # None if the parent closed it
                 sys.stdout.flush()
@@ -54,3 +60,4 @@ def main() -> None:
         print(f"fdcore: cannot write the output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output is not written again at exit
         sys.exit(1)
+    sys.exit(ended)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
-from fd_core.errors import FdError
+from fd_core.errors import ConfigError, FdError
 
 STARTED: Final = time.monotonic()
 """Time at which the command began to run."""
@@ -22,6 +24,14 @@ INTERRUPTED = 130
 
 _CONTROLS: Final = {**dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), "?"), 0x09: "\t", 0x0A: "\n", 0x0D: None}
 """Replacement of each control character; ends of lines are `\\n` alone."""
+
+_TYPER_WORDS: Final = {
+    r"^Invalid value for '(\S+?)': (?:Value error, )?Input should be (.*?)(?:, unable.*)?$": r"\1: expected \2",
+    r"^Invalid value for '(\S+?)': (?:Value error, )?": r"\1: ",
+    r"\. Did you mean (.*)\?$": r"; did you mean \1?",
+    r"\.$": "",
+}
+"""Patterns in messages of typer, and their form here."""
 
 
 def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
@@ -32,7 +42,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**arguments: object) -> None:
         try:
-            function(**arguments)
+            function(**{name: _expanded(name, value) for name, value in arguments.items()})
         except FdError as error:
             print_error(error)
             raise typer.Exit(error.exit_code) from None
@@ -48,6 +58,15 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(file_error.exit_code) from None
 
     return command
+
+
+def _expanded(name: str, value: object) -> object:
+    """Return an argument; in a path, ~ is replaced, which shells leave unchanged in quotes and after =."""
+    if not isinstance(value, Path) or not str(value).startswith("~"):
+        return value
+    from fd_core.config.paths import user_path
+
+    return user_path(value, name)
 
 
 @contextlib.contextmanager
@@ -93,6 +112,21 @@ def show_deprecations() -> None:
 def print_error(error: FdError) -> None:
     """Print an error as one line: the field, the fault, the remedy."""
     print(f"fdcore: {describe(error)}", file=sys.stderr)
+
+
+def print_usage_error(error: Any) -> int:
+    """Print an error of typer like any other one, but the help of a group as it is. Return the exit code."""
+    message = str(error.format_message())
+    if error.ctx is not None and message == error.ctx.get_help():
+        print(message, file=sys.stderr)
+        return ConfigError.exit_code
+    if nearest := getattr(error, "possibilities", None):
+        message = f"{error.message}; did you mean {' or '.join(sorted(nearest))}?"
+    for pattern, ours in _TYPER_WORDS.items():
+        message = re.sub(pattern, ours, message)
+    hint = None if error.ctx is None else f"run `{error.ctx.command_path} --help`"
+    print_error(ConfigError(message[:1].lower() + message[1:], hint=hint))
+    return ConfigError.exit_code
 
 
 def describe(error: FdError) -> str:

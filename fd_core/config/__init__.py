@@ -32,6 +32,11 @@ CHEAP_TOKENS: Final = 64
 _MAX_DRAFTS: Final = 16
 """Limit of draft tokens; more never pay off."""
 _DAY: Final = 86400
+_DTYPES: Final = {
+    **dict.fromkeys(("half", "fp16"), "float16"),
+    **dict.fromkeys(("float", "fp32"), "float32"),
+    "bf16": "bfloat16",
+}
 _OTHER_KV_DTYPES: Final = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which uses the same memory"),
     **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which stores KV in the type of --dtype"),
@@ -79,7 +84,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     override_generation_config: GenerationDefaults = GenerationDefaults()
     """Default sampling parameters that replace those of `generation_config`."""
     backend: str = "auto"
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", aliases=_DTYPES)] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
     """`auto` stores keys and values in the dtype of activations, `int8` in 8 bits with scales."""

@@ -24,6 +24,8 @@ from fd_core.errors import ConfigError
 
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
+_COUNT: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?[kmg]i?", re.IGNORECASE)
+"""A number with a unit, such as 32k or 1M."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,23 @@ class Range:
 
 
 class OneOf:
-    """One of some words; `instead` names the replacement of words that users may know from elsewhere."""
+    """One of some words, or an alias of one; `instead` names the replacement of words that other programs use."""
 
-    def __init__(self, *words: str, instead: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        *words: str,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        instead: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.words = words
+        self.aliases = aliases
         self._instead = instead
 
     def check(self, value: str) -> None:
-        """Raise `ValueError` unless `value` is one of the words."""
+        """Raise `ValueError` unless `value` is one of the words or aliases."""
         if value in self._instead:
             raise ValueError(f"{value!r} is not supported; use {self._instead[value]}")
-        if value not in self.words:
+        if value not in self.words and value not in self.aliases:
             raise ValueError(f"expected one of {', '.join(self.words)}, got {value!r}")
 
 
@@ -105,6 +113,8 @@ class Rule:
             value = 0 if text == "0" else parse_size(text)
         elif self.kind is int and text is not None and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
             value = int(text)
+        elif self.kind is int and text is not None and _COUNT.fullmatch(text):
+            value = parse_size(text)
         elif self.kind is float and text is not None:
             try:
                 value = float(text)
@@ -147,6 +157,9 @@ class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field.name)
             if value is not field.default:
                 _check_field(type(self), field.name, value, called=field.encode_name)
+                constraint = rules_of(type(self))[field.name].constraint
+                if isinstance(constraint, OneOf) and value in constraint.aliases:
+                    msgspec.structs.force_setattr(self, field.name, constraint.aliases[value])
 
 
 @functools.cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,24 +39,34 @@ def write_quantized(
     """
     spec = spec_of(checkpoint)
     check_tensors(spec, checkpoint)
+    files = {**others, "config.json": _config(checkpoint, spec, form)}
+    with new_folder(folder, files, field="--output") as partial, (partial / "model.safetensors").open("xb") as file:
+        _write_weights(checkpoint, spec, form, file=file, progress=progress)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, files: Mapping[str, bytes], field: str) -> Iterator[Path]:
+    """Yield a temporary folder with `files` by name, and rename it to `folder` at the end of the block.
+
+    Raises `ConfigError` for `field` if the folder exists or is not writable.
+    """
     if folder.exists():
-        raise ConfigError(f"{folder} exists already", field="--output", hint="use a new folder")
+        raise ConfigError(f"{folder} exists already", field=field, hint="use a new folder")
     try:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}", field="--output") from error
+        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}", field=field) from error
     try:
-        for name, content in {**others, "config.json": _config(checkpoint, spec, form)}.items():
+        for name, content in files.items():
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
-        with (partial / "model.safetensors").open("xb") as file:
-            _write_weights(checkpoint, spec, form, file=file, progress=progress)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         partial.chmod(0o755)
         partial.rename(folder)
     except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", field="--output") from error
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", field=field) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -150,6 +150,9 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
 
 _PLUGIN_OF: Final[Mapping[str, str]] = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis"),
+    **dict.fromkeys(("cuda", "gpu", "nvidia"), "gpu_cuda"),
+    **dict.fromkeys(("kunlun", "kunlunxin"), "xpu"),
+    **dict.fromkeys(("maca", "metax_gpu"), "metax"),
     "nixl": "connector_nixl",
     "ray": "launcher_ray",
 }
@@ -414,8 +417,10 @@ class Plugins:
         hint = f"available: {', '.join(sorted(usable)) or 'none'}"
         if kind.files and name.endswith(".py"):
             hint += f"; for a class in a file use {name}:Class"
-        if _plugin_of(name) in KNOWN_PLUGINS:
-            hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
+        if (plugin := _plugin_of(name)) in usable:
+            hint += f"; use {plugin}"
+        elif plugin in KNOWN_PLUGINS:
+            hint += f"; `fdcore install {plugin}` installs the plugin"
         raise PluginError(f"unknown {kind.word} {name!r}", field=kind.flag, hint=hint)
 
     def load(self, kind: Kind[T], name: str) -> type[T]:

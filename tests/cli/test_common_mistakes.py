@@ -20,10 +20,11 @@ from fd_core.cli.chats.api_client import ServerAnswer
 from fd_core.cli.serving import startup
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.clients.launch import open_client
-from fd_core.errors import ConfigError, FdError, ModelError
+from fd_core.errors import ConfigError, FdError, ModelError, PluginError
 from fd_core.http.connections import listening
 from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
+from fd_core.plugins import Plugins
 from tests.server.fakes import FakeClient, byte_tokenizer, live
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
@@ -174,6 +175,15 @@ def test_missing_plugin_is_reported_with_the_installed_ones(
     ended = run_cli("serve", "smollm2", "--port", "0", flag, value)
     assert_one_line(ended, 4, f"{flag}: unknown ", f"'{value.partition(':')[0]}' (available: ")
     assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled before the check"
+
+
+def test_plugin_of_a_common_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Plugins.discover([])
+    with pytest.raises(PluginError, match="`fdcore install gpu_cuda` installs the plugin"):
+        installed.choose_backend("cuda")
+    monkeypatch.setattr(installed, "offered", lambda kind: {"gpu_cuda": None})
+    with pytest.raises(PluginError, match=r"unknown backend 'cuda' \(available: gpu_cuda; use gpu_cuda\)"):
+        installed.choose_backend("cuda")
 
 
 def test_broken_plugin_is_reported_with_its_missing_attribute(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fd_core
 from fd_core.cli.app import app
 from fd_core.cli.report import describe
-from fd_core.cli.settings.flags import REASONS
+from fd_core.cli.settings.other_servers import REASONS
 from fd_core.errors import ModelError
 from tests.speed import slowdown
 
@@ -73,13 +73,33 @@ def test_every_command_has_help(command):
 
 
 def test_version():
-    assert CliRunner().invoke(app, ["--version"]).output == f"fdcore {fd_core.__version__}\n"
+    for words in (["--version"], ["-V"], ["version"]):
+        assert CliRunner().invoke(app, words).output == f"fdcore {fd_core.__version__}\n"
+    shown = subprocess.run([sys.executable, "-m", "fd_core", "-V"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"fdcore {fd_core.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "alias, words",
+    [("run", ["chat"]), ("pull", ["models", "pull"]), ("list", ["models", "list"]), ("collect-env", ["env"])],
+)
+def test_alias_is_the_same_command(alias, words):
+    root = found = typer.main.get_command(app)
+    for word in words:
+        found = found.commands[word]
+    same = root.commands[alias]
+    assert (same.help, [each.opts for each in same.params]) == (found.help, [each.opts for each in found.params])
 
 
 @pytest.mark.parametrize(
     "arguments, code, words",
     [
-        (["serve", "smollm2", "--no-such-flag"], 2, "--no-such-flag"),
+        (["serve", "smollm2", "--no-such-flag"], 2, "fdcore: no such option: --no-such-flag"),
+        (["serve", "smollm2", "--prot", "1"], 2, "no such option: --prot; did you mean --port or "),
+        (["complete"], 2, "fdcore: missing argument 'prompt' (run `fdcore complete --help`)"),
+        (["complete", "x", "--temperature", "hot"], 2, "fdcore: --temperature: expected a valid number (run `fdcore"),
+        (["plugins", "new", "x", "--kind", "y"], 2, "fdcore: --kind: 'y' is not one of 'backend', "),
+        (["serv"], 2, "fdcore: no such command 'serv'; did you mean 'serve'? (run `fdcore --help`)"),
         (
             ["serve", "smollm2", "--disable-uvicorn-access-log"],
             2,
@@ -92,7 +112,7 @@ def test_version():
         ),
         (["serve", "--model", "smollm2"], 2, "fdcore: --model: not a flag of fdcore: the model is an argument"),
         (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: not a flag of fdcore: use --max-model-len"),
-        (["no-such-command"], 2, "no-such-command"),
+        (["no-such-command"], 2, "fdcore: no such command 'no-such-command' (run `fdcore --help`)"),
         (["serve"], 2, "fdcore: MODEL: no model was specified"),
         (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: expected an integer, got 'x'"),
         (
@@ -211,6 +231,7 @@ def test_models_list_needs_no_network(tmp_path):
 def test_suggested_flags_exist_and_foreign_flags_do_not():
     commands = typer.main.get_command(app).commands
     here = {name: {word for each in commands[name].params for word in each.opts} for name in ("serve", "route")}
+    here["route"].remove("--tokenizer")  # that of the workers; a server uses its model's
     off = {word for each in commands["serve"].params for word in each.secondary_opts}
     for flag, reason in REASONS.items():
         assert flag not in here["serve"] | here["route"]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fd_core.cli.report import reports_errors
-from fd_core.cli.settings.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, KEY_FLAGS, Given, takes_flags
+from fd_core.cli.settings.help import SettingsCommand
 from fd_core.errors import ConfigError, FdError
 
 if TYPE_CHECKING:
@@ -29,10 +30,9 @@ InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", met
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed generates the same prompts.", metavar="N")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results as JSON to FILE.", metavar="FILE")]
-_KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), CLIENT_KEY_FILE)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @reports_errors
 @takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
 def latency(
@@ -65,7 +65,7 @@ def latency(
         _close(console, json, report(timelines, seconds), settings=settings)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @reports_errors
 @takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
 def throughput(
@@ -91,9 +91,9 @@ def throughput(
         _close(console, json, report(timelines, seconds), settings=_settings(llm, "throughput", **shape))
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @reports_errors
-@takes_flags(_KEY_FLAGS, (CONFIG_FILE,))
+@takes_flags(KEY_FLAGS, (CONFIG_FILE,))
 def serve(
     given: Given,
     url: Annotated[str, typer.Option(help="Server to measure.", metavar="URL")] = "http://127.0.0.1:8000",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -15,11 +16,24 @@ import msgspec
 from fd_core.errors import ConfigError, FdError
 from fd_core.router.gateway.requests.relaying import read_up_to
 
+T = TypeVar("T")
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
 """Largest list of models, in bytes; the rest is not read."""
 _LIST_SECONDS = 30.0
 """Timeout for the list of models, in seconds; an answer has no timeout."""
+
+
+class ServedModel(msgspec.Struct):
+    """One of the models that a server lists."""
+
+    id: str
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class _ServedModels(msgspec.Struct):
+    data: list[ServedModel]
 
 
 class ServerAnswer(FdError):
@@ -77,21 +91,29 @@ class ApiClient:
 
     async def first_model(self) -> str:
         """Return the name of the first of the models served. Raises `ServerAnswer`."""
+        return (await self.models())[0].id
+
+    async def models(self) -> list[ServedModel]:
+        """Return the models served, at least one. Raises `ServerAnswer`."""
+        models = (await self.get("/v1/models", _ServedModels)).data
+        if not models:
+            raise FdError("the server lists no models", field=self.url)
+        return models
+
+    async def get(self, path: str, kind: type[T]) -> T:
+        """Return what the server answers at `path`. Raises `ServerAnswer`."""
         try:
             wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
-            async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
+            async with self._session.get(f"{self.url}{path}", timeout=wait) as response:
                 body = await read_up_to(response.content, _LONGEST_LIST)
                 if response.status != 200:
                     raise _refused(response.status, body, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         try:
-            names = [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
-        except (msgspec.DecodeError, TypeError, LookupError) as error:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
             raise ServerAnswer("the server's response is not OpenAI-compatible", field=self.url) from error
-        if not names:
-            raise FdError("the server lists no models", field=self.url)
-        return names[0]
 
     async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Send a completion or chat request and return the answer's pieces. Raises `ServerAnswer`."""
@@ -116,7 +138,13 @@ class ApiClient:
         raise ServerAnswer("the answer ended before it was complete", field=self.url)
 
     def _unreachable(self, error: Exception) -> ServerAnswer:
-        reason = "timeout" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if isinstance(error, asyncio.TimeoutError):
+            reason = "timeout"
+        elif isinstance(error, aiohttp.ClientConnectorDNSError):
+            reason = "the host name is unknown"
+        elif isinstance(error, aiohttp.ClientConnectorError) and error.errno:
+            reason = os.strerror(error.errno).lower()
         return ServerAnswer(f"cannot connect to the server: {reason}", field=self.url, hint="check that it is running")
 
 

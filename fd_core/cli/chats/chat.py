@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +41,12 @@ Seed = Annotated[int | None, typer.Option(help="Sampling seed; the same seed rep
 def chat(
     given: Given,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]", help="A single message, `-` for the standard input; without it, you type messages."
+        ),
+    ] = None,
     url: Url = None,
     system: Annotated[
         str | None, typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT")
@@ -61,7 +67,7 @@ def chat(
 
     options = _sampling(max_tokens, temperature, top_p, seed=seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
-        if sys.stdin.isatty():
+        if prompt is None and sys.stdin.isatty():
             print(
                 f"{plain(name)}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D quits",
                 file=sys.stderr,
@@ -69,7 +75,8 @@ def chat(
         # Messages to a server that requires a key are not saved here.
         secret = url is not None and client_key(given, os.environ)
         with input_history(None if secret else find_cache_dir() / "chat_history"):
-            _converse(loop, backend, ChatHistory(system), options=options)
+            messages = typed_messages() if prompt is None else [sys.stdin.read() if prompt == "-" else prompt]
+            _converse(loop, backend, ChatHistory(system), messages, options=options)
 
 
 @reports_errors
@@ -163,8 +170,14 @@ def _local(
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 
-def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory, options: SamplingOptions) -> None:
-    for text in typed_messages():
+def _converse(
+    loop: LoopThread,
+    backend: ChatBackend,
+    conversation: ChatHistory,
+    messages: Iterable[str],
+    options: SamplingOptions,
+) -> None:
+    for text in messages:
         line = text.strip()
         if line in ("/quit", "/exit"):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from fd_core.cli.report import plain, reports_errors
+from fd_core.cli.settings.flags import KEY_FLAGS, Given, takes_flags
 from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +64,67 @@ def pull(
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)
     print(found.path)
+
+
+@app.command()
+@reports_errors
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2, a folder, a .gguf file or a Hugging Face name.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that does not exist yet.")],
+    revision: Revision = None,
+) -> None:
+    """Write the tokenizer, chat templates and configuration of MODEL to FOLDER, for tools such as transformers.
+
+    Weights are not written; `fdcore quantize` writes a whole model.
+    """
+    import json
+
+    from fd_core.cli.serving.startup import startup_bars
+    from fd_core.models.catalog import resolve_model
+    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.quantized_folder import new_folder
+
+    with startup_bars() as bars:
+        found = resolve_model(model, revision=revision, progress=bars)
+    with open_checkpoint(found.path) as checkpoint:
+        config = json.dumps(dict(checkpoint.config), indent=2).encode()
+        with new_folder(folder, {**companion_files(checkpoint), "config.json": config}, field="FOLDER"):
+            pass
+    print(folder)
+
+
+@reports_errors
+@takes_flags(KEY_FLAGS)
+def ps(
+    given: Given, url: Annotated[str, typer.Option(help="URL of the server.", metavar="URL")] = "http://127.0.0.1:8000"
+) -> None:
+    """Show the models of a running server, and its load."""
+    import asyncio
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from fd_core.cli.chats.api_client import ApiClient, ServerAnswer
+    from fd_core.cli.settings.settings import client_key
+    from fd_core.server.schemas.responses import LoadAnswer
+
+    async def ask() -> None:
+        async with ApiClient(url, client_key(given, os.environ)) as api:
+            models, load = await api.models(), None
+            with contextlib.suppress(ServerAnswer):  # routers and other servers have no such path
+                load = await api.get("/load", LoadAnswer)
+        table = Table("Model", "From", "Context", "Server")
+        for model in models:
+            length = "" if model.max_model_len is None else f"{model.max_model_len:,}"
+            table.add_row(*(plain(text) for text in (model.id, model.root or "", length, api.url)))
+        console = Console()
+        console.print(table)
+        if load is not None:
+            console.print(f"{load.running} requests running, {load.waiting} waiting")
+
+    asyncio.run(ask())
 
 
 @reports_errors

@@ -7,6 +7,7 @@ table.
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from typer.core import TyperCommand
 
-from fd_core.cli.report import print_error
+from fd_core.cli.settings.other_servers import report_variables
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.generation import GenerationDefaults
-from fd_core.config.paths import read_bounded
+from fd_core.config.paths import read_bounded, user_path
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
@@ -155,6 +155,8 @@ class Flag:
     """Flag; from the field if empty."""
     short: str = ""
     repeated: bool = False
+    common: bool = False
+    """True for the most used settings, which the help explains first."""
 
     @property
     def rule(self) -> Rule:
@@ -167,8 +169,15 @@ class Flag:
         kind = ByteSize if isinstance(self.rule.constraint, ByteSize) else self.rule.kind
         return self.value or _METAVARS[kind]
 
+    @property
+    def group(self) -> str:
+        """Heading under which help and documentation list the setting."""
+        return _GROUP_OF.get(self.field, OTHER)
+
     def parse(self, value: Any) -> Any:
         """Parse a text or typed `value`. Raises `ValueError` with a phrase that completes "NAME: ..."."""
+        if self.value in ("FILE", "FOLDER") and isinstance(value, str) and value.startswith("~"):
+            value = str(user_path(value, self.flag))  # shells leave a ~ in quotes and after = unchanged
         return (self.parser or self.rule.read)(value)
 
     @property
@@ -191,6 +200,8 @@ class Flag:
         """The help text with the choices and the default."""
         constraint = self.rule.constraint
         choices = f" Choices: {', '.join(constraint.words)}." if isinstance(constraint, OneOf) else ""
+        if aliases := getattr(constraint, "aliases", None):
+            choices += f" Aliases: {', '.join(aliases)}."
         default = _DEFAULTS.get(self.field)
         if default in (None, (), ""):
             return self.help + choices
@@ -201,11 +212,15 @@ class Flag:
 @cache
 def _annotation(flag: Flag) -> Any:
     """Return the parameter type for which typer offers the flag; many commands have the same flags."""
+    shown: Any = {"help": flag.described, "rich_help_panel": COMMON if flag.common else flag.group}
     if flag.metavar is None:
-        return Annotated[bool | None, typer.Option(f"{flag.flag}/--no-{flag.key}", help=flag.described)]
+        return Annotated[bool | None, typer.Option(f"{flag.flag}/--no-{flag.key}", **shown)]
     kind: Any = list[str] if flag.repeated else str
+    words = getattr(flag.rule.constraint, "words", ())
     names = filter(None, (flag.flag, flag.short))
-    return Annotated[kind | None, typer.Option(*names, help=flag.described, metavar=flag.metavar)]
+    return Annotated[
+        kind | None, typer.Option(*names, metavar=flag.metavar, autocompletion=lambda: list(words), **shown)
+    ]
 
 
 TRANSFER_SECRET_FILE: Final = Flag(
@@ -215,41 +230,51 @@ TRANSFER_SECRET_FILE: Final = Flag(
     "FILE",
 )
 
-ENGINE_FLAGS: Final = (
-    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
-    Flag("dtype", "Data type of the model's computations.", "TYPE"),
-    Flag("quantization", "Quantize the weights of linear layers at loading; `auto` uses them as stored.", "FORM"),
-    Flag("kv_cache_dtype", "Data type of the KV cache: auto for the model's, or int8 for half of the memory.", "TYPE"),
+_MODEL: Final = (
+    Flag("revision", "Branch, tag or commit of a Hugging Face model."),
+    Flag("dtype", "Data type of the model's computations.", "TYPE", common=True),
+    Flag(
+        "quantization",
+        "Quantize the weights of linear layers at loading; `auto` uses them as stored.",
+        "FORM",
+        common=True,
+    ),
+    Flag(
+        "generation_config",
+        "Default sampling parameters of requests: auto for those of the model's authors, none, or a "
+        "generation_config.json or its folder.",
+        "SOURCE",
+    ),
+    Flag(
+        "override_generation_config",
+        """Default sampling parameters that replace those of the model, such as '{"temperature": 0.6}'.""",
+        "JSON",
+        parser=generation,
+    ),
+    Flag("pooling", "Pooling of embeddings: last (token), mean, or auto, as configured in the checkpoint.", "HOW"),
+)
+_DEVICE: Final = (
+    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", common=True),
     Flag(
         "attention_backend",
         "Attention implementation, on backends with several; auto selects the first that passes its test.",
     ),
+    Flag("num_threads", "CPU threads of each rank; by default all available CPUs, divided between ranks."),
+    Flag("native_kernels", "Compile and use native kernels if the backend has them."),
+)
+_SCHEDULING: Final = (
     Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's limit.",
         "TOKENS",
+        common=True,
     ),
-    Flag("max_num_seqs", "Most requests that run at the same time."),
+    Flag("max_num_seqs", "Most requests that run at the same time.", common=True),
     Flag(
         "max_num_batched_tokens",
         "Step token budget: most tokens computed in one step; by default the backend's choice.",
         "TOKENS",
     ),
-    Flag("block_size", "Tokens in one KV block.", "TOKENS"),
-    Flag("num_kv_blocks", "Number of blocks in the KV cache."),
-    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi."),
-    Flag("gpu_memory_utilization", "Share of free device memory for the KV cache, above 0 and at most 1.", "SHARE"),
-    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common prefix."),
-    Flag(
-        "lora_modules",
-        "LoRA adapter in PEFT's format that is served as a separate model, as NAME=FOLDER or "
-        """'{"name": NAME, "path": FOLDER}'; may be repeated.""",
-        "NAME=FOLDER",
-        repeated=True,
-    ),
-    Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
-    Flag("max_loras", "Most adapters loaded at a time."),
-    Flag("max_lora_rank", "Largest rank of an adapter."),
     Flag("scheduler", "Scheduler: continuous or a plugin's."),
     Flag(
         "scheduling_policy", "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy."
@@ -258,24 +283,30 @@ ENGINE_FLAGS: Final = (
         "victim_policy",
         "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
     ),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's choice."),
     Flag(
         "postprocess",
         "Postprocessor of sampled tokens on the device; by default the one for the backend's framework.",
     ),
-    Flag("pooling", "Pooling of embeddings: last (token), mean, or auto, as configured in the checkpoint.", "HOW"),
     Flag("observer", "Observer plugin that receives the tokens sampled by each step."),
-    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's choice."),
     Flag(
         "output_transport",
         "Transport of step outputs from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
-    Flag("watchdog_seconds", "Timeout of a step, after which the engine is restarted, in seconds."),
+)
+_KV_CACHE: Final = (
     Flag(
-        "restart_attempts",
-        "Failed restarts in a row after which the server exits with code 5; 0 retries forever, with backoff of up to "
-        "60 s.",
+        "gpu_memory_utilization",
+        "Share of free device memory for the KV cache, above 0 and at most 1.",
+        "SHARE",
+        common=True,
     ),
+    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", common=True),
+    Flag("num_kv_blocks", "Number of blocks in the KV cache."),
+    Flag("block_size", "Tokens in one KV block.", "TOKENS"),
+    Flag("kv_cache_dtype", "Data type of the KV cache: auto for the model's, or int8 for half of the memory.", "TYPE"),
+    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common prefix."),
     Flag(
         "save_preempted_kv",
         "Save the KV of preempted requests to host memory, so that they resume without recomputing; "
@@ -297,6 +328,50 @@ ENGINE_FLAGS: Final = (
         "FILE",
     ),
     Flag("kv_store_compression", "Compression of KV in the store.", "HOW"),
+)
+_ADAPTER: Final = (
+    Flag(
+        "lora_modules",
+        "LoRA adapter in PEFT's format that is served as a separate model, as NAME=FOLDER or "
+        """'{"name": NAME, "path": FOLDER}'; may be repeated.""",
+        "NAME=FOLDER",
+        repeated=True,
+    ),
+    Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
+    Flag("max_loras", "Most adapters loaded at a time."),
+    Flag("max_lora_rank", "Largest rank of an adapter."),
+)
+_DECODING: Final = (
+    Flag(
+        "speculative",
+        'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
+        "suffix, draft_model or a plugin's.",
+        "JSON",
+        parser=speculation,
+        name="--speculative-config",
+    ),
+    Flag("structured_output", "Support structured output: JSON, schemas, regular expressions, choices, grammars."),
+    Flag("max_forced_tokens", "Most tokens forced by a grammar that one step appends to a request."),
+)
+_PARALLELISM: Final = (
+    Flag("tensor_parallel_size", "Tensor-parallel ranks, each with a share of every layer.", short="-tp", common=True),
+    Flag(
+        "pipeline_parallel_size",
+        "Pipeline stages, each with some of the layers.",
+        short="-pp",
+    ),
+    Flag(
+        "distributed_executor_backend",
+        "Launcher of ranks: mp on this machine; ray on nodes, with the plugin launcher_ray; uni for one rank.",
+        "HOW",
+    ),
+    Flag(
+        "rank_transport",
+        "Collectives between ranks on CPUs: shared_memory on this machine, or gloo over the network.",
+        "HOW",
+    ),
+)
+_DISAGGREGATION: Final = (
     Flag(
         "role",
         "Role of this server: prefill computes prompts for decode workers, decode generates from prompts computed by "
@@ -315,53 +390,31 @@ ENGINE_FLAGS: Final = (
         "lease_seconds",
         "Timeout of a silent prefill worker, after which the decode worker computes the prompt itself, in seconds.",
     ),
-    Flag("num_threads", "CPU threads of each rank; by default all available CPUs, divided between ranks."),
-    Flag("tensor_parallel_size", "Tensor-parallel ranks, each with a share of every layer.", short="-tp"),
-    Flag(
-        "pipeline_parallel_size",
-        "Pipeline stages, each with some of the layers.",
-        short="-pp",
-    ),
-    Flag(
-        "distributed_executor_backend",
-        "Launcher of ranks: mp on this machine; ray on nodes, with the plugin launcher_ray; uni for one rank.",
-        "HOW",
-    ),
-    Flag(
-        "rank_transport",
-        "Collectives between ranks on CPUs: shared_memory on this machine, or gloo over the network.",
-        "HOW",
-    ),
-    Flag("native_kernels", "Compile and use native kernels if the backend has them."),
-    Flag(
-        "speculative",
-        'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
-        "suffix, draft_model or a plugin's.",
-        "JSON",
-        parser=speculation,
-        name="--speculative-config",
-    ),
-    Flag("structured_output", "Support structured output: JSON, schemas, regular expressions, choices, grammars."),
-    Flag("max_forced_tokens", "Most tokens forced by a grammar that one step appends to a request."),
-    Flag("revision", "Branch, tag or commit of a Hugging Face model."),
-    Flag(
-        "generation_config",
-        "Default sampling parameters of requests: auto for those of the model's authors, none, or a "
-        "generation_config.json or its folder.",
-        "SOURCE",
-    ),
-    Flag(
-        "override_generation_config",
-        """Default sampling parameters that replace those of the model, such as '{"temperature": 0.6}'.""",
-        "JSON",
-        parser=generation,
-    ),
     Flag(
         "kv_events",
         "Report cached prefixes to the router; on by default with --router, otherwise requires --router-secret-file.",
     ),
+)
+_FAULT: Final = (
+    Flag("watchdog_seconds", "Timeout of a step, after which the engine is restarted, in seconds."),
+    Flag(
+        "restart_attempts",
+        "Failed restarts in a row after which the server exits with code 5; 0 retries forever, with backoff of up to "
+        "60 s.",
+    ),
     Flag("trace", "File for a trace of every step, for `fdcore trace`.", "FILE"),
     Flag("trace_limit", "Size limit of the trace file; later steps are not recorded."),
+)
+ENGINE_FLAGS: Final = (
+    *_MODEL,
+    *_DEVICE,
+    *_SCHEDULING,
+    *_KV_CACHE,
+    *_ADAPTER,
+    *_DECODING,
+    *_PARALLELISM,
+    *_DISAGGREGATION,
+    *_FAULT,
 )
 
 API_KEY_FILE: Final = Flag(
@@ -369,17 +422,34 @@ API_KEY_FILE: Final = Flag(
     "File of API keys with names and limits, as TOML or JSON, or with one key per line; SIGHUP reloads it.",
     "FILE",
     parser=key_file,
+    common=True,
 )
 
-LISTEN_FLAGS: Final = (
-    Flag("host", "Address on which the server listens.", "ADDRESS"),
-    Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
+_ADDRESS: Final = (
+    Flag("host", "Address on which the server listens.", "ADDRESS", common=True),
+    Flag("port", "Port on which the server listens (0: any free port).", "PORT", common=True),
     Flag(
         "health_port",
         "Additional port for /health, served by a separate thread without TLS, so that a busy event loop does not "
         "delay probes.",
         "PORT",
     ),
+    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; reloaded when it changes.", "FILE"),
+    Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
+    Flag(
+        "ssl_keyfile_password",
+        "Password of the private key. Other users of the machine can see command lines: FD_SSL_KEYFILE_PASSWORD keeps "
+        "it secret.",
+        "PASSWORD",
+    ),
+    Flag(
+        "ssl_ca_certs",
+        "File with certificate authorities; every client must present a certificate of one of them.",
+        "FILE",
+    ),
+)
+_ACCESS: Final = (
+    API_KEY_FILE,
     Flag(
         "api_keys",
         "API key that clients must send; may be repeated. Other users of the machine can see command lines: "
@@ -389,14 +459,11 @@ LISTEN_FLAGS: Final = (
         name="--api-key",
         repeated=True,
     ),
-    API_KEY_FILE,
     Flag("protect_pages", "Require an API key for /metrics, the live page, /load and /version too."),
     Flag(
         "share_prefix_cache",
         "Share cached prefixes between API keys; cached_tokens then reveals which prompts other keys have sent.",
     ),
-    Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
-    Flag("log_format", "Format of log lines: text, or one JSON object per line.", "FORM"),
     Flag(
         "allowed_hosts",
         "Host header to accept in addition to this machine's, such as api.example.org, *.example.org or * for any; "
@@ -411,6 +478,8 @@ LISTEN_FLAGS: Final = (
         "ORIGIN",
         repeated=True,
     ),
+)
+_CONNECTION: Final = (
     Flag(
         "limit_concurrency",
         "Most open connections, further ones get 503; by default as many as the open-file limit allows, at most 10000.",
@@ -432,46 +501,36 @@ LISTEN_FLAGS: Final = (
         "max_body_memory",
         "Memory for bodies being received, not counting the first 64 KiB of each; a request beyond it gets 503.",
     ),
-    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; reloaded when it changes.", "FILE"),
-    Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
-    Flag(
-        "ssl_keyfile_password",
-        "Password of the private key. Other users of the machine can see command lines: FD_SSL_KEYFILE_PASSWORD keeps "
-        "it secret.",
-        "PASSWORD",
-    ),
-    Flag(
-        "ssl_ca_certs",
-        "File with certificate authorities; every client must present a certificate of one of them.",
-        "FILE",
-    ),
     Flag(
         "drain_delay",
         "Time after Ctrl-C or SIGTERM in which requests are still accepted, while /ready already reports the drain, "
         "in seconds.",
     ),
     Flag("drain_seconds", "Time for running requests to finish after Ctrl-C, in seconds."),
+)
+_LOG: Final = (
+    Flag("log_level", "Lowest severity of log lines.", "LEVEL"),
+    Flag("log_format", "Format of log lines: text, or one JSON object per line.", "FORM"),
+    Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
     Flag(
         "otlp_traces_endpoint",
         "URL of an OpenTelemetry collector, OTLP over HTTP; requires `fd-core[otel]`.",
         "URL",
     ),
-    Flag("log_level", "Lowest severity of log lines.", "LEVEL"),
 )
+LISTEN_FLAGS: Final = (*_ADDRESS, *_ACCESS, *_CONNECTION, *_LOG)
 
-SERVER_FLAGS: Final = (
-    *LISTEN_FLAGS,
+_API: Final = (
     Flag(
         "served_model_names",
         "Name of the model in the API; may be repeated.",
         "NAME",
         name="--served-model-name",
         repeated=True,
+        common=True,
     ),
-    Flag("verbose", "Show all properties and limits of the engine at start, not only the most important ones."),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", parser=jinja),
     Flag("trust_request_chat_template", "Accept chat templates in requests and run them in a sandbox."),
-    Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
     Flag(
         "tool_call_parser",
         "Parser of tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
@@ -482,19 +541,18 @@ SERVER_FLAGS: Final = (
         "Parser of reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto to select it by "
         "the chat template, or none.",
     ),
+    Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
+    Flag("max_n", "Most texts per request, over all its prompts and choices."),
+    Flag("max_logprobs", "Most top log-probabilities per token that a request may request."),
+    Flag("max_queued_requests", "Most requests that wait for a slot; further requests get 503."),
     Flag(
         "response_store",
         "Most responses of /v1/responses stored in memory, which later requests can continue (0: none).",
     ),
-    Flag("engine", "Run the engine in a separate process, or in the server's process.", "WHERE"),
-    Flag(
-        "data_parallel_size",
-        "Engines of this server, each with the whole model, separate CPUs or a separate device, and separate KV.",
-        short="-dp",
-    ),
-    Flag("max_n", "Most texts per request, over all its prompts and choices."),
-    Flag("max_logprobs", "Most top log-probabilities per token that a request may request."),
-    Flag("max_queued_requests", "Most requests that wait for a slot; further requests get 503."),
+    Flag("metrics_names", "Metric names in /metrics: fdcore's, or vLLM's in addition.", "NAMES"),
+    Flag("verbose", "Show all properties and limits of the engine at start, not only the most important ones."),
+)
+_BATCH: Final = (
     Flag("batch_api", "Store files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
     Flag("batch_store_limit", "Size limit of all stored files."),
@@ -502,7 +560,16 @@ SERVER_FLAGS: Final = (
         "batch_store_key_limit",
         "Size limit of the files of one API key; by default an equal share of all, and at least a quarter.",
     ),
-    Flag("metrics_names", "Metric names in /metrics: fdcore's, or vLLM's in addition.", "NAMES"),
+)
+_ENGINE_PROCESS: Final = (
+    Flag("engine", "Run the engine in a separate process, or in the server's process.", "WHERE"),
+    Flag(
+        "data_parallel_size",
+        "Engines of this server, each with the whole model, separate CPUs or a separate device, and separate KV.",
+        short="-dp",
+    ),
+)
+_REGISTRATION: Final = (
     Flag(
         "router",
         "Admin URL of the router with which this server registers; a name with several addresses stands for a router "
@@ -521,12 +588,14 @@ SERVER_FLAGS: Final = (
     ),
     Flag("advertise_url", "URL of this server for the router, if it differs from --host and --port.", "URL"),
 )
+SERVER_FLAGS: Final = (*LISTEN_FLAGS, *_API, *_BATCH, *_ENGINE_PROCESS, *_REGISTRATION)
 
 ROUTER_FLAGS: Final = (
     Flag(
         "policy",
         "Policy for mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
         "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
+        common=True,
     ),
     Flag("prefill_policy", "Policy for the prefill worker of a pair."),
     Flag("decode_policy", "Policy for the decode worker of a pair."),
@@ -541,9 +610,9 @@ ROUTER_FLAGS: Final = (
 GATEWAY_FLAGS: Final = (
     *LISTEN_FLAGS,
     *(flag for flag in SERVER_FLAGS if flag.field == "router_secret"),
-    Flag("workers", "URL of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
-    Flag("prefill", "URL of a prefill worker; may be repeated.", "URL", repeated=True),
-    Flag("decode", "URL of a decode worker; may be repeated.", "URL", repeated=True),
+    Flag("workers", "URL of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True, common=True),
+    Flag("prefill", "URL of a prefill worker; may be repeated.", "URL", repeated=True, common=True),
+    Flag("decode", "URL of a decode worker; may be repeated.", "URL", repeated=True, common=True),
     TRANSFER_SECRET_FILE,
     Flag(
         "tokenizer",
@@ -567,22 +636,66 @@ GATEWAY_FLAGS: Final = (
     Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
 )
 
+GROUPS: Final[Mapping[str, tuple[Flag, ...]]] = {
+    "Address and TLS": _ADDRESS,
+    "Access": _ACCESS,
+    "API": _API,
+    "Model": _MODEL,
+    "Device": _DEVICE,
+    "Scheduling": _SCHEDULING,
+    "KV cache": _KV_CACHE,
+    "LoRA adapters": _ADAPTER,
+    "Decoding": _DECODING,
+    "Parallelism": (*_PARALLELISM, *_ENGINE_PROCESS),
+    "Disaggregation": _DISAGGREGATION,
+    "Routing": ROUTER_FLAGS,
+    "Batches": _BATCH,
+    "Connections": _CONNECTION,
+    "Logs": _LOG,
+    "Restarts and traces": _FAULT,
+    "Workers": (*_REGISTRATION, *GATEWAY_FLAGS),
+}
+"""Headings of help and documentation, and their settings; a setting under several belongs to the first."""
+_GROUP_OF: Final = {flag.field: title for title, flags in reversed(tuple(GROUPS.items())) for flag in flags}
+COMMON: Final = "Most used settings"
+OTHER: Final = "Options"
+HELP_ALL: Final = "--help-all"
+_MOST_EXPLAINED: Final = 12
+"""Settings up to which the help of a command explains all of them."""
+
 CLIENT_KEY_FILE: Final = Flag(
     "client_keys", "File whose first line is the API key to send.", "FILE", parser=keys_in_file, name="--api-key-file"
 )
-CHAT_FLAGS: Final = (
-    *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
-    CLIENT_KEY_FILE,
-)
+KEY_FLAGS: Final = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), CLIENT_KEY_FILE)
+CHAT_FLAGS: Final = (*(flag for flag in SERVER_FLAGS if flag.field in ("chat_template", "engine")), *KEY_FLAGS)
 """Server settings that apply to a command which uses a model or a server."""
 
 CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", parser=text)
+
+
+USER_VARIABLES: Final = (
+    *(flag.variable for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, *GATEWAY_FLAGS, *ROUTER_FLAGS, CONFIG_FILE)),
+    *("FD_MODEL", "FD_CACHE", "FD_ISA", "FD_CXXFLAGS", "FD_DOCTOR_PATIENCE"),
+)
+"""Environment variables of users, for `report_variables`."""
 
 
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_HelpAll = Annotated[
+    bool, typer.Option(HELP_ALL, is_eager=True, callback=_help_all, help="Explain every setting and exit.")
+]
 
 
 def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
@@ -600,8 +713,14 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
             inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
             for flag in flags
         ]
+        if len(flags) > _MOST_EXPLAINED:
+            added.append(
+                inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_HelpAll)
+            )
 
         def command(**arguments: Any) -> None:
+            report_variables(os.environ, USER_VARIABLES)
+            arguments.pop("help_all", None)
             typed = {flag.field: arguments.pop(flag.field) for flag in flags}
             given = {name: value for name, value in typed.items() if value not in (None, [], ())}
             function(given=given, **arguments)
@@ -612,49 +731,3 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
         return command
 
     return decorate
-
-
-_IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
-    ("--model", "--model-path", "-m", "-hf", "--hf-repo"): "the model is an argument, as in fdcore serve MODEL",
-    ("--ctx-size", "-c", "--context-length"): "use --max-model-len, the context length in tokens",
-    ("--mem-fraction-static",): "use --gpu-memory-utilization, the share of the device's memory",
-    ("--max-running-requests", "--parallel", "-np"): "use --max-num-seqs, the largest number of running requests",
-    ("--chunked-prefill-size",): "use --max-num-batched-tokens, the most tokens of a step",
-    ("--disable-radix-cache",): "use --no-enable-prefix-caching",
-    ("--page-size",): "use --block-size, the tokens in a KV block",
-    ("--num-gpu-blocks-override",): "use --num-kv-blocks",
-    ("--kv-cache-ratio",): "no KV blocks are reserved for prompts: requests get blocks on demand",
-    ("--swap-space",): "use --host-kv-memory, the memory for KV outside the device, as in --host-kv-memory 4Gi",
-    ("--enable-chunked-prefill",): "chunked prefill is always on; --max-num-batched-tokens limits a chunk",
-    ("--kv-transfer-config",): "use --role and --kv-connector",
-    ("--disaggregation-mode", "--splitwise-role"): "use --role, which is prefill, decode or mixed",
-    ("--tp", "--tp-size"): "use --tensor-parallel-size",
-    ("--pp", "--pp-size"): "use --pipeline-parallel-size",
-    ("--dp", "--dp-size"): "use --data-parallel-size",
-    ("--threads", "-t"): "use --num-threads",
-    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "one backend computes all layers; select it with --backend",
-    ("--flash-attn", "-fa"): "use --attention-backend",
-    ("--worker-urls",): "use --worker URL, which may be repeated",
-    ("--metrics-port",): "metrics are served at /metrics, on the port of the server",
-    ("--engine-worker-queue-port", "--cache-queue-port"): "the processes of a server communicate without ports",
-    ("--enable-auto-tool-choice",): "it is not needed: with --tool-call-parser, tool_choice auto is always supported",
-    ("--trust-remote-code",): "code in model repositories is never run",
-    ("--disable-log-requests", "--enable-log-requests"): (
-        "prompts are never logged; use --access-log for one line per request"
-    ),
-    ("--disable-uvicorn-access-log",): "requests are only logged with --access-log",
-    ("--uvicorn-log-level",): "use --log-level, which applies to the whole server",
-}
-REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag in flags}
-
-
-class ServingCommand(TyperCommand):
-    """A command that explains flags of other servers."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line; report a flag of another server with its equivalent."""
-        for flag in (arg.partition("=")[0] for arg in args):
-            if flag in REASONS:
-                print_error(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
-                raise typer.Exit(ConfigError.exit_code)
-        return super().parse_args(ctx, args)

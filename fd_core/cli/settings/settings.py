@@ -8,8 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -24,6 +23,7 @@ from fd_core.cli.settings.flags import (
     Given,
     read_text,
 )
+from fd_core.cli.settings.other_servers import OLDER_VARIABLES
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.config.constraints import parse_switch
 from fd_core.errors import ConfigError
@@ -34,22 +34,6 @@ _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization")
 """Mutually exclusive settings of one source."""
-
-
-class OlderSwitch(NamedTuple):
-    """A variable that is not named like a flag, and the meaning of its two values."""
-
-    variable: str
-    field: str
-    no: Any
-    yes: Any
-
-
-OLDER_SWITCHES: Final = (
-    OlderSwitch("FD_USE_GET_SAVE_OUTPUT_V1", "output_transport", no="memory", yes="zmq"),
-    OlderSwitch("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", no=False, yes=True),
-)
-"""Switches of FastDeploy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +54,7 @@ def merge(
 ) -> Settings:
     """Merge every source into frozen settings; `given` is the command line. Raises `ConfigError` naming the fault."""
     path = _settings_path(given, environment)
-    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
+    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment)
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model and ask_model is not None:
@@ -93,7 +77,7 @@ def client_key(given: Given, environment: Mapping[str, str]) -> str | None:
 
 def _settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
-    return Path(path) if path else None
+    return Path(CONFIG_FILE.parse(path)) if path else None
 
 
 def _merge_layers(
@@ -101,13 +85,12 @@ def _merge_layers(
     file: Mapping[str, Any],
     given: Given,
     environment: Mapping[str, str],
-    older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Let environment and command line override a file; a setting drops conflicting ones of lower layers."""
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
-    of_environment = _read_layer({**variables, **older}, lambda flag: flag.variable)
+    of_environment = _read_layer(variables | _older_variables(flags, environment), lambda flag: flag.variable)
     for layer in (of_environment, _read_layer(typed, lambda flag: flag.flag)):
         if not layer.keys().isdisjoint(_EXCLUSIVE):
             merged = {name: value for name, value in merged.items() if name not in _EXCLUSIVE}
@@ -130,14 +113,15 @@ def _with_kv_events(settings: Settings) -> Settings:
     return settings
 
 
-def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
+def _older_variables(flags: Mapping[str, Flag], environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
-    for variable, field, no, yes in OLDER_SWITCHES:
-        flag = _FLAGS[field]
-        if not environment.get(variable) or environment.get(flag.variable):
+    for variable, field, no, yes in OLDER_VARIABLES:
+        flag = flags.get(field)
+        if flag is None or not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
-            older[flag] = yes if parse_switch(environment[variable]) else no
+            value = environment[variable]
+            older[flag] = flag.parse(value if yes is None else yes if parse_switch(value) else no)
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}", field=variable) from None
     return older

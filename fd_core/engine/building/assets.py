@@ -11,6 +11,7 @@ import msgspec
 from fd_core import plugins
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.config.generation import GenerationDefaults
+from fd_core.config.paths import user_path
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import ResolvedModel, resolve_model
@@ -93,7 +94,7 @@ def _with_generation(config: EngineConfig, found: ResolvedModel, checkpoint: Che
         values, origin = checkpoint.generation_config, str(checkpoint.path)
         defaults = found.generation
     elif source != "none":
-        path = Path(source)
+        path = user_path(source, "--generation-config")
         origin = str(path / "generation_config.json" if path.is_dir() else path)
         values = read_json_object(Path(origin))
     if source != "none":

@@ -8,9 +8,10 @@ import threading
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.packaged import ProgressSink, report_growth, require_room
+from fd_core.models.fetching.packaged import ProgressSink, network_reason, report_growth, require_room
 from fd_core.models.loading.files import read_json_object
 
 # Top-level safetensors, configuration and tokenizer, and named chat templates: never pickles, never code.
@@ -128,7 +129,13 @@ def _silent_bars() -> type[Any]:
 
 
 def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     local = "use a local folder, a .gguf file or smollm2"
     hint = local
@@ -139,7 +146,12 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
         reason = "the repository does not exist or is private"
     elif isinstance(error, RevisionNotFoundError):
         reason = f"it has no revision {revision!r}"
+    elif isinstance(error, OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set"
+        hint = f"unset it, or {local}"
     else:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        hint = f"check the network; {local}"
-    return ModelError(f"{name!r} is not a local folder, and Hugging Face cannot provide it: {reason}", hint=hint)
+        reason = network_reason((str(error).strip().splitlines() or [type(error).__name__])[0])
+        hint = f"check the network and HTTPS_PROXY; set HF_ENDPOINT for a mirror; {local}"
+    host = urlsplit(constants.ENDPOINT).netloc
+    message = f"{name!r} is neither a local folder nor cached, and {host} cannot provide it: {reason}"
+    return ModelError(message, hint=hint)

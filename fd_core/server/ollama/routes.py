@@ -21,7 +21,7 @@ from fd_core.http.errors import ApiError, VersionAnswer
 from fd_core.server.api.embeddings import PooledTexts, read_texts
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.ollama import schemas
-from fd_core.server.ollama.schemas import ChatTurn, OllamaRequest, Options, Progress
+from fd_core.server.ollama.schemas import AnswerLine, ChatTurn, OllamaRequest, Options
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.pooling import EmbeddingRequest
@@ -58,7 +58,7 @@ _SAME: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "prese
 _LATEST: Final = ":latest"
 
 
-@router.post("/api/chat", **endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, Progress, stream=True))
+@router.post("/api/chat", **endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, AnswerLine, stream=True))
 async def create_chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     state, body, headers = await CHAT_BODY.read(request)
@@ -69,7 +69,7 @@ async def create_chat(request: Request) -> Response:
 
 
 @router.post(
-    "/api/generate", **endpoint("Complete a text, as Ollama does", schemas.GenerateRequest, Progress, stream=True)
+    "/api/generate", **endpoint("Complete a text, as Ollama does", schemas.GenerateRequest, AnswerLine, stream=True)
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it if it is raw or the model has no chat template."""
@@ -146,7 +146,9 @@ def _messages(turns: Iterable[ChatTurn]) -> Iterable[Message]:
 
 def _loaded(served: ServedName, message: ChatTurn | None) -> Response:
     text = None if message is not None else ""
-    line = Progress(model=served.name, created_at=_now(), message=message, response=text, done=True, done_reason="load")
+    line = AnswerLine(
+        model=served.name, created_at=_now(), message=message, response=text, done=True, done_reason="load"
+    )
     return json_response(line)
 
 
@@ -183,7 +185,7 @@ class _LineFormat(AnswerFormat):
         line = self._ended(self._line(), self._choice, self._reason, usage)
         return msgspec.json.encode(line) + b"\n"
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> Progress:
+    def whole(self, collected: list[CollectedText], usage: Usage) -> AnswerLine:
         [one] = collected
         blocks = blocks_of(_events(one.choice, one.text, one.events))
         texts = {
@@ -196,18 +198,19 @@ class _LineFormat(AnswerFormat):
     def broken(self, error: ApiError) -> bytes:
         return error.ollama_body() + b"\n"
 
-    def _line(self, content: str = "", thinking: str | None = None, calls: Iterable[AnswerBlock] = ()) -> Progress:
-        line = Progress(model=self.job.served.name, created_at=_now(), done=False)
+    def _line(self, content: str = "", thinking: str | None = None, calls: Iterable[AnswerBlock] = ()) -> AnswerLine:
+        line = AnswerLine(model=self.job.served.name, created_at=_now(), done=False)
         if not self._is_chat:
             line.response, line.thinking = content, thinking
             return line
         called = [
-            schemas.Call(function=schemas.CalledFunction(name=block.name, arguments=block.arguments)) for block in calls
+            schemas.TurnCall(function=schemas.CalledFunction(name=block.name, arguments=block.arguments))
+            for block in calls
         ]
         line.message = ChatTurn(role="assistant", content=content, thinking=thinking, tool_calls=called or None)
         return line
 
-    def _ended(self, line: Progress, choice: ChoiceStream | None, reason: str, usage: Usage) -> Progress:
+    def _ended(self, line: AnswerLine, choice: ChoiceStream | None, reason: str, usage: Usage) -> AnswerLine:
         line.done, line.done_reason = True, "length" if reason == "length" else "stop"
         line.prompt_eval_count, line.eval_count = usage.prompt_tokens, usage.completion_tokens
         line.total_duration, line.load_duration = _nanoseconds(time.perf_counter() - self.job.arrived), 0

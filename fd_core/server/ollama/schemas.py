@@ -48,7 +48,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Call(msgspec.Struct, kw_only=True):
+class TurnCall(msgspec.Struct, kw_only=True):
     """A tool call."""
 
     function: CalledFunction
@@ -60,7 +60,7 @@ class ChatTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[TurnCall] | None = None
     tool_name: str | None = None
     """Of a tool's message: the tool that was called."""
 
@@ -115,7 +115,7 @@ class ShowRequest(msgspec.Struct, kw_only=True):
     verbose: bool | None = None
 
 
-class Progress(msgspec.Struct, kw_only=True, omit_defaults=True):
+class AnswerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of a stream, or the whole answer; durations are in nanoseconds."""
 
     model: str

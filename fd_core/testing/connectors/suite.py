@@ -425,7 +425,7 @@ class ConnectorSuite:
     @pytest.mark.law("6")
     def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: RemoteProcess) -> None:
         """Wait half a second at most for room, and for a piece that was never put."""
-        recipe = recipe._replace(timeout=0.5)
+        recipe = Recipe(recipe.cls, recipe.kv_store, timeout=0.5)
         near = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), near)
         waiting, other = _opened(near, near)

@@ -83,6 +83,17 @@ def test_chat_keeps_history_until_reset(local):
     assert third == "system: Be brief.\nuser: third\nassistant: "
 
 
+def test_run_answers_one_prompt_as_ollama_does(local):
+    result = runner.invoke(app, ["run", "smollm2", "Bonjour !"], input="not read\n")
+    assert (result.exit_code, result.stdout) == (0, "Bonjour, ça va?\n")
+    assert [prompt_of(spec) for spec in local[0].specs] == ["user: Bonjour !\nassistant: "]
+
+
+def test_run_reads_a_prompt_from_standard_input(local):
+    assert runner.invoke(app, ["run", "smollm2", "-"], input="Two\nlines").exit_code == 0
+    assert [prompt_of(spec) for spec in local[0].specs] == ["user: Two\nlines\nassistant: "]
+
+
 def test_chat_with_a_server():
     with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
         result = runner.invoke(app, ["chat", "--url", server.url, "--api-key", "sesame"], input="hi\n")

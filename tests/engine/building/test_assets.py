@@ -43,9 +43,13 @@ def test_none_ignores_the_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "generation_config.json"])
-def test_file_or_folder_replaces_the_checkpoint(folder: Path, tmp_path: Path, name: str) -> None:
+def test_file_or_folder_replaces_the_checkpoint(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    assert defaults(folder, str(tmp_path / name)) == GenerationDefaults(max_new_tokens=7)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (str(tmp_path / name), f"~/{name}"):
+        assert defaults(folder, source) == GenerationDefaults(max_new_tokens=7)
 
 
 def test_packaged_model_has_the_values_of_its_authors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

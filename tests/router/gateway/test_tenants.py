@@ -191,7 +191,8 @@ def kind_of(status: int) -> int:
     return status if status in (401, 403) else status // 100
 
 
-ABSENT = {"/load", "/openapi.json", "/kv_events", "/status"}
+OLLAMA = {path for path in ROUTES if path.startswith("/api/")}
+ABSENT = {"/load", "/openapi.json", "/kv_events", "/status"} | OLLAMA
 """Routes served by only one of the two; batches and files are the server's as well."""
 
 

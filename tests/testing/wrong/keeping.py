@@ -493,7 +493,7 @@ class TimesEachValue(MemoryStore):
         return sum(super(TimesEachValue, self).put([value], timeout) for value in values)
 
 
-@found_by("store:plain")
+@found_by("test_statistics_do_not_count_deleted_values")
 class NeverSubtractsFromItsStatistics(MemoryStore):
     written = 0
 
