@@ -370,7 +370,7 @@ def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
 def _written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
     if form.arguments == "json" and style == "compact":
         return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    if form.arguments == "json" and style == "indented":
+    if form.arguments == "json" and style == "indented" and not form.end.isspace():  # else its first line ends the call
         return json.dumps(arguments, ensure_ascii=False, indent=2)
     return arguments_text(form.arguments, arguments, ascii_only=style == "ascii")
 
