@@ -119,6 +119,8 @@ class Backend(abc.ABC):
     requests that decode in the same step."""
     needs_checkpoint: ClassVar[bool] = True
     """True if `load_model` reads a checkpoint; false only for scripted models."""
+    updates_weights: ClassVar[bool] = False
+    """True if a second model of the same shapes may replace the first while the engine runs."""
     auto_rank: ClassVar[int] = 0
     """`--backend auto` selects the available backend of the highest rank; below 0 it is only selected by name."""
 

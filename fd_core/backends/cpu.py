@@ -39,6 +39,7 @@ class CpuBackend(ProcessorBackend):
     """torch on the host's CPUs; by default bfloat16 with native kernels and float32 without them."""
 
     name: ClassVar[str] = "cpu"
+    updates_weights: ClassVar[bool] = True
     kernels = "torch"
     default_batched_tokens: ClassVar[int] = 512
     auto_rank: ClassVar[int] = 10
@@ -86,6 +87,7 @@ class ReferenceBackend(ProcessorBackend):
     """numpy, float32."""
 
     name: ClassVar[str] = "reference"
+    updates_weights: ClassVar[bool] = True
     auto_rank: ClassVar[int] = 0
     limits = MappingProxyType({"bfloat16": "the oracle computes in float32"})
 

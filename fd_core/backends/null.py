@@ -130,6 +130,7 @@ class NullBackend(ProcessorBackend):
     default_pipeline_depth: ClassVar[int] = 2
     auto_rank: ClassVar[int] = -1
     needs_checkpoint: ClassVar[bool] = False
+    updates_weights: ClassVar[bool] = True
     limits = MappingProxyType(
         {
             "bfloat16": "it has no weights",

@@ -122,6 +122,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
     lora_modules: tuple[str, ...] = ()
     lora_folder: str | None = None
+    weights_folder: str | None = None
     max_loras: Annotated[int, Range(1, 1024)] = 8
     max_lora_rank: Annotated[int, Range(1, 512)] = 64
     output_transport: Annotated[str, OneOf("memory", "zmq")] = "memory"

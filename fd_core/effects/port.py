@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy.typing as npt
 
@@ -170,26 +170,33 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
             port.close()
 
 
+class CacheOwner(Protocol):
+    """Holder of a cache, which it may replace by one of the same shape while nothing is copied."""
+
+    cache: KVCache
+
+
 class LockedKVCache(KVCache):
     """Serializes the copies of several threads from one cache, which supports only one copy at a time."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, owner: CacheOwner) -> None:
+        cache = owner.cache
         self.shape = cache.shape
         self.num_blocks = cache.num_blocks
         self.spare_block = cache.spare_block
-        self._cache = cache
+        self._owner = owner
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> Any:
         """Return the pack's handle of one layer."""
-        return self._cache.layer(index)
+        return self._owner.cache.layer(index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host, see `KVCache.export_blocks`."""
         with self._lock:
-            return self._cache.export_blocks(blocks)
+            return self._owner.cache.export_blocks(blocks)
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write blocks from the host, see `KVCache.import_blocks`."""
         with self._lock:
-            self._cache.import_blocks(blocks, data)
+            self._owner.cache.import_blocks(blocks, data)

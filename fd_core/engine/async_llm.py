@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from fd_core.engine.clients.client import EngineControls
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.llm import Completion, Conversation, Prompt, RequestMaker, assets_of
 from fd_core.errors import BadRequest
@@ -14,10 +15,10 @@ from fd_core.types import Delta, SamplingParams
 
 if TYPE_CHECKING:
     from fd_core.engine.clients.client import EngineClient
-    from fd_core.engine.process.messages import EngineInfo
+    from fd_core.engine.process.messages import ControlOrder, EngineInfo
 
 
-class AsyncLLM(RequestMaker):
+class AsyncLLM(RequestMaker, EngineControls):
     """A loaded model whose requests are awaited; its engine runs in another process.
 
     Keyword arguments are the fields of `fd_core.config.EngineConfig`.
@@ -83,6 +84,10 @@ class AsyncLLM(RequestMaker):
         """Answer a conversation, as `LLM.chat` does; `options` are those of `generate`."""
         prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
         return self.generate(prompt, params, **options)
+
+    async def control(self, order: ControlOrder) -> None:
+        """Give the engine an order; requests that run are not lost."""
+        await self._running().control(order)
 
     def _running(self) -> EngineClient:
         if self._client is None:

@@ -17,7 +17,7 @@ from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
-from fd_core.errors import ModelError
+from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import spec_of
@@ -129,7 +129,50 @@ class Computing:
         if self._path is not None and self.backend.needs_checkpoint and self.backend.envelope.limits():
             with open_checkpoint(self._path) as checkpoint:
                 self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
-        return self.backend.load_model(self._path, self.ops, lambda done, total: self._progress("load", done, total))
+        return self._load(self._path)
+
+    def _load(self, path: Path | None) -> Model:
+        with self.ops.replaceable_weights():
+            return self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+
+    def reload(self, path: Path) -> Model:
+        """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
+        self.require_changeable("weights cannot be updated")
+        shapes = self._shapes
+        try:
+            model = self._load(path)
+        except (ConfigError, MemoryError) as error:
+            raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
+        for name, found in self._shapes_of(model).items():
+            if found != shapes[name]:
+                raise ModelError(f"{path}: {name} is {found}, but the served model has {shapes[name]}")
+        self._path, self.model = path, model
+        return model
+
+    def release(self) -> None:
+        """Free the weights; `model` loads them again."""
+        self._shapes = self._shapes_of(self.model)
+        del self.model
+        gc.collect()
+
+    @cached_property
+    def _shapes(self) -> dict[str, object]:
+        return self._shapes_of(self.model)
+
+    def _shapes_of(self, model: Model) -> dict[str, object]:
+        """Return everything in which a model must equal the one that it replaces."""
+        names = ("architecture", "vocab_size", "num_parameters", "state_size", "max_positions")
+        return {name: getattr(model, name) for name in names} | {"KV": model.kv_shape(self._config.block_size)}
+
+    def require_changeable(self, refusal: str) -> None:
+        """Raise `BadRequest`, which begins with `refusal`, if weights and KV can be replaced only by a restart."""
+        for where, given in (
+            ("several ranks", self._config.num_ranks > 1),
+            ("a pair of workers", self._config.role != "mixed"),
+            (self._owner, not self.backend.updates_weights),
+        ):
+            if given:
+                raise BadRequest(f"{refusal} on {where} yet; restart the server instead")
 
     @property
     def max_positions(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -14,11 +15,13 @@ from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
 from fd_core.engine.building.kv_offload import prefill_request, prefill_request_id
+from fd_core.engine.computing import Computing
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
-from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats
+from fd_core.engine.process import messages
+from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.tracing.writer import TraceWriter
-from fd_core.errors import BadRequest
+from fd_core.errors import BadRequest, FdError
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.ops.weights import Adapter
 from fd_core.runner.observing import ObserverThread
@@ -31,6 +34,9 @@ from fd_core.types.kv_events import KVEvent
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Notified of the requests that enter a slot, before a step computes them."""
+
+Controlled = Callable[[FdError | None], None]
+"""Called once an order is carried out, or with the reason why it is not: then nothing has changed."""
 
 EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | None, CompilerStats | None]]
 """Storage, transfers and the grammar compiler of one engine, as one port."""
@@ -68,6 +74,10 @@ class PrefillPace:
         return operations.PrefillPaceMeasured(self._token)
 
 
+_AT_ONCE: Final = messages.ChangeAdapters | messages.ResumeGeneration | messages.WakeUp
+"""Orders that need no preemption."""
+
+
 class EngineProbe(msgspec.Struct, frozen=True):
     """Internal components of one engine, for audits and tests: modifying them may break every invariant."""
 
@@ -96,18 +106,23 @@ class Engine:
         *,
         watchdog_seconds: float,
         prefill_token: float,
+        computing: Computing | None = None,
         admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
         observer: ObserverThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill_token`: seconds per prompt token before the first request; `clock` in seconds."""
+        """`prefill_token`: seconds per prompt token before the first request; `computing`: loads weights, None if
+        there are none; `clock` in seconds.
+        """
         self.info = info
         self._scheduler = scheduler
         self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
         self._adapters = adapters
+        self._computing = computing
+        self._num_updates = 0
         self.kv_events: list[KVEvent] = []
         """Prefixes added to and evicted from the device cache since `take_kv_events`."""
         self.prefill_traces: list[PrefillTrace] = []
@@ -119,13 +134,15 @@ class Engine:
         self._observer = observer
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans in flight, with their submission times."""
+        self._orders: deque[tuple[ControlOrder, Controlled]] = deque()
+        """Orders that wait until nothing is in a slot, oldest first."""
         self._admitted = admitted
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
         """Return True if a step would make progress, now or after something in flight completes."""
-        return self._scheduler.has_work or bool(self._in_flight)
+        return self._scheduler.has_work or bool(self._in_flight or self._orders)
 
     def submit(self, spec: RequestSpec) -> list[Delta]:
         """Queue a request; one that can never run gets its last delta at once."""
@@ -145,6 +162,10 @@ class Engine:
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
         return self.abort(self._scheduler.request_ids())
+
+    def control(self, order: ControlOrder, done: Controlled) -> None:
+        """Carry out an order and call `done`: at once, or in a later step when every request was preempted for it."""
+        self._orders.append((order, done))
 
     def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
         """Add a LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
@@ -183,8 +204,10 @@ class Engine:
             self._trace.turn_began(self._nanoseconds())
         if not self._in_flight:
             self._device.check()
-        if self._adapters.leaving:
+        if self._adapters.leaving and not self.info.sleep_level:
             self._adapters.sweep(self._scheduler.request_ids(), self._hold)
+        if self._orders:
+            self._carry_out()
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
@@ -272,6 +295,72 @@ class Engine:
             self._observer.close()
         if self._trace is not None:
             self._trace.close(self._nanoseconds())
+
+    def _carry_out(self) -> None:
+        """Carry out the orders, in order; most of them wait until nothing is in a slot and no KV is being saved."""
+        while self._orders:
+            order, done = self._orders[0]
+            error: FdError | None = None
+            try:
+                if not isinstance(order, _AT_ONCE) and not self._drained():
+                    return
+                self._apply(order)
+            except MemoryError as failure:
+                error = BadRequest(f"not enough memory: {failure}" if str(failure) else "not enough memory")
+            except FdError as failure:
+                error = failure
+            self._orders.popleft()
+            if not self.info.stopped:
+                self._scheduler.resume()
+            done(error)
+
+    def _drained(self) -> bool:
+        """Preempt every running request; return True once no slot is occupied and no block is read or written."""
+        self._scheduler.pause()
+        held = self._scheduler.held()
+        return not (self._in_flight or held.running or held.loading or held.draining or held.fenced)
+
+    def _apply(self, order: ControlOrder) -> None:
+        level = self.info.sleep_level
+        match order:
+            case messages.ChangeAdapters() if level:
+                raise BadRequest("adapters cannot change while the engine sleeps; wake it up first")
+            case messages.ChangeAdapters(name, None):
+                self.unload_adapter(name)
+            case messages.ChangeAdapters(name, str(path)):
+                self.load_adapter(name, Path(path))
+            case messages.PauseGeneration():
+                self.info = msgspec.structs.replace(self.info, paused=True)
+            case messages.ResumeGeneration():
+                self.info = msgspec.structs.replace(self.info, paused=False)
+            case messages.ResetPrefixCache():
+                self._perform(self._scheduler.forget_prefixes())
+            case messages.UpdateWeights(path, version):
+                model = self._changing.reload(Path(path))
+                if not level:
+                    self._device.perform(lambda runner: runner.replace_model(model))
+                self._num_updates += 1
+                # No other process, and no later one, may find KV of these weights under the name of their version.
+                self._perform(self._scheduler.change_weights(secrets.token_bytes(16)))
+                self.info = msgspec.structs.replace(self.info, weight_version=version or str(self._num_updates))
+            case messages.Sleep(wanted) if wanted > level:
+                self._changing.require_changeable("memory cannot be released")
+                if not level:
+                    self._perform(self._scheduler.forget_prefixes())
+                    self._device.perform(lambda runner: runner.release())
+                if wanted > 1:
+                    self._changing.release()
+                self.info = msgspec.structs.replace(self.info, sleep_level=wanted)
+            case messages.WakeUp() if level:
+                model = self._changing.model
+                self._device.perform(lambda runner: runner.restore(model))
+                self.info = msgspec.structs.replace(self.info, sleep_level=0)
+
+    @property
+    def _changing(self) -> Computing:
+        if self._computing is None:
+            raise BadRequest("this engine has no weights")
+        return self._computing
 
     def _complete(self) -> list[Delta]:
         """Process completed jobs and operations outside steps; return the last deltas of requests that they ended."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,17 @@ from fd_core.config.constraints import make_settings
 from fd_core.engine.building.assets import Assets, find_assets
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.engine.process.messages import EngineInfo, EngineStats
+from fd_core.engine.process.messages import (
+    ControlOrder,
+    EngineInfo,
+    EngineStats,
+    PauseGeneration,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
 from fd_core.engine.vectors import (
     INSTRUCTION,
     check_dimensions,
@@ -30,7 +41,7 @@ from fd_core.engine.vectors import (
     similarity,
     vector_of,
 )
-from fd_core.errors import BadRequest, ModelError
+from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.structured.grammar import json_schema
 from fd_core.text.chat_template import ChatTemplate, Message
 from fd_core.text.detokenizer import IncrementalDetokenizer
@@ -391,8 +402,9 @@ class LLM(RequestMaker):
 
     def _run(self, requests: Sequence[RequestSpec]) -> Generator[list[Delta]]:
         """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
-        if self._busy:
-            raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
+        self._require_idle()
+        if self.info.stopped:
+            raise BadRequest("the model is paused or sleeps; call resume() or wake_up() first")
         self._busy = True
         try:
             for request in requests:
@@ -402,6 +414,43 @@ class LLM(RequestMaker):
         finally:
             self._engine.abort_all()
             self._busy = False
+
+    def pause(self) -> None:
+        """Reject requests until `resume`; an open stream has to end first."""
+        self._control(PauseGeneration())
+
+    def resume(self) -> None:
+        """Accept requests again."""
+        self._control(ResumeGeneration())
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        self._control(Sleep(level))
+
+    def wake_up(self) -> None:
+        """Restore KV cache and weights."""
+        self._control(WakeUp())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        self._control(ResetPrefixCache())
+
+    def update_weights(self, path: str | Path, version: str | None = None) -> None:
+        """Replace the weights by those in a folder, of the same shapes; `version` names them in `info`."""
+        self._control(UpdateWeights(str(path), version))
+
+    def _control(self, order: ControlOrder) -> None:
+        self._require_idle()
+        results: list[FdError | None] = []
+        self._engine.control(order, results.append)
+        while not results:
+            self._engine.step()
+        if (error := results[0]) is not None:
+            raise error
+
+    def _require_idle(self) -> None:
+        if self._busy:
+            raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
 
     def close(self) -> None:
         """Stop the engine's threads."""

@@ -6,6 +6,7 @@ adapter, tenant salt and all tokens up to the block's end.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 
 import numpy as np
@@ -30,6 +31,13 @@ class PrefixHasher:
         self._identity = f"fd_core/{FORMAT_VERSION}/{block_size}/{identity}".encode()
         self.plain_root = self.root("")
         """Parent of the first block of a chain without salt and adapter."""
+
+    def distinguished(self, nonce: bytes) -> PrefixHasher:
+        """Return a hasher whose keys differ from all others, for KV of weights that the identity does not name."""
+        hasher = copy.copy(self)
+        hasher._identity += b"/" + nonce
+        hasher.plain_root = hasher.root("")
+        return hasher
 
     def root(self, salt: str, adapter: str = "") -> bytes:
         """Return the parent of a chain's first block; different salts, or adapters by digest, never share a block."""

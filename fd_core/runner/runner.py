@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -172,16 +173,13 @@ class Runner:
         self.drafter = drafter
         self.ops = ops
         ops.configure(limits)
-        self.cache = ops.allocate_kv(cache_shape(model, limits.block_size, kv_cache_dtype), limits.num_kv_blocks)
+        self._kv_cache_dtype = kv_cache_dtype
+        self._allocate(model)
         if drafter is not None:
             drafter.allocate(limits)
-        self._forward = ops.compile(model.forward)
-        self._states = ops.compile_states(model.states)
-        self._head = model.head
+        self._compile(model)
         self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
-        self.adapters = RunnerAdapters(ops, model, self.cache)
-        """Only changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
@@ -192,6 +190,37 @@ class Runner:
         self._failed: dict[tuple[int, int], str] = {}
         """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
         request."""
+
+    def replace_model(self, model: Model) -> None:
+        """Compute with other weights of the same shapes. Only called while no slot is occupied."""
+        held = self.adapters.held
+        self._compile(model)
+        if held:
+            self.adapters.replace(held)
+
+    def release(self) -> None:
+        """Free the KV cache. Only called while no slot is occupied; no step follows before `restore`."""
+        self._adapters_held = self.adapters.held
+        del self.cache, self.adapters, self._forward, self._states, self._head
+        gc.collect()
+
+    def restore(self, model: Model) -> None:
+        """Allocate the KV cache again, and compute with a model of the same shapes. Raises `MemoryError`."""
+        self._allocate(model)
+        self._compile(model)
+        if self._adapters_held:
+            self.adapters.replace(self._adapters_held)
+
+    def _allocate(self, model: Model) -> None:
+        shape = cache_shape(model, self.limits.block_size, self._kv_cache_dtype)
+        self.cache = self.ops.allocate_kv(shape, self.limits.num_kv_blocks)
+
+    def _compile(self, model: Model) -> None:
+        self._forward = self.ops.compile(model.forward)
+        self._states = self.ops.compile_states(model.states)
+        self._head = model.head
+        self.adapters = RunnerAdapters(self.ops, model, self.cache)
+        """Only changed between steps, on the thread that executes them."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step: launch it, and wait for it."""

@@ -19,6 +19,7 @@ import msgspec
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.effects.operations import Completion, Effects
+from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.operations.kv_offloading import OffloadCounters, OffloadSelection, Pace
@@ -153,6 +154,28 @@ class Scheduler(abc.ABC):
         A scheduler without operations does nothing.
         """
         return None
+
+    def pause(self) -> None:
+        """Preempt every running request with the next plans, and admit none until `resume`. Idempotent.
+
+        Requests keep their tokens and the order in which they wait, new ones may be added, and all may be aborted.
+        Raises `BadRequest` if this scheduler cannot pause.
+        """
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot pause; start the server with another --scheduler")
+
+    def resume(self) -> None:  # noqa: B027 - a scheduler that cannot pause has nothing to resume
+        """Admit requests again. Idempotent."""
+
+    def forget_prefixes(self) -> Effects:
+        """Forget the prefixes in the device cache. Called while it is paused and no slot is occupied."""
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot forget prefixes")
+
+    def change_weights(self, nonce: bytes) -> Effects:
+        """Forget all KV, which other weights computed: nothing that is stored under earlier keys is used again.
+
+        Called while it is paused and no slot is occupied. `nonce` distinguishes the keys of KV from now on.
+        """
+        raise BadRequest(f"the scheduler {type(self).__name__} cannot change weights")
 
     @abc.abstractmethod
     def request_ids(self) -> list[str]:

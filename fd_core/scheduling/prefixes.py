@@ -43,6 +43,11 @@ class Prefixes:
             return b""
         return self.hasher.root(salt, adapter) if salt or adapter else self.hasher.plain_root
 
+    def change_weights(self, nonce: bytes) -> None:
+        """Give the blocks of all later chains other keys."""
+        if self.hasher is not None:
+            self.hasher = self.hasher.distinguished(nonce)
+
     def extend(self, request: Request) -> None:
         """Compute the missing keys of the full blocks of a request's tokens."""
         if self.hasher is not None:

@@ -174,8 +174,37 @@ class ContinuousBatchingScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Return True if a request has not ended, a slot is draining, or a KV operation is open."""
-        return bool(self._requests or self._operations.open or self._operations.effects or self._slots.num_draining)
+        """Return True if a request may advance, a slot is draining, or a KV operation is open."""
+        operations, slots = self._operations, self._slots
+        may_advance = self._requests and not (self._planner.paused and not slots.occupied.any())
+        return bool(may_advance or operations.open or operations.effects or slots.num_draining)
+
+    def pause(self) -> None:
+        """Preempt every running request with the next plan, and admit none until `resume`."""
+        self._planner.paused = True
+
+    def resume(self) -> None:
+        """Admit requests again."""
+        self._planner.paused = False
+
+    def forget_prefixes(self) -> effects.Effects:
+        """Forget the prefixes in the device cache; KV outside the device stays."""
+        self._pool.forget_prefixes()
+        return self._effects()
+
+    def change_weights(self, nonce: bytes) -> effects.Effects:
+        """Forget all KV: waiting requests recompute theirs under new keys."""
+        self._pool.forget_prefixes()
+        self._prefixes.change_weights(nonce)
+        for request in self._requests.values():
+            self._admission_planner.remove(request)
+            spec = request.spec
+            request.root = self._prefixes.root(spec.cache_salt, spec.adapter)
+            request.chain.clear()
+            request.stored = request.stored_on_host = 0
+            request.save = None
+            self._admission_planner.enqueue(request)
+        return self._effects()
 
     def plan(self) -> tuple[StepPlan | None, effects.Effects]:
         """Decide the next step."""

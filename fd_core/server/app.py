@@ -20,7 +20,7 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.server.api import admin, completions, embeddings, models, openapi
+from fd_core.server.api import admin, completions, control, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
@@ -101,6 +101,7 @@ def create_app(
         embeddings,
         models,
         admin,
+        control,
         *([routes] if config.batch_api else []),
     ]
     for router in (completions.chat_router, *(family.router for family in families)):

@@ -40,6 +40,7 @@ class Gate:
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostRules) -> None:
         self._app = app
         self._hosts = hosts
+        self._client = state.client
         self._drain = state.drain
         self._access = state.access
         self._answers = state.metrics.answers
@@ -65,7 +66,8 @@ class Gate:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *added]
+                version = (b"x-weight-version", self._client.info.weight_version.encode())
+                message["headers"] = [*message.get("headers", ()), *added, version]
                 if record.account is not None:
                     left = limit_headers(record.account, time.monotonic())
                     message["headers"] += [(name.encode(), value.encode()) for name, value in left.items()]

@@ -135,6 +135,24 @@ class EngineMachine(RuleBasedStateMachine):
     def abort_loading(self, data: st.DataObject) -> None:
         self._abort(data, self._in_slots(self.stepper.probe.slots.loading))
 
+    @precondition(lambda self: self.stepper.probe.slots.occupied.any())
+    @rule()
+    def pause(self) -> None:
+        self.stepper.scheduler.pause()
+
+    @rule()
+    def resume(self) -> None:
+        self.stepper.scheduler.resume()
+
+    @rule()
+    def change_weights(self) -> None:
+        """The same text goes on, because the scripted model has no weights."""
+        self.pause()
+        while (held := self.stepper.scheduler.held()).running or held.draining or held.loading or held.fenced:
+            self.step()
+        self.stepper.perform(self.stepper.scheduler.change_weights(b"other"))
+        self.resume()
+
     def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
         return [self.stepper.request_in(slot) for slot in np.flatnonzero(which).tolist()]
 
@@ -159,6 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "stepper"):
             return
+        self.stepper.scheduler.resume()
         self.stepper.run(self.depth, max_steps=3000)
         self.delivered_text_is_prefix_of_golden()
         submitted = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}

@@ -10,6 +10,7 @@ import pytest
 
 from fd_core.engine.async_llm import AsyncLLM
 from fd_core.engine.llm import LLM
+from fd_core.engine.process.messages import UpdateWeights
 from fd_core.errors import BadRequest, FdError
 from fd_core.types import FinishReason, SamplingParams
 
@@ -117,3 +118,39 @@ def test_awaited_texts_equal_those_of_the_blocking_class(llm: LLM) -> None:
 def test_model_that_is_not_loaded_yet_explains_how_to_load_it() -> None:
     with pytest.raises(BadRequest, match="use `async with AsyncLLM"):
         AsyncLLM("null", backend="null").info  # noqa: B018
+
+
+def test_paused_model_refuses_requests_until_it_resumes() -> None:
+    llm = LLM("null", backend="null")
+    for stop, start in ((llm.pause, llm.resume), (llm.sleep, llm.wake_up)):
+        stop()
+        with pytest.raises(BadRequest, match=r"resume\(\) or wake_up\(\)"):
+            llm.generate("Hello")
+        start()
+        assert llm.generate("Hello")[0].token_ids
+    llm.reset_prefix_cache()
+    llm.update_weights("/any", "second")
+    assert llm.info.weight_version == "second"
+    stream = llm.stream("Hello")
+    next(stream)
+    with pytest.raises(BadRequest, match="being streamed"):
+        llm.pause()
+
+
+def test_text_continues_after_a_pause_in_its_middle() -> None:
+    async def main() -> None:
+        async with AsyncLLM("null", backend="null") as llm:
+            params = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
+            async for answer in llm.generate("Hello", params):
+                expected = answer.token_ids
+            stopped = 0
+            async for answer in llm.generate("Hello", params):
+                if not stopped:
+                    await llm.pause()
+                    stopped = len(answer.token_ids)
+                    await llm.resume()
+            assert answer.token_ids == expected and stopped
+            await llm.control(UpdateWeights("/any"))
+            assert llm.info.weight_version == "1"
+
+    asyncio.run(main())

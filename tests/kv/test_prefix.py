@@ -40,6 +40,18 @@ def test_incremental_chain_equals_full_chain(tokens: list[int]) -> None:
 
 
 @pytest.mark.law("5.3")
+def test_weights_that_replace_others_share_no_key() -> None:
+    hasher = PrefixHasher(block_size=4, identity="m", secret=b"s")
+    roots = [
+        each.root(salt, adapter)
+        for each in (hasher, hasher.distinguished(b"1"), hasher.distinguished(b"2"))
+        for salt in ("", "tenant")
+        for adapter in ("", "adapter")
+    ]
+    assert len(set(roots)) == len(roots)
+
+
+@pytest.mark.law("5.3")
 def test_identity_salt_secret_and_block_size_separate_chains() -> None:
     tokens = list(range(8))
     chains = [

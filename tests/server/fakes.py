@@ -19,7 +19,16 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.engine.clients.client import EngineClient, SingleEngineClient
-from fd_core.engine.process.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.process.messages import (
+    Abort,
+    ClientMessage,
+    Control,
+    Controlled,
+    EngineInfo,
+    EngineStats,
+    StepEvents,
+    Submit,
+)
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
@@ -127,6 +136,8 @@ class FakeClient(SingleEngineClient):
             case Abort(request_ids):
                 self.aborts += request_ids
                 asyncio.get_running_loop().call_soon(self._abort, request_ids)
+            case Control(ticket):  # nothing to change
+                asyncio.get_running_loop().call_soon(self._controlled, Controlled(ticket, self.info))
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         ended = [each for each in request_ids if self.live.pop(each, None) is not None]

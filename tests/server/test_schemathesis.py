@@ -33,7 +33,7 @@ def fuzzed() -> Iterator[LiveServer]:
 def test_random_requests_are_answered_as_documented(
     operation: schemathesis.APIOperation, mode: GenerationMode, fuzzed: LiveServer
 ) -> None:
-    if mode is GenerationMode.NEGATIVE and operation.method in ("get", "delete"):
+    if mode is GenerationMode.NEGATIVE and "requestBody" not in DOCUMENT["paths"][operation.path][operation.method]:
         pytest.skip("no value can be invalid")
 
     examples = 5 if operation.method == "post" else 2  # tests/hostile/test_fuzz.py sends them for minutes

@@ -338,6 +338,7 @@ _ADAPTER: Final = (
         repeated=True,
     ),
     Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
+    Flag("weights_folder", "Folder from which /v1/update_weights may load weights; by default none.", "FOLDER"),
     Flag("max_loras", "Most adapters loaded at a time."),
     Flag("max_lora_rank", "Largest rank of an adapter."),
 )

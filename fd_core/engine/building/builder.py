@@ -134,7 +134,7 @@ class _EngineBuilder:
             # Takes half a second, and only grammars need it.
             threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
         trace = self._trace()
-        cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
+        cache, queue = LockedKVCache(runner), CompletionQueue(wake)
         transfer = open_kv_transfer(
             self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, lambda: self._identity, queue
         )
@@ -148,6 +148,7 @@ class _EngineBuilder:
             adapters=adapters,
             watchdog_seconds=self._config.watchdog_seconds,
             prefill_token=prefill_token,
+            computing=self._computing,
             admitted=admitted,
             trace=trace,
             observer=self._observer_thread(),
@@ -316,6 +317,7 @@ class _EngineBuilder:
             structured_output=config.structured_output,
             adapters=self._adapters.infos,
             lora_folder=config.lora_folder,
+            weights_folder=config.weights_folder,
             epoch=self._epoch,
         )
 

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -30,6 +31,8 @@ _MAX_FAILED_STARTS = 5
 _FIRST_SECONDS = 1.0
 """Pause after the first failed start, in seconds; it doubles with each further one."""
 _LONGEST_SECONDS = 60.0
+_STATE = -1
+"""Ticket of the orders that give a restarted engine the state of the one before."""
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
@@ -60,6 +63,8 @@ class DeltaStream(AsyncIterator[Delta]):
         self._wake: asyncio.Future[None] | None = None
         self.done = False
         """True if the last delta was read, or the reader has left."""
+        self.weight_version = ""
+        """Name of the weights that computed the last delta; empty before the first."""
         self.submitted = time.perf_counter()
         """Time of submission, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
@@ -67,6 +72,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def push(self, delta: Delta) -> None:
         """Append the next delta."""
+        self.weight_version = self._client.info.weight_version
         self._pending.append(delta)
         if self._on_news is not None:
             self._on_news(delta)
@@ -112,7 +118,43 @@ class DeltaStream(AsyncIterator[Delta]):
                 self._on_news(None)
 
 
-class SingleEngineClient(abc.ABC):
+class EngineControls(abc.ABC):
+    """The orders of operators and trainers as methods. Each raises `BadRequest`, and then nothing has changed."""
+
+    @abc.abstractmethod
+    async def control(self, order: messages.ControlOrder) -> None:
+        """Return once an order is carried out."""
+
+    async def pause(self) -> None:
+        """Preempt every running request and save its KV; all requests, and new ones, wait until `resume`."""
+        await self.control(messages.PauseGeneration())
+
+    async def resume(self) -> None:
+        """Continue every request where it was paused."""
+        await self.control(messages.ResumeGeneration())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `wake_up`."""
+        await self.control(messages.Sleep(level))
+
+    async def wake_up(self) -> None:
+        """Restore KV cache and weights, and continue every request."""
+        await self.control(messages.WakeUp())
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes in the device cache."""
+        await self.control(messages.ResetPrefixCache())
+
+    async def update_weights(self, path: str | Path, version: str | None = None) -> None:
+        """Replace the weights between two steps by those in a folder, of the same shapes; requests continue with them.
+
+        `version` names them in answers, by default the number of updates. Raises `BadRequest`, and then nothing has
+        changed.
+        """
+        await self.control(messages.UpdateWeights(str(path), version))
+
+
+class SingleEngineClient(EngineControls):
     """A connection to one engine, used from one event loop; subclasses carry messages and start engines.
 
     Every method is safe after the engine has died. If another one will be started, streams pause, and the new epoch
@@ -148,14 +190,25 @@ class SingleEngineClient(abc.ABC):
         self.restarts = False
         """True if the engine died and another one will resume its requests."""
         self._failure_reason = "the engine is not running"
-        self._changes: dict[int, asyncio.Future[None]] = {}
-        """Adapter changes that the engine has not acknowledged, by ticket."""
+        self._changes: dict[int, tuple[messages.ControlOrder, asyncio.Future[None]]] = {}
+        """Orders that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
+        self._weights: messages.UpdateWeights | None = None
+        """The last update, which a restarted engine receives first; None before any."""
+        self._paused = False
+        """True if a restarted engine has to be paused."""
+        self._sleep_level = 0
+        """Level at which a restarted engine has to sleep; 0 for none."""
 
     @property
     def active_requests(self) -> int:
         """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._aborting)
+
+    @property
+    def computes(self) -> bool:
+        """True if the engine has requests that it may compute: then it must not be silent."""
+        return self.active_requests > 0 and not self.info.stopped
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -226,15 +279,17 @@ class SingleEngineClient(abc.ABC):
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
+        await self.control(messages.ChangeAdapters(name, path))
+
+    async def control(self, order: messages.ControlOrder) -> None:
+        """Return once the engine has carried out an order. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
             raise EngineDead(self._failure_reason)
         ticket = next(self._tickets)
-        self._changes[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(messages.ChangeAdapters(ticket, name, path))
-            await self._changes[ticket]
-        finally:
-            del self._changes[ticket]
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes[ticket] = order, done
+        self._send(messages.Control(ticket, order))
+        await done
 
     @abc.abstractmethod
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -244,12 +299,24 @@ class SingleEngineClient(abc.ABC):
     def _send(self, message: messages.ClientMessage) -> None:
         """Send a message to the engine without blocking."""
 
-    def _adapters_changed(self, answer: messages.AdaptersChanged) -> None:
-        self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
-        modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
+    def _controlled(self, answer: messages.Controlled) -> None:
+        self.info = answer.info
+        modules = tuple(f"{each.name}={each.path}" for each in answer.info.adapters)
         self._config = msgspec.structs.replace(self._config, lora_modules=modules)
-        waiting = self._changes.get(answer.ticket)
-        if waiting is None or waiting.done():
+        if answer.ticket == _STATE:
+            if answer.error is not None:
+                self._retire(f"the restarted engine cannot continue with the current weights: {answer.error}")
+            return
+        order, waiting = self._changes.pop(answer.ticket)
+        if answer.error is None:
+            match order:
+                case messages.UpdateWeights():
+                    self._weights = msgspec.structs.replace(order, version=answer.info.weight_version)
+                case messages.PauseGeneration() | messages.ResumeGeneration():
+                    self._paused = answer.info.paused
+                case messages.Sleep() | messages.WakeUp():
+                    self._sleep_level = answer.info.sleep_level
+        if waiting.done():
             return
         if answer.error is None:
             waiting.set_result(None)
@@ -257,8 +324,13 @@ class SingleEngineClient(abc.ABC):
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
     def _engine_ready(self, info: messages.EngineInfo) -> None:
-        """Resume the requests of the previous epoch, now that an engine is ready."""
+        """Resume the requests of the previous epoch, now that an engine is ready; a paused one stays paused."""
         self.info = info
+        orders: list[messages.ControlOrder] = [] if self._weights is None else [self._weights]
+        orders += [messages.PauseGeneration()] if self._paused else []
+        orders += [messages.Sleep(self._sleep_level)] if self._sleep_level else []
+        for order in orders:
+            self._send(messages.Control(_STATE, order))
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:
@@ -311,9 +383,10 @@ class SingleEngineClient(abc.ABC):
 
     def _lost(self, reason: str, *, restarts: bool) -> None:
         self.alive, self.restarts, self._failure_reason = False, restarts, reason
-        for waiting in self._changes.values():
+        for _, waiting in self._changes.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(reason))
+        self._changes.clear()
         if self.kv_log is not None:
             self.kv_log.restart(self.kv_index)
         self._aborting.clear()

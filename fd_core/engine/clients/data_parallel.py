@@ -19,9 +19,9 @@ import numpy as np
 
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
-from fd_core.engine.clients.client import DeltaStream, SingleEngineClient, StartProgress
+from fd_core.engine.clients.client import DeltaStream, EngineControls, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
-from fd_core.engine.process.messages import EngineInfo, EngineStats
+from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.kv.event_log import KVEventLog
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
@@ -56,7 +56,7 @@ async def open_engines(
     return DataParallelClient(engines, prefixes=config.enable_prefix_caching, reason=chosen.reason)
 
 
-class DataParallelClient:
+class DataParallelClient(EngineControls):
     """Several engines as one. A dead engine is restarted; the others continue meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
@@ -188,8 +188,7 @@ class DataParallelClient:
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead` after a rollback."""
         async with self._changing:
-            if self.missing:
-                raise EngineDead(self.missing)
+            self._require_all()
             known = {info.name: info.path for info in self.info.adapters}
             changes = [engine.change_adapters(name, path) for engine in self.engines]
             results = await asyncio.gather(*changes, return_exceptions=True)
@@ -204,6 +203,18 @@ class DataParallelClient:
             ]
             await asyncio.gather(*undone, return_exceptions=True)  # a dead engine restarts without the change
             raise failures[0]
+
+    async def control(self, order: ControlOrder) -> None:
+        """Give an order to every engine. Raises the first error of an engine; the others have carried it out then."""
+        async with self._changing:
+            self._require_all()
+            results = await asyncio.gather(*(each.control(order) for each in self.engines), return_exceptions=True)
+            for failure in filter(None, results):
+                raise failure
+
+    def _require_all(self) -> None:
+        if self.missing:
+            raise EngineDead(self.missing)
 
     def _sync_router(self, now: float) -> None:
         """Update the router: which engines are ready, which ones restarted, and the prefixes that they hold."""

@@ -16,7 +16,7 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
-from fd_core.engine.process.messages import AdaptersChanged, ClientMessage, EngineMessage, Shutdown, StepEvents
+from fd_core.engine.process.messages import ClientMessage, Controlled, EngineMessage, Shutdown, StepEvents
 from fd_core.engine.process.service import admission_notifier, serve_engine
 from fd_core.errors import EngineDead
 
@@ -125,8 +125,8 @@ class InprocClient(SingleEngineClient):
         self._last_sign = time.monotonic()
         if isinstance(message, StepEvents):
             self._loop.call_soon_threadsafe(self._dispatch, message)
-        elif isinstance(message, AdaptersChanged):
-            self._loop.call_soon_threadsafe(self._adapters_changed, message)
+        elif isinstance(message, Controlled):
+            self._loop.call_soon_threadsafe(self._controlled, message)
 
     def _ended(self, failure: EngineDead | None) -> None:
         reason = "the engine was closed" if failure is None else f"the engine failed: {failure}"
@@ -162,7 +162,7 @@ class InprocClient(SingleEngineClient):
         while True:
             await asyncio.sleep(watchdog / 4)
             now = time.monotonic()
-            if not (self.alive and self.active_requests):
+            if not (self.alive and self.computes):
                 busy_since = None
                 continue
             busy_since = now if busy_since is None else busy_since

@@ -72,6 +72,7 @@ class ProcessClient(SingleEngineClient):
         except BaseException:
             await client.close()
             raise
+        client._progress = lambda *_: None  # later loads show no progress
         client._supervisor = asyncio.create_task(client._supervise())
         return client
 
@@ -130,8 +131,8 @@ class ProcessClient(SingleEngineClient):
         match message := _DECODER.decode(frame):
             case messages.StepEvents():
                 self._dispatch(message)
-            case messages.AdaptersChanged():
-                self._adapters_changed(message)
+            case messages.Controlled():
+                self._controlled(message)
             case messages.Ready(info):
                 self._ready.set()
                 self._engine_ready(info)
@@ -156,9 +157,9 @@ class ProcessClient(SingleEngineClient):
         silent = 0.0
         try:
             while not death.done():
-                serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
+                serving, received, busy = self._ready.is_set(), socket.received, self.computes
                 await asyncio.wait({death}, timeout=pause)
-                expected = not serving or (busy and self.active_requests > 0)
+                expected = not serving or (busy and self.computes)
                 # Polls are counted, not seconds: this process may have been suspended itself.
                 silent = silent + pause if expected and socket.received == received else 0.0
                 allowed = watchdog if serving else _START_SECONDS
@@ -199,7 +200,6 @@ class ProcessClient(SingleEngineClient):
 
     async def _restart_once(self) -> None:
         await self._reap()
-        self._progress = lambda *_: None
         try:
             await self._start()
         except OSError as error:  # out of descriptors, processes or memory, which may be temporary

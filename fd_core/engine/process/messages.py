@@ -84,7 +84,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterInfo, ...] = ()
     lora_folder: str | None = None
     """Folder from which more may be loaded; None for none."""
+    paused: bool = False
+    """True if requests wait for `ResumeGeneration`."""
+    sleep_level: int = 0
+    """Level of `Sleep`; 0 while awake."""
+    weight_version: str = "0"
+    """Name of the weights that compute; `UpdateWeights` changes it."""
+    weights_folder: str | None = None
+    """Folder from which weights may be loaded at run time; None for none."""
     epoch: int = 1
+
+    @property
+    def stopped(self) -> bool:
+        """True if no request is computed until `ResumeGeneration` or `WakeUp`."""
+        return self.paused or self.sleep_level > 0
 
 
 class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,19 +195,59 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
     """Load a LoRA adapter, or unload the one of that name."""
 
-    ticket: int
-    """Returned in the response."""
     name: str
     path: str | None
     """None unloads."""
 
 
-class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
-    """The response to `ChangeAdapters`."""
+class PauseGeneration(msgspec.Struct, frozen=True, tag="pause"):
+    """Preempt every running request and admit none; all of them wait until `ResumeGeneration`."""
+
+
+class ResumeGeneration(msgspec.Struct, frozen=True, tag="resume"):
+    """Admit requests again."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset-prefix-cache"):
+    """Forget the prefixes in the device cache."""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update-weights"):
+    """Replace the weights by those of another checkpoint of the same shapes, between two steps."""
+
+    path: str
+    version: str | None = None
+    """Name of the weights in answers; None counts the updates."""
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Pause, and release the memory of the KV cache, at level 2 also that of the weights, until `WakeUp`."""
+
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake-up"):
+    """Restore what `Sleep` released, and continue."""
+
+
+ControlOrder = ChangeAdapters | PauseGeneration | ResumeGeneration | ResetPrefixCache | UpdateWeights | Sleep | WakeUp
+"""Changes of a running engine that an operator may order."""
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """An order for the engine."""
 
     ticket: int
-    adapters: tuple[AdapterInfo, ...]
-    """All adapters that requests may select now."""
+    """Returned in the response."""
+    order: ControlOrder
+
+
+class Controlled(msgspec.Struct, frozen=True, tag="controlled"):
+    """The response to `Control`, once the order is carried out or has failed."""
+
+    ticket: int
+    info: EngineInfo
+    """Properties of the engine from now on."""
     error: str | None = None
     field: str | None = None
 
@@ -205,8 +258,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ClientMessage = Start | Submit | Abort | ChangeAdapters | Shutdown
-EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault
+ClientMessage = Start | Submit | Abort | Control | Shutdown
+EngineMessage = StepEvents | Controlled | Ready | Progress | Fault
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

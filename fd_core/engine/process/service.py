@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from typing import Protocol
 
 from fd_core.engine.core import AdmissionSink, Engine
@@ -55,13 +55,18 @@ class EngineService:
                     deltas += engine.submit(spec)
                 case messages.Abort(request_ids, everything):
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
-                case messages.ChangeAdapters():
-                    self._send(_change_adapters(engine, message))
+                case messages.Control(ticket, order):
+                    engine.control(order, partial(self._controlled, ticket))
                 case messages.Shutdown(drain):
                     self.stopping = True
                     engine.stop()
                     deltas += [] if drain else engine.abort_all()
         return deltas
+
+    def _controlled(self, ticket: int, error: FdError | None) -> None:
+        """Send the result of an order."""
+        failure = (None, None) if error is None else (str(error), error.field)
+        self._send(messages.Controlled(ticket, self.engine.info, *failure))
 
     def send(self, deltas: list[Delta], now: float) -> bool:
         """Send the results of a turn, and periodic statistics; return True if there is work. `now` in seconds."""
@@ -92,14 +97,3 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[messages.EngineMe
         deltas += engine.step()
         busy = service.send(deltas, time.monotonic())
     engine.close()
-
-
-def _change_adapters(engine: Engine, asked: messages.ChangeAdapters) -> messages.AdaptersChanged:
-    try:
-        if asked.path is None:
-            engine.unload_adapter(asked.name)
-        else:
-            engine.load_adapter(asked.name, Path(asked.path))
-    except FdError as error:
-        return messages.AdaptersChanged(asked.ticket, engine.info.adapters, str(error), field=error.field)
-    return messages.AdaptersChanged(asked.ticket, engine.info.adapters)

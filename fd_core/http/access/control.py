@@ -228,6 +228,15 @@ _PROBE: Final = Route("probe", _GET)
 _WORK: Final = Route("key", forwarded=True)
 _BOTH: Final = ("GET", "POST")
 
+ON_EVERY_WORKER: Final = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/pause", "/pause", "/pause_generation", "/v1/resume", "/resume", "/continue_generation"),
+    *("/v1/sleep", "/sleep", "/v1/wake_up", "/wake_up"),
+    *("/v1/reset_prefix_cache", "/reset_prefix_cache", "/flush_cache"),
+    *("/v1/update_weights", "/update_weights_from_disk"),
+)
+"""Changes of a server, which a router sends to all of its workers."""
+
 ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/", "/status", "/status.json", "/openapi.json", "/load", "/version", "/metrics"), _PAGE),
     **dict.fromkeys(("/health", "/ready"), _PROBE),
@@ -244,7 +253,8 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/api/tags", "/api/ps"), Route("key", _GET)),
     "/api/version": _PAGE,
     "/v1/abort_requests": Route("key"),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), Route("admin")),
+    **dict.fromkeys(ON_EVERY_WORKER, Route("admin")),
+    **dict.fromkeys(("/v1/control", "/is_paused", "/is_sleeping"), Route("admin", _GET)),
     **dict.fromkeys(("/v1/files", "/v1/batches"), Route("key", _BOTH)),
     "/v1/files/{file_id}": Route("key", ("DELETE", "GET")),
     **dict.fromkeys(("/v1/files/{file_id}/content", "/v1/batches/{batch_id}"), Route("key", _GET)),

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.errors import FdError
-from fd_core.http.access.control import ROUTES, allow_header, find_route, limit_headers
+from fd_core.http.access.control import ON_EVERY_WORKER, ROUTES, allow_header, find_route, limit_headers
 from fd_core.http.access.keys import KeyRing
 from fd_core.http.access.record import CLIENT_LEFT, USAGE_HEADER, RequestRecord, UsageMeter, log_access
 from fd_core.http.bodies import BodyBudget, BodyShare
@@ -29,7 +29,7 @@ from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, no_such_p
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
-from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
+from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_all, keeper
 from fd_core.router.gateway.requests.forwarding import Exchange, error_response, json_response, read_body, to_worker
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.health_checks import union
@@ -39,7 +39,6 @@ from fd_core.router.workers import ROLES, WorkerState
 from fd_core.text.fair_thread import CLIENT
 
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
-_ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """Paths whose text is not cached by a worker, and so is not routed as a prompt."""
 _MAX_BODY_BYTES: Final = 16 * 1024
@@ -115,12 +114,13 @@ class RouterGate:
             raise ApiError(
                 404, "files and batches are stored per worker and not routed; send these requests to a worker"
             )
-        if template == ABORT_PATH or template in _ADAPTERS:
+        if template == ABORT_PATH or template in ON_EVERY_WORKER:
             with self._share(request) as share:
                 body = await read_body(request, share)
             headers = to_worker(self._state, request.headers, record, method="POST", path=path)
-            act = abort if template == ABORT_PATH else change_adapters
-            return await act(self._state, path, body, headers, record)
+            act = abort if template == ABORT_PATH else change_all
+            query = request.rel_url.raw_query_string
+            return await act(self._state, f"{path}?{query}" if query else path, body, headers, record)
         if not ROUTES[template].forwarded:
             raise no_such_path(path)
         if self._state.drain.refusing:

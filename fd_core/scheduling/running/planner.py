@@ -41,6 +41,8 @@ class Planner:
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
     _step: int = 0
+    paused: bool = False
+    """True if plans preempt every running slot and admit none."""
     _left_out: list[int] = field(default_factory=list)
     """Running slots that the last plan skipped."""
     _decodes: Decodes | None = None
@@ -58,6 +60,9 @@ class Planner:
         for request in aborting:
             if request.state is State.RUNNING:
                 self._running_batch.revoke(slot_of(request), request, builder)
+        if self.paused:
+            for slot in np.flatnonzero(self._slots.running).tolist():
+                self._running_batch.preempt(slot, builder)
         decodes = self._decodes
         if decodes is not None and (decodes.membership != self._slots.membership or not decodes.plans_left):
             decodes = None
@@ -81,7 +86,7 @@ class Planner:
         self._times.queue_phase_set = False
         if builder.preempted:
             self._times.set_queue_phase(Phase.BLOCKS)
-        else:
+        elif not self.paused:
             self._admit(builder, self._step)
         if not self._times.queue_phase_set:
             self._times.set_queue_phase(Phase.SCHEDULER)

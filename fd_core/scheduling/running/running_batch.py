@@ -41,7 +41,10 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
         int, counter("prompt_tokens", "Prompt tokens of the requests admitted.", vllm=("prompt_tokens",))
     ] = 0
     preemptions: Annotated[
-        int, counter("preemptions", "Requests preempted to free KV blocks for others.", vllm=("num_preemptions",))
+        int,
+        counter(
+            "preemptions", "Requests preempted to free KV blocks for others, or by a pause.", vllm=("num_preemptions",)
+        ),
     ] = 0
     recomputed_tokens: Annotated[
         int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
@@ -145,7 +148,7 @@ class RunningBatch:
         self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
 
     def preempt(self, slot: int, builder: PlanBuilder) -> None:
-        """Preempt a running slot because blocks ran out; its request waits again once the slot is released."""
+        """Preempt a running slot for a pause or for its blocks; its request waits again once the slot is released."""
         request = self.slots.request_in(slot)
         request.preemptions += 1
         self._times.enter(request.times, Phase.PREEMPTED)

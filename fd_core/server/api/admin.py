@@ -67,7 +67,7 @@ async def load_adapter(request: Request) -> Response:
     state, body, headers = await _LOAD.read(request)
     if body.lora_name in state.names:
         raise invalid(f"the name {body.lora_name!r} is already in use", "lora_name")
-    place = await asyncio.to_thread(_inside, folder, body.lora_path)
+    place = await asyncio.to_thread(inside, folder, body.lora_path, "lora_path", "--lora-folder")
     await state.client.change_adapters(body.lora_name, str(place))
     return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is loaded"), headers)
 
@@ -86,13 +86,17 @@ async def unload_adapter(request: Request) -> Response:
 
 def _adapter_folder(request: Request) -> Path:
     """Return the folder of adapters; `ApiError` (403) if loading at run time is disabled."""
-    folder = state_of(request).client.info.lora_folder
+    return allowed_folder(state_of(request).client.info.lora_folder, "adapters", "--lora-folder")
+
+
+def allowed_folder(folder: str | None, what: str, flag: str) -> Path:
+    """Return the folder that the operator allowed; `ApiError` (403) if loading at run time is disabled."""
     if folder is None:
-        raise ApiError(403, "adapters cannot be loaded at run time; start the server with --lora-folder")
+        raise ApiError(403, f"{what} cannot be loaded at run time; start the server with {flag}")
     return Path(folder).expanduser().resolve()
 
 
-def _inside(folder: Path, asked: str) -> Path:
+def inside(folder: Path, asked: str, param: str, flag: str) -> Path:
     """Return the requested folder with links resolved; `ApiError` (400) if it is not inside `folder`."""
     try:
         place = (folder / asked).resolve()
@@ -100,7 +104,7 @@ def _inside(folder: Path, asked: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         inside = False
     if not inside:
-        raise invalid("lora_path must be a folder below --lora-folder", "lora_path")
+        raise invalid(f"{param} must be a folder below {flag}", param)
     return place
 
 

@@ -303,6 +303,15 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     """vLLM's number of the adapter; not needed, because the name identifies it."""
 
 
+class UpdateWeightsRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/update_weights."""
+
+    model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder below --weights-folder with `config.json` and safetensors of the served model's shapes."""
+    weight_version: Annotated[str, Meta(min_length=1, max_length=255, pattern="^[!-~]+$")] | None = None
+    """Name of these weights in answers; by default the number of updates."""
+
+
 class AbortRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/abort_requests: one of the two."""
 

@@ -77,6 +77,8 @@ class _Ending(msgspec.Struct, kw_only=True):
     """One of OpenAI's values."""
     stop_reason: str | int | None = None
     """The stop string or the id from `stop_token_ids` that ended the text; `abort` for one that was aborted."""
+    weight_version: str = ""
+    """Name of the weights that computed the last token, see /v1/update_weights."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -241,6 +243,20 @@ class AdapterAnswer(msgspec.Struct):
     """Result of a request to load or unload an adapter."""
 
     message: str
+
+
+class ControlAnswer(msgspec.Struct):
+    """State of the engine that control endpoints change."""
+
+    is_paused: bool
+    """True if requests wait for /v1/resume."""
+    is_sleeping: bool
+    """True if requests wait for /v1/wake_up."""
+    sleep_level: int
+    weight_version: str
+    """Name of the weights that compute."""
+    success: bool = True
+    """As SGLang answers."""
 
 
 class LoadAnswer(msgspec.Struct):

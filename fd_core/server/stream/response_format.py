@@ -178,6 +178,7 @@ class ResponseFormat(AnswerFormat):
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
+            parts += b',"weight_version":', _encode(choice.deltas.weight_version)
         if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
@@ -235,6 +236,7 @@ class ResponseFormat(AnswerFormat):
             "index": choice.index,
             "finish_reason": collected.finish_reason,
             "stop_reason": collected.stop_reason,
+            "weight_version": choice.deltas.weight_version,
             "logprobs": collected.scores,
         }
         if self.job.token_ids:

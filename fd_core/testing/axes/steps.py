@@ -150,7 +150,14 @@ EXCUSED: Final[Mapping[str, str]] = {
         f"EngineConfig.{name}": _ELSEWHERE
         for name in (
             *("scheduler", "scheduling_policy", "victim_policy", "observer", "pooling", "watchdog_seconds"),
-            *("restart_attempts", "lora_folder", "kv_store", "kv_store_timeout", "kv_store_secret_file"),
+            *(
+                "restart_attempts",
+                "lora_folder",
+                "weights_folder",
+                "kv_store",
+                "kv_store_timeout",
+                "kv_store_secret_file",
+            ),
             *("kv_store_compression", "role", "kv_connector", "transfer_host", "transfer_port"),
             *("transfer_secret_file", "lease_seconds", "kv_events", "trace", "trace_limit"),
         )

@@ -16,7 +16,7 @@ from fd_core.backends.device_assignment import assignments_on_cores, assignments
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.engine.clients.data_parallel import DataParallelClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.engine.process.messages import AdaptersChanged, ChangeAdapters, StepEvents, Submit
+from fd_core.engine.process.messages import ChangeAdapters, Control, Controlled, StepEvents, Submit
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.types import AdapterInfo, Delta, FinishReason
 from fd_core.types.kv_events import BEGINNING, Cleared, Stored
@@ -204,16 +204,17 @@ class Adaptable(Client):
 
     def _send(self, message: Any) -> None:
         super()._send(message)
-        if isinstance(message, ChangeAdapters):
+        if isinstance(message, Control) and isinstance(order := message.order, ChangeAdapters):
             held = {each.name: each for each in self.info.adapters}
             if self.refuses:
                 error = "it is too large"
             else:
                 error = None
-                held.pop(message.name, None)
-                if message.path is not None:
-                    held[message.name] = AdapterInfo(message.name, "digest", message.path, 8)
-            self._adapters_changed(AdaptersChanged(message.ticket, tuple(held.values()), error))
+                held.pop(order.name, None)
+                if order.path is not None:
+                    held[order.name] = AdapterInfo(order.name, "digest", order.path, 8)
+            info = msgspec.structs.replace(self.info, adapters=tuple(held.values()))
+            self._controlled(Controlled(message.ticket, info, error))
 
 
 def test_adapter_is_loaded_into_all_engines_or_none() -> None:

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route as StarletteRoute
 
 from fd_core.config import ServerConfig
-from fd_core.http.access.control import ROUTES, AccessControl, find_route
+from fd_core.http.access.control import ON_EVERY_WORKER, ROUTES, AccessControl, find_route
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError
@@ -83,9 +83,9 @@ def test_other_spellings_have_no_entry(path: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "right"), [(None, True), (False, False), (True, True)])
-def test_adapter_routes_require_an_admin_key_if_keys_exist(key: bool | None, right: bool) -> None:
+def test_changes_of_a_server_require_an_admin_key_if_keys_exist(key: bool | None, right: bool) -> None:
     record = RequestRecord(key=None if key is None else ApiKey(digest=b"", name="a", admin=key))
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+    for path in ON_EVERY_WORKER:
         if right:
             AccessControl.authorize(record, "POST", path)
         else:

@@ -32,6 +32,7 @@ def test_answer_has_openai_format(server: LiveServer) -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "weight_version": "0",
         }
     ]
     prompt = len("user: hi\nassistant: ")

@@ -18,7 +18,14 @@ def test_answer_has_openai_format(server: LiveServer) -> None:
     body = server.post(PATH, {"prompt": "abc"}, X_Request_Id="r").json
     assert (body["id"], body["object"], body["model"]) == ("cmpl-r", "text_completion", "fake")
     assert body["choices"] == [
-        {"index": 0, "text": "Hello, world!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "Hello, world!",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "weight_version": "0",
+        }
     ]
     assert body["usage"]["prompt_tokens"] == 3
     assert server.client.specs[0].params.max_tokens == 16

@@ -92,10 +92,10 @@ async def abort(
     return json_response(AbortAnswer(list(aborted), list(missing)))
 
 
-async def change_adapters(
+async def change_all(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Change adapters on every worker; return the first error response, if any. `ApiError` (503) if unreachable."""
+    """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached."""
     responses = await _broadcast(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
     refused = [each for each in responses if each.status != 200]
     return _refusal(refused) if refused or not responses else responses[0]

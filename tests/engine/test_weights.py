@@ -1,0 +1,248 @@
+"""Weights replaced or released in a running engine: texts, prefixes and saved KV of different versions never mix."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fd_core.config import EngineConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.engine.process import messages
+from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.ops.native.memory import Arena
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.texts import Texts, greedy, run
+from fd_core.types import RequestSpec, SamplingParams
+from tests.engine.building.test_kv_transfer import pair, secret
+from tests.engine.helpers import null_engine
+from tests.engine.test_control import finish, ordered
+
+__all__ = ["secret"]
+
+SHARED = range(3, 19)
+SPECS = [
+    *(greedy(f"greedy-{index}", (*SHARED, index), 24) for index in range(3)),
+    *(
+        RequestSpec(
+            request_id=f"sampled-{index}",
+            prompt=(*SHARED, 40 + index),
+            params=SamplingParams(max_tokens=24, temperature=0.9, seed=index, prompt_logprobs=0),
+        )
+        for index in range(3)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    shutil.copytree(write_checkpoint("llama", folder / "one", vocab_size=258), folder / "two")
+    tensors = load_file(folder / "one" / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(np.roll(each, 1, axis=0)) for name, each in tensors.items()},
+        folder / "two" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    write_checkpoint("llama", folder / "wider", vocab_size=259)
+    write_checkpoint("llama", folder / "deeper", vocab_size=258, num_hidden_layers=4)
+    write_adapter(folder / "one", folder / "adapter", seed=1)
+    return folder
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    values: dict[str, Any] = {"model": "tiny", "backend": "reference", "max_model_len": 80, "block_size": 4}
+    values |= {"num_kv_blocks": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "structured_output": False}
+    return load_engine(EngineConfig(**(values | settings)), folder, progress=lambda *_: None)
+
+
+def texts_of(folder: Path, specs: list[RequestSpec], **settings: Any) -> Texts:
+    engine = engine_of(folder, **settings)
+    try:
+        return run(engine, specs)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pipeline_depth": 2},
+        {"enable_prefix_caching": False},
+        {"host_kv_memory": 0},
+        {"num_kv_blocks": 24},
+        {"backend": "cpu", "dtype": "float32"},
+        pytest.param({"backend": "cpu", "dtype": "float32", "native_kernels": False}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_requests_continue_with_the_new_weights_alone(folder: Path, settings: dict[str, Any]) -> None:
+    """Tokens from the update on equal those of an engine that had the new weights all along."""
+    engine, texts = engine_of(folder / "one", **settings), Texts()
+    before = texts_of(folder / "one", SPECS, **settings)
+    for spec in SPECS:
+        texts.take(engine.submit(spec))
+    for _ in range(12):
+        texts.take(engine.step())
+    delivered: dict[str, tuple[int, ...]] = {}
+
+    def updated(error: FdError | None) -> None:
+        assert error is None
+        delivered.update({spec.request_id: tuple(texts.tokens.get(spec.request_id, ())) for spec in SPECS})
+
+    engine.control(messages.UpdateWeights(str(folder / "two")), updated)
+    while not delivered:
+        texts.take(engine.step())
+    assert engine.info.weight_version == "1"
+    assert any(delivered.values())
+    finish(engine, texts)
+    resumed = [msgspec.structs.replace(spec, delivered=delivered[spec.request_id]) for spec in SPECS]
+    after = texts_of(folder / "two", resumed, **settings)
+    for spec in SPECS:
+        name, begun = spec.request_id, delivered[spec.request_id]
+        assert list(begun) == before.tokens[name][: len(begun)]
+        assert texts.tokens[name] == [*begun, *after.tokens[name]]
+        if spec.params.prompt_logprobs is not None and not begun:
+            found, expected = (each.prompt_scores[name] for each in (texts, after))
+            assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+    assert texts.tokens != before.tokens
+    again = [msgspec.structs.replace(spec, request_id=f"again-{spec.request_id}") for spec in SPECS]
+    assert run(engine, again).tokens == texts_of(folder / "two", again, **settings).tokens
+    engine.check_integrity()
+    engine.close()
+
+
+def test_paused_requests_recompute_their_saved_kv(folder: Path) -> None:
+    engine, texts = engine_of(folder / "one"), Texts()
+    for spec in SPECS[:3]:
+        texts.take(engine.submit(spec))
+    for _ in range(10):
+        texts.take(engine.step())
+    ordered(engine, messages.PauseGeneration(), texts)
+    ordered(engine, messages.ResetPrefixCache(), texts)
+    assert engine.stats().scheduler.blocks.cached == 0
+    ordered(engine, messages.UpdateWeights(str(folder / "two"), "step-7"), texts)
+    assert (engine.info.paused, engine.info.weight_version) == (True, "step-7")
+    ordered(engine, messages.ResumeGeneration(), texts)
+    finish(engine, texts)
+    assert engine.stats().scheduler.offload.loads == 0
+    engine.close()
+
+
+def test_reset_keeps_texts_and_recomputes_prompts(folder: Path) -> None:
+    engine, texts = engine_of(folder / "one"), Texts()
+    first = run(engine, SPECS[:1]).tokens
+    assert engine.stats().scheduler.blocks.cached > 0
+    assert ordered(engine, messages.ResetPrefixCache(), texts) is None
+    assert engine.stats().scheduler.blocks.cached == 0
+    again = msgspec.structs.replace(SPECS[0], request_id="again")
+    assert [*run(engine, [again]).tokens.values()] == [*first.values()]
+    assert engine.stats().scheduler.counters.prefix_hits == 0
+    engine.close()
+
+
+def test_adapters_apply_to_the_new_weights(folder: Path) -> None:
+    modules = (f"style={folder / 'adapter'}",)
+    engine, other = (engine_of(folder / name, lora_modules=modules) for name in ("one", "two"))
+    spec = msgspec.structs.replace(SPECS[0], adapter=engine.info.adapters[0].digest)
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts()) is None
+    assert run(engine, [spec]).tokens == run(other, [spec]).tokens
+    for each in (engine, other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("wider", "vocab_size is 259, but the served model has 258"), ("deeper", "num_parameters"), ("none", "none")],
+)
+def test_other_shapes_are_refused_and_change_nothing(folder: Path, name: str, words: str) -> None:
+    engine, texts = engine_of(folder / "one"), Texts()
+    error = ordered(engine, messages.UpdateWeights(str(folder / name)), texts)
+    assert isinstance(error, ModelError) and words in str(error)
+    assert engine.info.weight_version == "0"
+    assert run(engine, SPECS).tokens == texts_of(folder / "one", SPECS).tokens
+    engine.close()
+
+
+@pytest.mark.slow
+def test_ranks_refuse_an_update_by_name() -> None:
+    engine = null_engine(tensor_parallel_size=2)
+    error = ordered(engine, messages.UpdateWeights("/weights"), Texts())
+    assert isinstance(error, BadRequest) and "on several ranks yet" in str(error)
+    engine.close()
+
+
+def test_pairs_refuse_an_update_by_name(secret: str) -> None:
+    with pair(secret) as two:
+        for engine in (two.prefill, two.decode):
+            error = ordered(engine, messages.UpdateWeights("/weights"), Texts())
+            assert isinstance(error, BadRequest) and "on a pair of workers yet" in str(error)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"pipeline_depth": 2}, {"host_kv_memory": 0}, {"backend": "cpu", "dtype": "float32"}], ids=str
+)
+def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
+    engine, texts = engine_of(folder / "one", **settings), Texts()
+    for spec in SPECS:
+        texts.take(engine.submit(spec))
+    for _ in range(8):
+        texts.take(engine.step())
+    cache = weakref.ref(engine.probe().runner.cache)
+    for _ in range(2):
+        assert ordered(engine, messages.Sleep(level), texts) is None
+        assert cache() is None and engine.info.sleep_level == level and not engine.has_work
+    assert ordered(engine, messages.ResumeGeneration(), texts) is None
+    assert not engine.has_work
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    finish(engine, texts)
+    assert texts.tokens == texts_of(folder / "one", SPECS, **settings).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int) -> None:
+    engine, texts = engine_of(folder / "one"), Texts()
+    ordered(engine, messages.Sleep(level), texts)
+    assert isinstance(ordered(engine, messages.ChangeAdapters("a", "/a"), texts), BadRequest)
+    assert isinstance(ordered(engine, messages.UpdateWeights(str(folder / "wider")), texts), ModelError)
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), texts) is None
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    assert run(engine, SPECS).tokens == texts_of(folder / "two", SPECS).tokens
+    engine.close()
+
+
+def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder / "one", tmp_path / "copy"))
+    engine, texts = engine_of(path), Texts()
+    ordered(engine, messages.Sleep(2), texts)
+    path.rename(tmp_path / "moved")
+    assert isinstance(ordered(engine, messages.WakeUp(), texts), ModelError)
+    assert engine.info.sleep_level == 2
+    (tmp_path / "moved").rename(path)
+    assert ordered(engine, messages.WakeUp(), texts) is None
+    assert run(engine, SPECS).tokens == texts_of(path, SPECS).tokens
+    engine.close()
+
+
+def test_memory_of_replaced_weights_is_freed(folder: Path) -> None:
+    engine, texts = engine_of(folder / "one", backend="cpu", dtype="float32"), Texts()
+    arenas = []
+    for order in (messages.UpdateWeights(str(folder / "two")), messages.Sleep(2)) * 2:
+        ordered(engine, order, texts)
+        ordered(engine, messages.WakeUp(), texts)
+        gc.collect()
+        arenas.append(sum(isinstance(each, Arena) for each in gc.get_objects()))
+    assert len(set(arenas)) == 1
+    engine.close()
