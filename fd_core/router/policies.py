@@ -122,7 +122,10 @@ class Candidates(Sequence[Candidate]):
         return np.zeros(len(self.workers), np.int64) if self._expected_hits is None else self._expected_hits
 
     def once(self, work_out: Callable[[tuple[RouterWorker, ...]], _T]) -> _T:
-        """Return `work_out(workers)`, which is called once for as long as these workers are the candidates."""
+        """Return `work_out(workers)`, which is called once for as long as these workers are the candidates.
+
+        The result depends on the workers alone, not on loads or requests, and is not changed.
+        """
         if work_out not in self._worked_out:
             self._worked_out[work_out] = work_out(self.workers)
         found: _T = self._worked_out[work_out]

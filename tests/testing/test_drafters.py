@@ -10,6 +10,7 @@ from fd_core.runner.drafting import SlotError
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
 from fd_core.testing.hooks.drafters import DrafterSuite
+from tests.testing.right.drafting import DraftsFromOneMatrix
 from tests.testing.wrong.drafting import WRONG, Shortest
 
 CASES, QUICK = cases_of(DRAFTED)
@@ -35,6 +36,11 @@ class TestSuffix(_Quick):
 
 class TestDraftModel(_Quick):
     drafter = "draft_model"
+
+
+class TestRightDrafter(_Quick):
+    def drafter_class(self):
+        return DraftsFromOneMatrix
 
 
 @pytest.mark.soak

@@ -233,6 +233,26 @@ class WorksOutALambda(RouterPolicy):
         return context.candidates[context.candidates.once(lambda workers: len(workers) - 1)]
 
 
+class WorksOutLoads(RouterPolicy):
+    """Sorts the workers by load once, although loads change and workers do not."""
+
+    def choose(self, context):
+        self.requests = context.candidates.requests
+        return context.candidates[context.candidates.once(self.least)]
+
+    def least(self, workers):
+        return int(self.requests.argmin())
+
+
+class RotatesWhatWasWorkedOut(RouterPolicy):
+    """Round robin in a list that starts anew when the workers change."""
+
+    def choose(self, context):
+        order = context.candidates.once(list)
+        order.append(order.pop(0))
+        return context.candidates[context.candidates.workers.index(order[-1])]
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -283,6 +303,8 @@ def without_shrinking(monkeypatch):
         (SearchesPastPrompts, PAST, ()),
         (ForgetsAllSessions, "session=s,swept=before each call", ()),
         (WorksOutALambda, ONCE, ()),
+        (WorksOutLoads, "plain", ()),
+        (RotatesWhatWasWorkedOut, "plain", ()),
         (SweepsEarly, "session=s,pace=1000.0,calls=40,swept=before each call", ()),
         (SharesHomes, "session=s", ()),
         (ImportsTheClock, OTHER, ()),

@@ -140,7 +140,7 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:
-        """Return the fill level of the store; values that were deleted do not count."""
+        """Return the fill level of the store; values that were deleted or evicted do not count."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Drafter(abc.ABC):
         """Return drafts for `slots` int32[n], each at most once: tokens int32[n, limit] and counts int32[n].
 
         The first counts[i] of row i are draft tokens, ids below the target's `vocab_size`; counts[i] is 0 without a
-        draft.
+        draft. May be called again for some of the slots in any order, and then returns the same drafts.
         """
 
 

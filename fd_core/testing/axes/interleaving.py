@@ -15,7 +15,9 @@ _PATIENCE: Final = 0.2
 _MOST_CALLS: Final = 200
 
 
-def interleaved(first: Callable[[], Result], other: Callable[[], object], package: str) -> Result:
+def interleaved(
+    first: Callable[[], Result], other: Callable[[], object], package: str, patience: float = _PATIENCE
+) -> Result:
     """Return the result of `first`, computed in a thread; `other` runs in a second one before each line of `package`.
 
     So memory that two instances share is overwritten at any point at which the threads may switch, without luck.
@@ -30,7 +32,7 @@ def interleaved(first: Callable[[], Result], other: Callable[[], object], packag
             if event == "line" and len(calls) < _MOST_CALLS and all(call.done() for call in calls[-1:]):
                 calls.append(others.submit(other))
                 with contextlib.suppress(TimeoutError):  # it waits for this thread, and runs later
-                    calls[-1].exception(_PATIENCE)
+                    calls[-1].exception(patience)
             return switch
 
         def traced() -> Result:

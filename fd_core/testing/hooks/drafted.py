@@ -181,6 +181,14 @@ class _DraftSlots:
         if self._subject.private:
             for slot in slots[:2].tolist():
                 self._require_same(slot)
+            self._propose_again(slots[::-1][:3].copy())
+
+    def _propose_again(self, slots: IntArray) -> None:
+        """Fail unless some of the slots, in another order, get the same drafts, as after an error in another one."""
+        tokens, counts = self.drafter.propose(slots, self._k)
+        for row, slot in enumerate(slots.tolist()):
+            expected, found = self._drafts[slot], tokens[row, : int(counts[row])].tolist()
+            require(found == expected, "8", f"slot {slot} has the drafts {expected}, and in a second call {found}")
 
     def _require_same(self, slot: int) -> None:
         """Fail unless a new drafter, which knows only the text of a slot, has the same drafts, or fewer, or more."""

@@ -240,7 +240,7 @@ def check_candidates(make: MakePolicy, case: Case) -> None:
 def _check_choices(
     make: Callable[[], Policy], chosen: Callable[[Policy, RunningRequests], set[int]], case: Case
 ) -> None:
-    """A choice depends on the requests alone, not on the order of the rows or on earlier calls.
+    """A choice depends on the requests alone, not on their slots, the order of the rows or earlier calls.
 
     Arrivals only order requests, so a number added to all of them changes no choice. A chosen request is chosen as well
     if it is less important.
@@ -254,6 +254,9 @@ def _check_choices(
         other = running.only(np.random.default_rng(seed).permutation(count))
         again = chosen(policy, _frozen(other))
         require(again == slots, "8", f"with the rows in another order it chose slots {again}, not {slots}")
+    moved = _frozen(replace(running, slots=running.slots[::-1].copy()))
+    again, right = chosen(policy, moved), set(moved.slots[np.isin(running.slots, list(slots))].tolist())
+    require(again == right, "8", f"with other slots, it chose the requests in slots {again}, not those in {right}")
     again = chosen(policy, running_of({**case, "oldest": 0}))
     require(again == slots, "8", f"with arrivals from 0 it chose slots {again}, not {slots}")
     for name, value in (("priorities", "two"), ("tokens", "same"), ("gained", "none"), ("again", "none")):

@@ -49,7 +49,7 @@ class SchedulingPolicySuite:
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("served", [0, 300])
     @pytest.mark.parametrize("preempted", [False, True])
-    @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t1-new"])
+    @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t1-new", "t1-", "-t0"])
     @pytest.mark.parametrize("size", [10, 5000])
     @pytest.mark.parametrize("aborted", [0, 2])
     def test_request_is_admitted_while_others_keep_arriving(
@@ -57,8 +57,8 @@ class SchedulingPolicySuite:
     ) -> None:
         """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once.
 
-        `tenants` are that of the request, and that of the others: t0, one without requests so far, or each time a new
-        one. `served` requests of t0 have ended before.
+        `tenants` are that of the request, and that of the others: t0, one without requests so far, each time a new one,
+        or none, which is the empty string. `served` requests of t0 have ended before.
         """
         if size > 10 and self.favours_small:
             lacks(self.favours_small)
@@ -95,8 +95,9 @@ class SchedulingPolicySuite:
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("preemptions", [0, 5])
     @pytest.mark.parametrize("promised", [20, 5000])
-    def test_tenants_with_equal_use_are_served_equally(self, promised: int, preemptions: int) -> None:
-        """Requests of one of two tenants have a larger `max_tokens`, or are preempted more often; all use 20 tokens."""
+    @pytest.mark.parametrize("prompt", [10, 28])
+    def test_tenants_with_equal_use_are_served_equally(self, prompt: int, promised: int, preemptions: int) -> None:
+        """Requests of one of two tenants differ in `max_tokens`, preemptions or their prompts; all use 30 tokens."""
         queue, counts = Queue(self.policy_class()()), Counter[str]()
         first = [QueuedRequest(0, 10, 20, 0, tenant, preempted=False) for tenant in ("t0", "t1")]
         if len({queue.policy.flow(request) for request in first}) < 2:
@@ -104,8 +105,8 @@ class SchedulingPolicySuite:
         waits, running = Counter[str](), list[QueuedRequest]()
         for arrival in range(400):
             tenant = min(("t0", "t1"), key=lambda each: waits[each])
-            most = promised if tenant == "t1" else 20
-            queue.add(QueuedRequest(arrival, 10, most, 0, tenant, preempted=False))
+            size, most = (prompt, promised) if tenant == "t1" else (10, 20)
+            queue.add(QueuedRequest(arrival, size, most, 0, tenant, preempted=False))
             waits[tenant] += 1
             if arrival < 20:
                 continue
@@ -121,14 +122,18 @@ class SchedulingPolicySuite:
         require(min(counts["t0"], counts["t1"]) >= 200 // 3, "2.2", f"of 200 requests, those of a tenant are {counts}")
 
     @pytest.mark.law("3.6")
+    @pytest.mark.parametrize("preempted", [False, True])
     @pytest.mark.parametrize("admitted", [True, False])
-    def test_it_forgets_requests_that_ended(self, *, admitted: bool) -> None:
-        """Requests end after their admission, or are aborted while they wait."""
+    def test_it_forgets_requests_that_ended(self, *, admitted: bool, preempted: bool) -> None:
+        """Requests end after their admission, or are aborted while they wait, the first time or after a preemption."""
         queue = Queue(self.policy_class()())
         before = holdings(queue.policy)
         for arrival in range(_REQUESTS):
             request = QueuedRequest(arrival, 10, 10, 0, f"tenant {arrival}", False)
             queue.add(request)
+            if preempted:
+                request = returned(queue.admit())
+                queue.add(request)
             queue.end(queue.admit(), 15) if admitted else queue.abort(request)
         grown = holdings(queue.policy) - before
         require(grown < _CONSTANT, "3.6", f"it holds {grown} objects more after {_REQUESTS} requests that ended")

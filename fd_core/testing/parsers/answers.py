@@ -66,7 +66,12 @@ CALL_AXES: Final = (
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
     Axis("name", ("weather", "w", "now_and_then", "get.weather-2_x", "x" * 64), ("CallForm.begin",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
-    Axis("schema", ("string", "optional", "any_of", "ref", "typed"), ("ToolParser.tools",)),
+    Axis(
+        "schema",
+        ("string", "optional", "any_of", "ref", "typed", "bare"),
+        ("ToolParser.tools",),
+        rare=tuple({"schema": kind, "value": "word"} for kind in ("optional", "any_of", "ref")),
+    ),
     *_COMMON,
 )
 ANSWER_AXES: Final = (
@@ -75,7 +80,7 @@ ANSWER_AXES: Final = (
     Axis("text", (*TEXTS, "none")),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),
-    Axis("begins", ("text", "prompt", "later_turn"), ("ReasoningParser.prompt_tail",)),
+    Axis("begins", ("text", "prompt", "later_turn", "cut_off_turn"), ("ReasoningParser.prompt_tail",)),
     *_COMMON,
 )
 EXCUSED: Final[Mapping[str, str]] = {
@@ -238,13 +243,29 @@ _CITIES: Final[Mapping[str, dict[str, Any]]] = {
 
 
 def _schema(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of a tool with these arguments; only `typed` describes more than the city."""
+    """Return a schema of a tool with these arguments; only `typed` describes more than the city, and `bare` nothing."""
     if arguments.get("city") == "null" and kind in _CITIES:  # it would be ambiguous
         kind = "string"
+    if kind == "bare" and not _is_json(arguments.get("city")):
+        return {}
     found = {"city": _CITIES.get(kind, {"type": "string"})}
     if kind == "typed":
         found |= {name: {"type": _TYPES[type(value)]} for name, value in arguments.items()}
-    return {"type": "object", "properties": found, "$defs": {"City": {"type": "string"}}}
+    if kind == "ref":
+        found["next"] = {"$ref": "#/$defs/Node"}
+    return {"type": "object", "properties": found, "$defs": {"City": {"type": "string"}, "Node": _NODE}}
+
+
+_NODE: Final[Mapping[str, Any]] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+"""Schema of a list, which refers to itself."""
+
+
+def _is_json(text: object) -> bool:
+    try:
+        json.loads(str(text).lower())
+    except ValueError:
+        return False
+    return True
 
 
 _TYPES: Final[Mapping[type, str]] = {
@@ -291,8 +312,9 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
     # Only a marker can begin another block.
     for block in range(_int(case, "blocks") if head.strip() else 1):
         if block == 0 and case["begins"] != "text" and head.strip() in target.markers and target.cls.end:
-            earlier = f"{head}{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
-            model.prompt = f"<|user|>Hi<|assistant|>{earlier if case['begins'] == 'later_turn' else ''}{head}"
+            earlier = f"{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
+            before = {"later_turn": f"<|user|>Hi<|assistant|>{head}{earlier}", "cut_off_turn": earlier}
+            model.prompt = before.get(str(case["begins"]), "<|user|>Hi<|assistant|>") + head
         else:
             model.add(head)
         model.add(f"{reasoning} {block}" if reasoning else "", model.reasonings)
@@ -348,7 +370,7 @@ def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
 def _written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
     if form.arguments == "json" and style == "compact":
         return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    if form.arguments == "json" and style == "indented":
+    if form.arguments == "json" and style == "indented" and not form.end.isspace():  # else its first line ends the call
         return json.dumps(arguments, ensure_ascii=False, indent=2)
     return arguments_text(form.arguments, arguments, ascii_only=style == "ascii")
 

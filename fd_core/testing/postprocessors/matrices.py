@@ -96,21 +96,24 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
 class Matrices:
     """A postprocessor for a number of slots and drafts, and its matrices."""
 
-    def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new") -> None:
+    def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new", **limits: int) -> None:
         """Create the postprocessor. The `memory` of inputs is "new", "reused" by all steps, with garbage after its
-        rows, or "strided": parts of larger arrays, the tokens with strides.
+        rows, or "strided": parts of larger arrays, the tokens with strides. `limits` are other fields of `Limits`.
         """
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
         self.postprocess = target.make(
             target.ops,
             Limits(
-                max_num_seqs=slots,
-                max_num_batched_tokens=slots * (1 + k),
-                max_model_len=64,
-                block_size=4,
-                num_kv_blocks=16,
-                vocab_size=2**31 - 1,
-                max_drafts=k,
+                **{
+                    "max_num_seqs": slots,
+                    "max_num_batched_tokens": slots * (1 + k),
+                    "max_model_len": 64,
+                    "block_size": 4,
+                    "num_kv_blocks": 16,
+                    "vocab_size": 2**31 - 1,
+                    "max_drafts": k,
+                    **limits,
+                }
             ),
         )
         shapes = ((slots, 1 + k), *((slots,),) * 3) if memory == "reused" else ()

@@ -25,6 +25,7 @@ _RANGES: Final = {
     "zero": (0, 1),
     "small": (0, 4),
     "15-bits": (2**15 - 2, 2**15 + 2),
+    "below-16-bits": (2**16 - 4, 2**16),
     "16-bits": (2**16 - 2, 2**16 + 2),
     "24-bits": (2**24 - 2, 2**24 + 4),
     "31-bits": (2**31 - 9, 2**31),
@@ -43,7 +44,7 @@ AXES: Final = (
     Axis("accepted", ("random", "none", "all", "all-but-one", "in-turn"), ("Postprocess.token_matrix.accepted",)),
     Axis(
         "tokens",
-        ("random", "zero", "small", "15-bits", "16-bits", "24-bits", "31-bits"),
+        tuple(_RANGES),
         ("Postprocess.token_matrix.sampled",),
     ),
     Axis("rejected", ("random", "empty", "released", "lowest"), ("Postprocess.token_matrix.sampled",)),
@@ -141,11 +142,20 @@ def allowed(case: Case) -> bool:
 
 
 class _Instance:
-    """A postprocessor, its steps in a cycle, and the matrices that were not compared yet."""
+    """A postprocessor with the smallest limits for its steps, which it computes in a cycle, and the matrices that were
+    not compared yet."""
 
     def __init__(self, target: PostprocessTarget, case: Case) -> None:
         self._steps = steps_of(case)
-        self.matrices = Matrices(target, _int(case, "slots"), _int(case, "k"), str(case["memory"]))
+        computed = max(int((1 + rows.accepted).sum()) for rows in self._steps)
+        self.matrices = Matrices(
+            target,
+            _int(case, "slots"),
+            _int(case, "k"),
+            str(case["memory"]),
+            max_num_batched_tokens=max(computed, 1 + _int(case, "k")),
+            vocab_size=_RANGES[str(case["tokens"])][1],
+        )
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
         self._done = 0

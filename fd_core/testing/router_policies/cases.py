@@ -113,9 +113,10 @@ def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
 def check_policy(policy: PolicyUnderTest, case: Case) -> None:
     """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`.
 
-    A third one, for the workers of another role, is called in between: instances share no state.
+    For the second one, `Candidates.once` works everything out again in each call, which changes no choice. A third one,
+    for the workers of another role, is called in between: instances share no state.
     """
-    one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case)
+    one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case, works_out_again=True)
     urls = "names" if case["urls"] == "ports" else "ports"
     of_another_role = _PolicyInstance(policy, {**case, "urls": urls, "change": "none"})
     with ThreadPoolExecutor(1) as pool:
@@ -132,11 +133,11 @@ def check_policy(policy: PolicyUnderTest, case: Case) -> None:
 class _PolicyInstance:
     """A new instance of a policy, and its calls."""
 
-    def __init__(self, policy: PolicyUnderTest, case: Case) -> None:
+    def __init__(self, policy: PolicyUnderTest, case: Case, *, works_out_again: bool = False) -> None:
         sizes = {"cache_block_size": case["block_size"], "max_sessions": case["max_sessions"]}
         config = replace(policy.config, **sizes)
         self._policy = policy.cls(config)
-        self.calls = _contexts(policy.cls, config, case)
+        self.calls = _contexts(policy.cls, config, case, works_out_again=works_out_again)
 
     def sweep(self, now: float) -> None:
         self._policy.sweep(now)
@@ -155,7 +156,7 @@ class _PolicyInstance:
 
 
 def _contexts(
-    cls: type[RouterPolicy], config: RouterConfig, case: Case
+    cls: type[RouterPolicy], config: RouterConfig, case: Case, *, works_out_again: bool
 ) -> Iterator[tuple[list[RouterWorker], RoutingContext, list[RouterWorker]]]:
     """Yield the workers, the context and the departed workers of each call, all of them new objects."""
     count, calls, role = _int(case, "workers"), _int(case, "calls"), str(case["role"])
@@ -168,6 +169,8 @@ def _contexts(
         gone: list[RouterWorker] = []
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
             workers, gone = _changed(str(case["change"]), workers, url, incarnation)
+            once = {}
+        if works_out_again:
             once = {}
         tokens = prompts[call % len(prompts)]
         blocks = len(tokens) // config.cache_block_size

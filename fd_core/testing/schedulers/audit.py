@@ -209,6 +209,8 @@ class Auditor:
         self.steps = 0
         self.planned_tokens = 0
         """Tokens of all steps."""
+        self.admitted_tokens = Counter[str]()
+        """Tokens of all admissions, by the counter of `SchedulerCounters` that has them."""
         self._epoch = epoch
         self._order = order
         self._step: int | None = None
@@ -433,11 +435,14 @@ class Auditor:
         if request.needs_every_position:
             begins = f"{name} begins with {computed} positions, of which it computed {request.seen}"
             require(computed <= request.seen, "4", f"{begins}, but needs every position of its prompt")
+        first, size = request.cached is None and not request.spec.delivered, len(told)
+        self.admitted_tokens.update({"prompt_tokens": size} if first else {"recomputed_tokens": size - computed})
+        self.admitted_tokens["prefix_queries"] += size
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
         occupancy = Occupancy(request, slot, admission.gen, [], len(told), computed, len(told))
-        first = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
-        for grant in first:
+        grants = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
+        for grant in grants:
             self._grant(grant, touched, occupancy, own=[] if loaded is None else loaded.blocks.tolist())
         self.occupancies[slot], request.occupancy = occupancy, occupancy
         if not occupancies:

@@ -332,6 +332,10 @@ class Driver:
             "budget_used": (counters.budget_used, auditor.planned_tokens),
             "budget_limit": (counters.budget_limit, auditor.steps * self.limits.max_num_batched_tokens),
             "preemptions": (counters.preemptions, auditor.preemptions),
+            **{
+                name: (getattr(counters, name), auditor.admitted_tokens[name])
+                for name in ("prompt_tokens", "recomputed_tokens", "prefix_queries")
+            },
             "generated_tokens": (stats.outputs.generated_tokens, sum(map(len, self.texts.tokens.values()))),
             "sent_blocks": (
                 stats.transfers.sent_blocks if stats.transfers else 0,

@@ -100,6 +100,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
+_LINES: Final = 40
+"""Most lines of a get at which a value is deleted."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 """Lengths of the values that replace each other under a key."""
 
@@ -484,6 +486,25 @@ class StoreSuite:
         interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, type(store).__module__.partition(".")[0])
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)], "a read changed what another thread put"
 
+    @pytest.mark.law("5.2")
+    def test_a_value_may_be_deleted_at_any_line_of_a_get(self, store: KVStore) -> None:
+        for line in range(_LINES):
+            store.put([(A, [value_of(A)]), (B, [value_of(B)])], TIMEOUT)
+            lines = itertools.count()
+
+            def delete(line: int = line, lines: Iterator[int] = lines) -> None:
+                if next(lines) == line:
+                    store.delete([A], TIMEOUT)
+
+            package = type(store).__module__.partition(".")[0]
+            first, second, third = as_bytes(
+                interleaved(lambda: store.get([A, B, A], LIMIT, TIMEOUT), delete, package, patience=0.05)
+            )
+            assert {first, third} <= {None, value_of(A)}, f"deleted at line {line}, a value is another one"
+            assert second == value_of(B), f"a value was deleted at line {line}, and another one of the get is wrong"
+            if next(lines) <= line:
+                return
+
     @pytest.mark.law("5.5")
     def test_a_timeout_is_of_the_whole_call(self, store: KVStore) -> None:
         """Let 1/8 of the timeout pass with each reading of the clock: a call that goes on must not start it again."""
@@ -660,7 +681,9 @@ class StoreSuite:
         )
 
     @pytest.mark.law("5.5")
-    def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
+    @pytest.mark.parametrize("used_by", ["get", "put"])
+    def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore, used_by: str) -> None:
+        """Some values are read, or put again, after each new one; a count of leading keys is no use."""
         self.size_cap.require()
         store = make_store(with_parameter(location, "max_bytes=100000"))
         for number in range(40):
@@ -671,8 +694,13 @@ class StoreSuite:
             assert found.limit_bytes == 100_000
             assert found.bytes is not None
             assert found.bytes <= 100_000
-            found_values = as_bytes(store.get([*used, key], LIMIT, TIMEOUT))
-            assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use was evicted"
+            there = store.longest_prefix([*used, key], LIMIT, TIMEOUT)
+            assert there == len(used) + 1, f"value {there} of those in use was evicted"
+            if used_by == "put":
+                store.put([(each, [value_of(each, 9000)]) for each in used], TIMEOUT)
+            else:
+                found_values = as_bytes(store.get([*used, key], LIMIT, TIMEOUT))
+                assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use has changed"
             time.sleep(0.005)  # timestamps of file systems are coarser
         assert store.get([key_of(3), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
@@ -713,8 +741,11 @@ class StoreSuite:
         for at in range(60):
             key, length = keys[at * 7 % 40], size + at % 3
             assert store.put([(key, [value_of(key, length)])], TIMEOUT) == 1
-            there = sum(len(value) for value in store.get(keys, LIMIT, TIMEOUT) if value is not None)
+            values = [value for value in store.get(keys, LIMIT, TIMEOUT) if value is not None]
+            there = sum(map(len, values))
             assert there <= cap, f"the store holds {there:,} bytes, its limit is {cap:,}"
+            counted = store.stats(TIMEOUT).values
+            assert counted in (None, len(values)), f"stats: expected {len(values)} values, got {counted}"
         if self.sharing.reason is None:
             store.delete(keys, TIMEOUT)
             for key in keys:

@@ -21,7 +21,7 @@ from fd_core.text.parsing.events import Event
 __all__ = ["CallForm", "FreePart", "OutputParser", "ReasoningParser", "TaggedArguments", "ToolParser", "ToolSchemas"]
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-"""Names of the tools of a request, with the JSON schemas of their arguments."""
+"""Names of the tools of a request, with the JSON schemas of their arguments, as clients write them: {} is one."""
 
 
 class TaggedArguments(NamedTuple):
@@ -123,7 +123,10 @@ class ReasoningParser(OutputParser):
     """The marker that ends reasoning; empty if there is no single one, and then reasoning has no budget."""
 
     def __init__(self, prompt_tail: str) -> None:
-        """`prompt_tail` is how the prompt ends: templates may open reasoning, or close it, themselves."""
+        """`prompt_tail` is how the prompt ends: templates may open reasoning, or close it, themselves.
+
+        It may begin in the middle of an earlier turn.
+        """
 
     @classmethod
     def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:

@@ -228,3 +228,52 @@ class EndsWithAnError(Shortest):
         if len(tokens) % 4 and len(tokens) < 100:
             raise ValueError("the text does not end with a block")
         super().admit(slot, tokens)
+
+
+@noticed("test_case")
+class ExtendsTheTextByItsDrafts(Shortest):
+    """Takes its drafts for a part of the text until the next tokens arrive."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._delivered = [0] * context.num_slots
+
+    def admit(self, slot, tokens):
+        self._delivered[slot] = 0
+        super().admit(slot, tokens)
+
+    def grow(self, slot, tokens):
+        del self._texts[slot][self._delivered[slot] :]
+        super().grow(slot, tokens)
+        self._delivered[slot] = len(self._texts[slot])
+
+    def guess(self, slot, limit):
+        drafts = super().guess(slot, limit)
+        self._texts[slot] += drafts.tolist()
+        return drafts
+
+
+@noticed("test_case")
+class DraftsForTheSlotsOfTheLastStep(Shortest):
+    """Returns drafts by row of the last step, whichever slots are named."""
+
+    def extend(self, slots, tokens, counts):
+        super().extend(slots, tokens, counts)
+        self._extended = slots.copy()
+
+    def propose(self, slots, limit):
+        last = getattr(self, "_extended", slots)
+        return super().propose(last[: len(slots)] if len(last) >= len(slots) else slots, limit)
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class KeepsSixteenThousandTokens(NgramDrafter):
+    """A ring of the last tokens, whose positions are those of the whole text."""
+
+    def guess(self, slot, limit):
+        whole = self._texts[slot]
+        self._texts[slot] = whole[-(1 << 14) :]
+        try:
+            return super().guess(slot, limit)
+        finally:
+            self._texts[slot] = whole

@@ -355,7 +355,7 @@ class ExceedsTheLimitByAValue(MemoryStore):
             self.limit_bytes = limit
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays")
+@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
 class EvictsTheNewestFirst(MemoryStore):
     def get(self, *arguments):
         found = super().get(*arguments)
@@ -449,7 +449,7 @@ class OverwritesValuesOfOneSize(DiskStore):
         return len(values) - len(new) + super().put(new, timeout)
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays")
+@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
 class UsesTheFirstValueOfABatch(MemoryStore):
     def get(self, keys, limit, timeout):
         rest = [self._values.get(key) for key in keys[1:]]
@@ -566,4 +566,54 @@ class SharesABuffer(MemoryStore):
                 self.buffer = bytearray()
                 self.buffer += value
                 found[at] = bytes(self.buffer)
+        return found
+
+
+@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+class CountsEvictedValues(MemoryStore):
+    """Only a delete lowers the number of values."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.known = set()
+
+    def put(self, values, timeout):
+        self.known |= {key for key, _ in values}
+        return super().put(values, timeout)
+
+    def delete(self, keys, timeout):
+        self.known -= set(keys)
+        return super().delete(keys, timeout)
+
+    def stats(self, timeout):
+        return replace(super().stats(timeout), values=len(self.known))
+
+
+@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="put")
+class KeepsThePlaceOfReplacedValues(MemoryStore):
+    """A value that is put again stays as old as it was."""
+
+    def put(self, values, timeout):
+        stored = 0
+        for key, parts in values:
+            if key in self._opened():
+                self._opened()[key] = b"".join(parts)
+                stored += 1
+            else:
+                stored += super().put([(key, parts)], timeout)
+        return stored
+
+
+@found_by("test_a_value_may_be_deleted_at_any_line_of_a_get")
+class ReadsWithoutALock(MemoryStore):
+    """Another thread may delete a value between the two look-ups."""
+
+    def get(self, keys, limit, timeout):
+        values, found = self._opened(), []
+        for key in keys:
+            if key in values and len(values[key]) <= limit:
+                values.move_to_end(key)
+                found.append(values[key])
+            else:
+                found.append(None)
         return found

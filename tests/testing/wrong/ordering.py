@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +184,46 @@ class ChargesMaxTokens(FairShare):
         super().ended(request, num_computed)
 
 
+class ServesRequestsWithoutATenantFirst(FairShare):
+    """Puts them into the flow of preempted requests, whose name is None."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def flow(self, request):
+        return self._RETURNING if request.preempted else request.tenant or None
+
+
+class CountsRequestsByFlow(FairShare):
+    """A request that was preempted leaves another flow than it entered."""
+
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def arrived(self, request):
+        super().arrived(request)
+        self.counts[self.flow(request)] += 1
+
+    def ended(self, request, num_computed):
+        super().ended(request, num_computed)
+        flow = self.flow(request)
+        self.counts[flow] -= 1
+        if not self.counts[flow]:
+            del self.counts[flow]
+
+
+class ChargesPromptsOnly(FairShare):
+    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+
+    def admitted(self, request):
+        super().admitted(replace(request, max_new_tokens=0))
+
+    def ended(self, request, num_computed):
+        super().ended(request, self._charges.get(request.arrival, (num_computed, 0))[0])
+
+
 class RanksPrioritiesInSixteenBits(Priority):
     noticed_by = "test_order"
 
@@ -275,6 +316,13 @@ class SharesTies(VictimPolicy):
 
     def choose(self, running):
         return int(np.argmin(running.num_tokens))
+
+
+class BreaksTiesBySlot(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.lexsort((running.slots, running.num_tokens))[0])
 
 
 class AlternatesVictims(FewestTokens):

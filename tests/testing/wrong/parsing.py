@@ -732,3 +732,35 @@ class AppliesGrammarsToReasoning(QwenReasoning):
     @classmethod
     def begins_reasoning(cls, prompt_tail, switched):
         return switched and cls.end not in prompt_tail
+
+
+@breaks("8.[134]", "calls")
+class NeedsPropertiesInASchema(GlmTools):
+    """The schema of a tool without parameters may be {}."""
+
+    def begin_call(self, name):
+        self.known = set(self.tools[name]["properties"]) if name in self.tools else set()
+        super().begin_call(name)
+
+
+@breaks("8.[134]", "calls")
+class InlinesReferences(GlmTools):
+    """Replaces each `$ref` by what it refers to; a schema may refer to itself."""
+
+    def begin_call(self, name):
+        self.inlined(self.tools.get(name, {}), name)
+        super().begin_call(name)
+
+    def inlined(self, part, name):
+        if isinstance(part, dict) and "$ref" in part:
+            part = self.tools[name]["$defs"][part["$ref"].rpartition("/")[2]]
+        return {key: self.inlined(value, name) for key, value in part.items()} if isinstance(part, dict) else part
+
+
+@breaks("8.[134]", "answer")
+class CountsMarkersOfThePrompt(QwenReasoning):
+    """Reasoning is open if more of it begins than ends in the tail of the prompt, which may begin within one."""
+
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return prompt_tail.count(cls.begin) > prompt_tail.count(cls.end)

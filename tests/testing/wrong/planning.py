@@ -601,3 +601,27 @@ class KeepsBlocksInReserve(Changed):
 
 
 NUMBERS = ("num_fenced", "num_free")
+
+
+@breaks("1.7", "lifetime:test_id_of_a_request_that_ended_while_it_drains_is_free")
+class FindsDrainingRequestsById(Changed):
+    """Removes a request that ended when its slot is released; by then its id may be that of a new one."""
+
+    def commit(self, plan, output):
+        there = [self._slots.requests[each.slot] for each in plan.revocations]
+        ended = [request.spec.request_id for request in there if request is not None and request.ended is not None]
+        result = super().commit(plan, output)
+        for request in filter(None, [self._requests.pop(name, None) for name in ended]):
+            self._admission_planner.remove(request)
+        return result
+
+
+@breaks("3.6", "schedule:plain")
+class CountsPromptsOfPreemptedRequestsAgain(Changed):
+    def change(self):
+        def run(batch, right, slot, request, num_computed, num_cached):
+            before = batch.counters.prompt_tokens
+            right(slot, request, num_computed, num_cached)
+            batch.counters.prompt_tokens = before + request.prompt_len
+
+        instead(self._running_batch, "run", run)

@@ -236,7 +236,7 @@ class ReleasesOneStepLate(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, np.setdiff1d(now, slots))
 
 
-@breaks("1.1", "matrix")
+@breaks("1.[12]", "matrix")
 class ReplaysTheStepOfItsShape(NumpyPostprocess):
     """A graph that is replayed with the inputs of its capture."""
 
@@ -423,7 +423,7 @@ class ComparesStepsInThirtyTwoBits(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked)
 
 
-@breaks("1.1", "matrix")
+@breaks("1.[12]", "matrix")
 class SharesScratchMemory(NumpyPostprocess):
     """Memory of the class, in which each step is built before it is copied out."""
 
@@ -594,3 +594,21 @@ class ServesTorchWithoutDrafts(NumpyPostprocess):
         if not isinstance(sampled, torch.Tensor):
             return super().token_matrix(sampled, accepted, slots, revoked)
         return TorchPostprocess.token_matrix(self, sampled, accepted * 0, slots, revoked)
+
+
+@breaks("1.1", "matrix")
+class StoresSmallVocabulariesInSixteenBits(NumpyPostprocess):
+    """The sign takes one of the bits."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        return matrix.astype(np.int16).astype(np.int32) if self.limits.vocab_size <= 2**16 else matrix
+
+
+@breaks("1.1", "matrix")
+class HasRoomForRowsWithDrafts(NumpyPostprocess):
+    """The budget of a step has room for more rows if they have no drafts."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        rows = self.limits.max_num_batched_tokens // (1 + self.limits.max_drafts)
+        return super().token_matrix(sampled[:rows], accepted[:rows], slots[:rows], revoked)

@@ -140,6 +140,23 @@ def test_id_that_was_used_before_is_that_of_a_new_request(target: SchedulerTarge
         require(aborted and not run.scheduler.request_ids(), "1.7", f"abort {number} of one id returned {delta}")
 
 
+@pytest.mark.law("1.7")
+def test_id_of_a_request_that_ended_while_it_drains_is_free(target: SchedulerTarget) -> None:
+    """Its last token is in flight when it is aborted; its id is used again before its slot is released."""
+    run, spec = _run(target, max_num_seqs=2, pipeline_depth=2), greedy("again", (1, 2, 3), 1)
+    run.scheduler.add(spec)
+    first = run.plan()
+    run.scheduler.abort("again")
+    second = run.plan()
+    if first is None or second is None:
+        raise AssertionError("expected a plan with a request, and one that revokes its slot")
+    run.commit(first)
+    run.scheduler.add(spec)
+    run.commit(second)
+    ends = [delta.finish_reason for _ in range(3) for delta in run.step()[1]]
+    require(ends == [FinishReason.LENGTH], "1.7", f"a request with the id of one that ended while it drained: {ends}")
+
+
 @pytest.mark.law("2.6")
 def test_cost_does_not_grow_with_the_texts(target: SchedulerTarget) -> None:
     """Count the bytecodes and the memory of sixteen steps of eight requests after few and after many tokens."""
