@@ -65,17 +65,25 @@ def endpoint(
     answer: type[msgspec.Struct],
     *,
     stream: bool = False,
+    lines: bool = False,
     errors: tuple[int, ...] | None = None,
+    error: type[msgspec.Struct] = ErrorAnswer,
     unhealthy: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of a route's decorator that describe an endpoint, with the errors of reading a `body`."""
+    """Return the arguments of a route's decorator that describe an endpoint, with the errors of reading a `body`.
+
+    `stream` is True if the answer may be a stream of events, `lines` if it may be lines of JSON, each an `answer`.
+    `error` is the body of error responses.
+    """
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
     limited = {429} if 401 in listed else set()
     listed = tuple(sorted({*listed, *limited, 403, 421}))
-    responses = {status: _response(_ERRORS[status], ErrorAnswer) for status in listed}
+    responses = {status: _response(_ERRORS[status], error) for status in listed}
     responses[200] = _response("Success", answer)
     if stream:
         responses[200]["content"]["text/event-stream"] = {"schema": _EVENT}
+    if lines:
+        responses[200]["content"]["application/x-ndjson"] = {"schema": {"type": "string"}}
     if unhealthy:
         responses[503] = _response("Not available; `reason` gives the cause", answer)
     described: dict[str, Any] = {

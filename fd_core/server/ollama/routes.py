@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -42,6 +43,7 @@ from fd_core.structured.grammar import RequestedConstraint, SchemaConstraint
 from fd_core.text.parsing.events import Content, Event
 
 router = APIRouter(route_class=DirectRoute)
+_endpoint = partial(endpoint, error=schemas.ErrorText)
 CHAT_BODY: Final = BodyFormat(schemas.OllamaChatRequest, schemas.REFUSED, needs_type=False)
 GENERATE_BODY: Final = BodyFormat(schemas.GenerateRequest, schemas.REFUSED, needs_type=False)
 EMBED_BODY: Final = BodyFormat(schemas.EmbedRequest, needs_type=False)
@@ -58,7 +60,7 @@ _SAME: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "prese
 _LATEST: Final = ":latest"
 
 
-@router.post("/api/chat", **endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, AnswerLine, stream=True))
+@router.post("/api/chat", **_endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, AnswerLine, lines=True))
 async def create_chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     state, body, headers = await CHAT_BODY.read(request)
@@ -69,7 +71,7 @@ async def create_chat(request: Request) -> Response:
 
 
 @router.post(
-    "/api/generate", **endpoint("Complete a text, as Ollama does", schemas.GenerateRequest, AnswerLine, stream=True)
+    "/api/generate", **_endpoint("Complete a text, as Ollama does", schemas.GenerateRequest, AnswerLine, lines=True)
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it if it is raw or the model has no chat template."""
@@ -228,7 +230,7 @@ def _events(choice: ChoiceStream, text: str, events: Iterable[Event]) -> Iterabl
     return [Content(text)] if text else []
 
 
-@router.post("/api/embed", **endpoint("Create embeddings, as Ollama does", schemas.EmbedRequest, schemas.EmbedAnswer))
+@router.post("/api/embed", **_endpoint("Create embeddings, as Ollama does", schemas.EmbedRequest, schemas.EmbedAnswer))
 async def embed(request: Request) -> Response:
     """Return a vector of length 1 for each text."""
     began = time.perf_counter()
@@ -247,13 +249,13 @@ async def embed(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.get("/api/tags", **endpoint("List the served models, as Ollama does", None, schemas.TagsAnswer))
+@router.get("/api/tags", **_endpoint("List the served models, as Ollama does", None, schemas.TagsAnswer))
 async def tags(request: Request) -> Response:
     """List the names under which the model answers."""
     return json_response(schemas.TagsAnswer(_listed(state_of(request))))
 
 
-@router.get("/api/ps", **endpoint("List the loaded models, as Ollama does", None, schemas.TagsAnswer))
+@router.get("/api/ps", **_endpoint("List the loaded models, as Ollama does", None, schemas.TagsAnswer))
 async def running(request: Request) -> Response:
     """List the same models: all are loaded."""
     listed = _listed(state_of(request))
@@ -262,7 +264,7 @@ async def running(request: Request) -> Response:
     return json_response(schemas.TagsAnswer(listed))
 
 
-@router.post("/api/show", **endpoint("Describe a model, as Ollama does", schemas.ShowRequest, schemas.ShowAnswer))
+@router.post("/api/show", **_endpoint("Describe a model, as Ollama does", schemas.ShowRequest, schemas.ShowAnswer))
 async def show(request: Request) -> Response:
     """Describe architecture, abilities and sampling defaults of a model."""
     state, body, headers = await SHOW_BODY.read(request)
@@ -290,7 +292,7 @@ async def show(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.get("/api/version", **endpoint("Show the version, as Ollama does", None, VersionAnswer))
+@router.get("/api/version", **_endpoint("Show the version, as Ollama does", None, VersionAnswer))
 async def version(request: Request) -> Response:
     """Return the version of fd_core."""
     return json_response(VersionAnswer(fd_core.__version__))

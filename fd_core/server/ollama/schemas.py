@@ -135,6 +135,12 @@ class AnswerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     eval_duration: int | None = None
 
 
+class ErrorText(msgspec.Struct):
+    """Body of every error response."""
+
+    error: str
+
+
 class EmbedAnswer(msgspec.Struct, kw_only=True):
     """A vector of length 1 for each text."""
 
