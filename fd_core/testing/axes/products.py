@@ -208,11 +208,17 @@ LINEAR: Final[Part[Ops]] = Part(
 
 _HEAD: Final = (
     Axis("rows", (3, 1, 2, 8, 33, 65, 129, 257)),
-    Axis("hidden", (128, 16, 1, 7, 33, 129, 1000, 4104)),
+    Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
     Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_144)),
     Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
     Axis("tied", (False, True)),
-    Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+    Axis(
+        "packed",
+        (None,),
+        rare=tuple(
+            {"packed": name, "hidden": 128, "tied": tied} for name in sorted(WEIGHT_FORMATS) for tied in (False, True)
+        ),
+    ),
     Axis("wild", (False, True)),
     Axis("rows_of", ("all", "some")),
     Axis("size", (1.0, 256.0)),
@@ -265,7 +271,6 @@ HEAD: Final[Part[Ops]] = Part(
     check_head,
     lambda case: (
         int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
-        and not (case["packed"] and int_of(case, "hidden") % 128)
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
     _HEAD_EDGES,
