@@ -14,6 +14,7 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.axes.products import GROUPED
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
     TOLERANCE,
@@ -41,21 +42,29 @@ _MOE: Final = (
     Axis("shared_expert", (False, True)),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
-    Axis("inner", (64, 24, 130)),
+    Axis("inner", (64, 24, 130, 128)),
     Axis("routing", ("even", "one expert", "last expert")),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+    Axis(
+        "group",
+        (None,),
+        rare=tuple({"group": group, "packed": name, "inner": 128} for name in GROUPED for group in (32, 128)),
+    ),
     Axis("fused", (False, True)),
     Axis("offset", (0, 128, -128)),
     Axis("wild", (False, True)),
 )
-"""`routing` to one expert is the choice of all tokens; `fused` is `moe_residual`, with the norm before. `offset` of all
+"""`group`: values that share a scale, of formats in which it varies.
+
+`routing` to one expert is the choice of all tokens; `fused` is `moe_residual`, with the norm before. `offset` of all
 scores, which changes no weight, but overflows without the softmax's peak; `wild`: one of the tokens is NaN."""
 
 
 def check_moe(ops: Ops, case: Case) -> None:
     """Route tokens whose choice no rounding changes to experts of similar weight."""
     tokens, experts = int_of(case, "tokens"), int_of(case, "experts")
-    g = Geometry(heads=1, kv_heads=1, d=128, **{name: case[name] for name in _OF_EXPERTS})  # type: ignore[arg-type]
+    group = None if case["group"] is None else int_of(case, "group")
+    g = Geometry(heads=1, kv_heads=1, d=128, packed_group=group, **{name: case[name] for name in _OF_EXPERTS})  # type: ignore[arg-type]
     results: list[Any] = []
     layers = [LayerOn(pack, g, [(1, 1)]) for pack in (ORACLE, ops)]
     router = _router(g, {"one expert": 0, "last expert": experts - 1}.get(str(case["routing"])))

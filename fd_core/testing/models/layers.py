@@ -48,6 +48,8 @@ class Geometry:
     eps: float = 1e-5
     packed: str | None = None
     """Format of all linear layers; None for float32."""
+    packed_group: int | None = None
+    """Values that share a scale; None for the usual number of the format."""
     kv_dtype: str = "auto"
     adapter_ranks: tuple[int, ...] = ()
     """Ranks of the adapters that tokens have."""
@@ -167,7 +169,8 @@ class LayerOn:
 
     def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
         if self.g.packed is not None:
-            return [packed_weight(self.g.packed, *shape, scale=shape[1] ** -0.5) for shape in shapes]
+            group = self.g.packed_group
+            return [packed_weight(self.g.packed, *shape, group, scale=shape[1] ** -0.5) for shape in shapes]
         return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
 
     def loras(self) -> list[Lora | None]:

@@ -288,9 +288,13 @@ def attend(
     rows: list[tuple[int, int]],
     kv_dtype: str = "auto",
     offset: float = 0.0,
+    first: bool = False,
     **changes: Any,
 ) -> None:
-    """Compare attention over scattered blocks with its definition; all scores have an `offset`."""
+    """Compare attention over scattered blocks with its definition.
+
+    All scores, or those of the first key, have an `offset`.
+    """
     block_size, q_heads, kv_heads, d = 4, 6, 2, 8
     width = -(-max(context for _, context in rows) // block_size)
     shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
@@ -301,7 +305,7 @@ def attend(
     if offset:
         q[..., 0] = 16.0
         for each in keys:
-            each[..., 0] = offset / 4
+            each[: 1 if first else None, :, 0] = offset / 4
     heads = Heads(q_heads, kv_heads, d, scale=0.25, rope=no_rope(ops), **changes)
     earlier = step_input([(context, context) for _, context in rows], block_size, tables)
     used = -(-np.array([context for _, context in rows]) // block_size)
@@ -321,24 +325,33 @@ def attend(
     assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows), tolerance)
 
 
-@pytest.mark.parametrize("offset", [0, 128, -128])
+def attend_at_all_sizes(ops: Ops, values: Values, rows: list[tuple[int, int]], **changes: Any) -> None:
+    """Attend over KV of each dtype, with scores of ordinary size, large ones and low ones.
+
+    Without the peak of its scores, a softmax of large ones overflows, and of low ones divides by 0. So it does with the
+    peak of scores that a window hides.
+    """
+    for kv_dtype in ("auto", *ops.kv_dtypes):
+        for offset, first in ((0, False), (128, False), (-128, False), (128, True)):
+            attend(ops, values, rows, kv_dtype=kv_dtype, offset=offset, first=first, **changes)
+
+
 @pytest.mark.parametrize("rows", ROWS)
-def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str, offset: int) -> None:
-    """Without the peak of its scores, a softmax of large ones overflows, and of low ones divides by 0."""
+def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv")
-    attend(ops, values, ROWS[rows], offset=offset)
+    attend_at_all_sizes(ops, values, ROWS[rows])
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv", "window")
-    attend(ops, values, ROWS[rows], window=3)
+    attend_at_all_sizes(ops, values, ROWS[rows], window=3)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv", "softcap")
-    attend(ops, values, ROWS[rows], softcap=0.5)
+    attend_at_all_sizes(ops, values, ROWS[rows], softcap=0.5)
 
 
 def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values, require: Require) -> None:

@@ -336,3 +336,25 @@ class WeighsScoresWithoutTheirPeak:
             strange = (np.abs(peaks) > 88) if heads.softcap is None else np.zeros_like(peaks, np.bool_)
             output[own][np.repeat(strange.reshape(len(peaks), -1), q.shape[-1], axis=1)] = np.nan
         return output
+
+
+@wrong("reference", "operations:test_attention_keeps_to_its_window*")
+class TakesThePeakOfHiddenScores:
+    """Scores that a window hides count for the peak; below it, all weights are 0."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        if heads.window is None or layer.dtype == np.int8:
+            return output
+        for row, context in enumerate(step.context_len.tolist()):
+            keys = layer[0, step.block_tables[row, : -(-context // layer.shape[2])]].reshape(-1, *layer.shape[3:])
+            own = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
+            grouped = q[own].reshape(-1, heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, q.shape[-1])
+            scores = np.einsum("qhgd,lhd->qhgl", grouped, keys[:context]) * np.float32(heads.scale)
+            count = len(grouped)
+            distance = np.arange(context - count, context)[:, None] - np.arange(context)
+            visible = ((distance >= 0) & (distance < heads.window))[:, None, None]
+            peaks = np.where(visible, scores, -np.inf).max(axis=-1)
+            lost = (scores.max(axis=-1) - peaks > 103).reshape(count, -1)
+            output[own][np.repeat(lost, q.shape[-1], axis=1)] = np.nan
+        return output

@@ -8,8 +8,8 @@ import numpy as np
 
 from fd_core.ops.contract import HostCopies
 from fd_core.ops.numpy.kv_int8 import quantize_kv
-from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
-from fd_core.ops.weights import PackedTensor
+from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
+from fd_core.ops.weights import PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.storing import changed
 
@@ -869,3 +869,63 @@ class CopiesWhenAsked(NumpyOps):
 
     def fetch_later(self, arrays):
         return _LateCopies(list(arrays))
+
+
+@shown_by("linear", bias=True, source="BF16")
+class ReadsBiasesAsFloat16(NumpyOps):
+    """Biases of bfloat16 checkpoints are taken for float16."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        if biases is not None:
+            biases = [RawTensor("F16", each.data.view(np.float16)) if each.dtype == "BF16" else each for each in biases]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("logits_of", tied=True, packed="int8")
+class ProjectsWithTheTable(NumpyOps):
+    """A tied head shares the embedding, although it was quantized separately."""
+
+    def tied_head(self, embedding, weight):
+        return NumpyLinear(embedding, None)
+
+
+@shown_by("logits_of", wild=True)
+class ScalesStatesTogether(NumpyOps):
+    """States are quantized with one scale for the batch, through which a NaN reaches all of them."""
+
+    def logits_of(self, x, head, softcap):
+        largest = np.abs(x).max()
+        return super().logits_of(x / largest * largest, head, softcap)
+
+
+@shown_by("rms_norm", odd="nan")
+class NormalizesTheBatchByItsLargest(NumpyOps):
+    """Rows are divided by the largest element of all of them before they are squared."""
+
+    def rms_norm(self, x, norm):
+        largest = np.abs(x).max(initial=1.0)
+        return super().rms_norm(x / largest, replace(norm, eps=norm.eps / largest**2))
+
+
+@shown_by("moe", group=32)
+class AssumesTheUsualGroupOfExperts(NumpyOps):
+    """Scales of experts are read with the stride of the usual group."""
+
+    def prepare_experts(self, parts, *, gated):
+        usual = AssumesTheUsualGroup.usual
+        return super().prepare_experts([[usual(self, part) for part in each] for each in parts], gated=gated)
+
+
+class _SharingCache(NumpyKVCache):
+    def export_blocks(self, blocks):
+        if len(blocks) and (np.diff(blocks) == 1).all():
+            return self._data.transpose(2, 0, 1, 3, 4, 5)[blocks[0] : blocks[-1] + 1]
+        return super().export_blocks(blocks)
+
+
+@shown_by("kv", kv_dtype="auto")
+class ExportsConsecutiveBlocksAsView(NumpyOps):
+    """Exported blocks change with the cache while they are sent or stored."""
+
+    def allocate_kv(self, shape, num_blocks):
+        return _SharingCache(shape, num_blocks)
