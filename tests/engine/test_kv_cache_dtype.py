@@ -136,4 +136,4 @@ def test_pair_with_different_kv_dtypes_is_rejected(
     two.run(SPECS[0])
     assert two.outcomes == {"r0": "refused"}
     assert two.texts.tokens["r0"] == texts["r0"]
-    assert "the dtype of the KV is float32 at the prefill worker and int8 at the decode worker" in caplog.text
+    two.until(lambda: "the dtype of the KV is float32 at the prefill worker and int8 at the decode" in caplog.text, 5)

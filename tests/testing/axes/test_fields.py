@@ -28,6 +28,7 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
+from fd_core.testing.axes.parts import cases_of
 from fd_core.text.parsing.contract import (
     CallForm,
     FreePart,
@@ -106,6 +107,7 @@ VARIED_BY = {
     }
     for module in MODULES
 }
+PARTS = {part.name: part for module in MODULES for part in vars(module).values() if type(part).__name__ == "Part"}
 VARIED = set().union(*VARIED_BY.values())
 EXCUSED = {name: reason for module in MODULES for name, reason in getattr(module, "EXCUSED", {}).items()}
 
@@ -126,6 +128,16 @@ def fields_of(cls: type) -> list[str]:
         or [field.name for field in dataclasses.fields(cls)]
     )
     return [f"{cls.__name__}.{name}" for name in names]
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_every_value_of_an_axis_is_in_a_case(part):
+    """A value that `allowed` excludes from all cases looks tested and is not."""
+    cases = cases_of(part)[0]
+    reached = {(name, case.values[name]) for case in cases for name in case.values}
+    assert [
+        (axis.name, value) for axis in part.axes for value in axis.values if (axis.name, value) not in reached
+    ] == []
 
 
 @pytest.mark.parametrize("cls", TYPES, ids=lambda cls: cls.__name__)
