@@ -198,8 +198,7 @@ class ContinuousBatchingScheduler(Scheduler):
         self._prefixes.change_weights(nonce)
         for request in self._requests.values():
             self._admission_planner.remove(request)
-            spec = request.spec
-            request.root = self._prefixes.root(spec.cache_salt, spec.adapter)
+            request.root = self._prefixes.root(request.spec.cache_salt, request.spec.adapter)
             request.chain.clear()
             request.stored = request.stored_on_host = 0
             request.save = None

@@ -70,8 +70,9 @@ MUTANTS = (
         "1.7: abort frees everything and cancels pending operations",
         (
             SCHEDULER,
-            "            self._admission_planner.remove(request)\n",
-            "            self._admission_planner.remove(request)\n            self._operations.take()\n",
+            "self._admission_planner.remove(request)\n            request.advance(Event.ABORT_WAITING)\n",
+            "self._admission_planner.remove(request)\n            self._operations.take()\n"
+            "            request.advance(Event.ABORT_WAITING)\n",
         ),
     ),
     mutant(

@@ -151,7 +151,7 @@ MUTANTS = (
     mutant(
         "engine-sleeps-with-pending-effects",
         _BOTH,
-        (SCHEDULER, "self._operations.open or self._operations.effects or", "self._operations.open or"),
+        (SCHEDULER, "operations.open or operations.effects or", "operations.open or"),
     ),
     mutant(
         "lease-is-granted-without-room-to-grow",
