@@ -37,7 +37,7 @@ class PlansOnceForAllInstances:
         return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
 
 
-@wrong_in("null", "depth=3,requests=2")
+@wrong_in("null", "depth=16,requests=9,max_tokens=33")
 class ReturnsOneOfTwoMatrices:
     """Two buffers take turns, although more steps may be in flight."""
 
