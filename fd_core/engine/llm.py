@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import operator
 import secrets
 import time
@@ -120,7 +121,7 @@ class CompletionReader:
         return found.text
 
 
-class RequestMaker:
+class RequestMaker(abc.ABC):
     """Conversion of prompts and conversations to requests, each with the reader of its text."""
 
     tokenizer: Tokenizer
@@ -129,9 +130,9 @@ class RequestMaker:
         self._name, self._requests = secrets.token_hex(4), 0
 
     @property
+    @abc.abstractmethod
     def info(self) -> EngineInfo:
         """Properties of the engine."""
-        raise NotImplementedError
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend."""

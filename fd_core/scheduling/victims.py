@@ -21,7 +21,7 @@ class RunningRequests:
     """Running requests, one per row, from which a victim is chosen."""
 
     slots: npt.NDArray[np.intp]
-    """intp[n]: different numbers, which tell nothing about the requests."""
+    """intp[n]: distinct numbers, unrelated to the requests."""
     arrivals: npt.NDArray[np.int64]
     """int64[n]: order of arrival; the largest is the youngest."""
     priorities: npt.NDArray[np.int64]
