@@ -15,7 +15,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from harness.stepping import StepTimes, limits_for, time_decodes, time_prefills
 from fd_core.config import EngineConfig
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.registry import load_model
-from fd_core.ops.contract import Ops
+from fd_core.ops.contract import KVCache, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.runner import Runner
@@ -62,16 +62,17 @@ class Bench:
         postprocess: type[Postprocess],
         context: int,
         prefill: int,
+        batches: Sequence[int],
     ) -> None:
         self._make_ops, self._free, self._made, self._postprocess = make_ops, free, made, postprocess
-        self._context, self._prefill = context, prefill
+        self._context, self._prefill, self._batches = context, prefill, batches
 
     def model(self, name: str, shape: ModelShape, form: str, steps: int) -> dict[str, Any]:
         """Measure one model in one format of weights."""
         free = self._free()
         fitting = [
             rows
-            for rows in BATCHES
+            for rows in self._batches
             if held_bytes(shape, FORMATS[form], rows * (self._context + steps + 32)) < SHARE * free
         ]
         facts: dict[str, Any] = {"model": name, "format": form, "batches": fitting, "free_bytes": free}
@@ -83,6 +84,7 @@ class Bench:
         model = load_model(RandomCheckpoint(shape, form), ops, limits.max_model_len)
         facts["computed_by"] = choose(model)
         runner = Runner(ops, model, limits, self._postprocess)
+        _fill(runner.cache, shape.layers)
         loaded, held = time.perf_counter(), self._free()
         runner.warm_up(lambda done, total: None)
         made = self._made()
@@ -112,6 +114,14 @@ class Bench:
         took = f"{times.seconds * 1e3:.3f} ms, {rate:,.0f} tokens/s, host {times.launch * 1e6:.0f} us"
         print(f"{what}: {took}", flush=True)
         return step | {"seconds": times.seconds, "launch_s": times.launch, "tokens_per_s": rate}
+
+
+def _fill(cache: KVCache, layers: int) -> None:
+    """Write random keys and values, because products of zeros take less power and so less time."""
+    for index in range(layers):
+        layer = cache.layer(index)
+        for side in (layer.keys, layer.values):
+            side.normal_() if side.is_floating_point() else side.random_(-127, 128)
 
 
 def _copies(runner: Runner) -> dict[str, float]:
@@ -151,7 +161,7 @@ def run(
     return failed
 
 
-def on_cuda(context: int, prefill: int) -> Bench:
+def on_cuda(context: int, prefill: int, batches: Sequence[int]) -> Bench:
     """Return the bench on the first CUDA device."""
     import torch
     from fd_gpu_cuda.backend import CudaBackend
@@ -175,7 +185,7 @@ def on_cuda(context: int, prefill: int) -> Bench:
 
     plugins = installed_plugins()
     postprocess = plugins.load(POSTPROCESS, plugins.default_postprocessor("gpu_cuda", "torch"))
-    return Bench(make_ops, free, _made_kernels(), postprocess, context, prefill)
+    return Bench(make_ops, free, _made_kernels(), postprocess, context, prefill, batches)
 
 
 def _made_kernels() -> Callable[[], int]:
@@ -202,6 +212,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4"], choices=["bf16", "int8", "int4"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="rows of decodes")
     parser.add_argument("--steps", type=int, default=64, help="decodes of each batch")
     parser.add_argument("--output", type=Path, default=RESULT)
     return parser.parse_args(arguments)
@@ -209,7 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse()
-    bench = on_cuda(chosen.context, chosen.prefill)
+    bench = on_cuda(chosen.context, chosen.prefill, chosen.batches)
     facts = device_facts()
     found: dict[str, Any] = facts | {"chip": chip_of(facts["device"]), "steps": [], "models": []}
     try:

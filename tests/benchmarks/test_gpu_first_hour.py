@@ -26,7 +26,6 @@ MIXTURE = ModelShape("tiny mixture", 2, 64, 4, 2, 16, 128, 300, 256, experts=8, 
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "tiny", TINY)
-    monkeypatch.setattr(gpu_first_hour, "BATCHES", (1, 3))
     made = iter(range(100))
     return gpu_first_hour.Bench(
         lambda form: (TorchOps("bfloat16"), lambda model: f"torch, {model.vocab_size} tokens"),
@@ -35,6 +34,7 @@ def bench(monkeypatch):
         TorchPostprocess,
         40,
         24,
+        (1, 3),
     )
 
 
