@@ -209,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(ARCHITECTURES))
-    parser.add_argument("--formats", nargs="+", default=["bf16", "int4"], choices=["bf16", "int8", "int4"])
+    parser.add_argument("--formats", nargs="+", default=["bf16", "int4"], choices=list(FORMATS))
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="rows of decodes")

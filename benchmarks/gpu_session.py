@@ -1,10 +1,12 @@
 """Run every check and measurement for an NVIDIA GPU, item by item; a failed item does not stop the others.
 
     nox -s gpu
-    python benchmarks/gpu_session.py [--only hardware first-hour] [--results FOLDER]
+    python benchmarks/gpu_session.py [--only hardware llama-8b] [--results FOLDER]
 
-The first installs the dependencies of the second, and runs it. Without a GPU it runs the items that need none, lists
-the skipped commands with the reason, and exits with 0. With one, it exits with 1 if anything failed.
+The first installs the dependencies of the second, and runs it; `gpu_offline/` does so on a machine without a network.
+Without a GPU it runs the items that need none, lists the skipped commands with the reason, and exits with 0. With one,
+it exits with 1 if anything failed. Each item ends within nine minutes on an H100, from empty caches; the compilation
+for other devices, the whole kit and other frameworks take longer and come last.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ PLUGIN = ROOT / "plugins" / "gpu_cuda"
 RESULTS = ROOT / "benchmarks" / "results"
 ITEM_TIMEOUT = 3600
 """Seconds after which an item counts as failed."""
+NUMERIC = ("gpu_cuda", "gpu_cuda:dtype=float32", "gpu_cuda:quantization=int4")
+"""Forms whose quick kit is an item each."""
 FORMS = (
-    "gpu_cuda",
-    "gpu_cuda:dtype=float32",
+    *NUMERIC,
     "gpu_cuda:dtype=float16",
     "gpu_cuda:quantization=int8",
-    "gpu_cuda:quantization=int4",
     "gpu_cuda:kv_cache_dtype=int8",
     "gpu_cuda:attention_backend=torch",
 )
@@ -70,14 +72,85 @@ class Outcome:
 
 def items(results: Path) -> tuple[Item, ...]:
     """Return the items in the order in which they run: cheap and informative ones first."""
-    python = sys.executable
-    measured = str(results / "gpu_first_hour.json")
-    fdcore = (python, "-m", "fd_core.cli", "conformance")
+    python, workers = sys.executable, str(max(1, min(12, (os.cpu_count() or 1) - 2)))
+    first_hour = (python, "benchmarks/gpu_first_hour.py")
+    fdcore = (python, "-m", "fd_core.cli")
     roofline = (python, "benchmarks/gpu_roofline.py", "--results", str(results))
     pytest = (python, "-m", "pytest", "-q")
     compile_tests = sorted(str(path.relative_to(PLUGIN)) for path in PLUGIN.glob("tests/test_compil*.py"))
+
+    def saved(name: str) -> str:
+        return str(results / f"gpu_{name}.json")
+
     return (
         Item("roofline", "what to expect, calculated", roofline),
+        Item(
+            "environment",
+            "one kernel computes, and at which bandwidth",
+            (*fdcore, "doctor", "gpu_cuda", "--only", "rms_norm", "--json", saved("doctor")),
+            "gpu_cuda",
+        ),
+        Item(
+            "hardware",
+            "steps, graphs, copies and packed weights on the device give what the processor gives",
+            (*pytest, "-m", "hardware", "-n", workers),
+            "gpu_cuda",
+            folder=PLUGIN,
+        ),
+        Item(
+            "kernels",
+            "attention and packed products next to floors and libraries",
+            (python, "benchmarks/gpu_kernels.py", "--output", saved("kernels")),
+            "gpu_cuda",
+        ),
+        *(
+            Item(
+                f"llama-8b-{form}{'-8k' * (context > 1024)}",
+                f"decodes of 1, 32 and 256 requests of {context:,} tokens, prefills, kernels, memory",
+                (
+                    *(*first_hour, "--models", "llama-8b", "--formats", form, "--context", str(context)),
+                    *("--prefill", str(max(context, 2048)), "--output", saved(f"llama_8b_{form}_{context}")),
+                ),
+                "gpu_cuda",
+            )
+            for form, context in (("bf16", 1024), ("bf16", 8192), ("int4", 1024), ("fp8", 1024))
+        ),
+        Item(
+            "http",
+            "a model of 7 billion parameters over HTTP, 1, 32 and 256 requests at once",
+            (python, "benchmarks/gpu_http.py", "--output", saved("http")),
+            "gpu_cuda",
+        ),
+        *(
+            Item(
+                f"kit-{form.partition('=')[2] or 'bfloat16'}",
+                "the kit without production sizes",
+                (
+                    *fdcore,
+                    "conformance",
+                    form,
+                    "--quick",
+                    "-n",
+                    workers,
+                    "--json",
+                    saved(f"kit_{form.rpartition('=')[2]}"),
+                ),
+                "gpu_cuda",
+            )
+            for form in NUMERIC
+        ),
+        Item(
+            "first-hour",
+            "the same of four models",
+            (*first_hour, "--output", saved("first_hour")),
+            "gpu_cuda",
+        ),
+        Item(
+            "compare",
+            "measurement against floors",
+            (*roofline, "--measured", saved("first_hour")),
+            after="first-hour",
+        ),
         Item(
             "compile",
             "every kernel compiles for compute capability 8.0, 8.9 and 9.0, in all its cases",
@@ -87,35 +160,16 @@ def items(results: Path) -> tuple[Item, ...]:
             environment={"FD_GPU_ALL": "1"},
         ),
         Item(
-            "hardware",
-            "steps, graphs, copies and packed weights on the device give what the processor gives",
-            (*pytest, "-m", "hardware"),
-            "gpu_cuda",
-            folder=PLUGIN,
-        ),
-        Item(
             "conformance",
             "the kit, in every dtype and format",
-            (*fdcore, *FORMS, "--json", str(results / "gpu_conformance.json")),
+            (*fdcore, "conformance", *FORMS, "--json", saved("conformance")),
             "gpu_cuda",
-        ),
-        Item(
-            "first-hour",
-            "rates of the device, decodes, prefills, kernels, launches, memory of graphs, compilations",
-            (python, "benchmarks/gpu_first_hour.py", "--output", measured),
-            "gpu_cuda",
-        ),
-        Item(
-            "compare",
-            "measurement against floors",
-            (*roofline, "--measured", measured),
-            after="first-hour",
         ),
         *(
             Item(
                 f"conformance-{framework}",
                 f"the kit on {framework}",
-                (*fdcore, f"gpu_cuda+{framework}", "--json", str(results / f"gpu_conformance_{framework}.json")),
+                (*fdcore, "conformance", f"gpu_cuda+{framework}", "--json", saved(f"conformance_{framework}")),
                 f"gpu_cuda+{framework}",
             )
             for framework in ("paddle", "onnx")

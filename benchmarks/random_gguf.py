@@ -37,7 +37,7 @@ class Shape:
 
 
 SHAPES = {"1b": Shape(2048, 5632, 22, 32, 4), "7b": Shape(4096, 14336, 32, 32, 8)}
-"""Those of TinyLlama 1.1B and Mistral 7B, but for the vocabulary."""
+"""Those of TinyLlama 1.1B and of Mistral 7B, whose layers are those of Llama 3.1 8B, but for the vocabulary."""
 
 
 def q4_1(blocks: int, random: np.random.Generator) -> np.ndarray:
@@ -60,8 +60,14 @@ def q6_k(blocks: int, random: np.random.Generator) -> np.ndarray:
     return np.hstack([random.integers(0, 256, (blocks, 208), np.uint8), np.tile(tail, (blocks, 1))])
 
 
-BLOCKS = {Kind.Q4_1: q4_1, Kind.Q4_K: q4_k, Kind.Q6_K: q6_k}
-MIXES = {"q4_1": (Kind.Q4_1, Kind.Q4_1), "q4_k_m": (Kind.Q4_K, Kind.Q6_K)}
+def bf16(blocks: int, random: np.random.Generator) -> np.ndarray:
+    """Return blocks of one value; a million values repeat, because drawing all would take minutes."""
+    values = SPREAD * random.standard_normal(1 << 20, np.float32)
+    return np.resize((values.view("<u4") >> 16).astype("<u2"), blocks).view(np.uint8).reshape(blocks, 2)
+
+
+BLOCKS = {Kind.BF16: bf16, Kind.Q4_1: q4_1, Kind.Q4_K: q4_k, Kind.Q6_K: q6_k}
+MIXES = {"bf16": (Kind.BF16, Kind.BF16), "q4_1": (Kind.Q4_1, Kind.Q4_1), "q4_k_m": (Kind.Q4_K, Kind.Q6_K)}
 """Type of most weights, and of the output projection and every second `attn_v` and `ffn_down`."""
 
 

@@ -1,10 +1,14 @@
-"""Write one archive that a machine without a network needs to run the steps of an NVIDIA GPU.
+"""Write the archive that a machine with an NVIDIA GPU and without a network needs to run the steps of `step.py`.
 
-    python benchmarks/gpu_offline/bundle.py FILE.tar [--python 3.12] [--platform manylinux_2_34_x86_64] [--present FILE]
+    python benchmarks/gpu_offline/bundle.py FILE.tar [--present FILE] [--model] [--piece-mib 60]
 
-Contains wheels of the core, of gpu_cuda and of their dependencies at this environment's versions for the target's tags,
-and the benchmarks and tests that the steps run. `--present` names a file with the packages that the target has, in the
-format of `pip freeze` or of `pip list`; by default torch, Triton and NumPy, and what comes with them. Needs a network.
+There: `cat FILE.tar.* | tar x`, and `python benchmarks/gpu_offline/step.py NAME`.
+
+The archive contains wheels of the core, of gpu_cuda and of their dependencies, at this environment's versions and for
+the target's tags, and the benchmarks and tests that the steps run. `--present` names a file with the packages that the
+target has, in the format of `pip freeze` or of `pip list`; by default torch, Triton and NumPy with what they need.
+`--model` adds SmolLM2, which the step `http` needs, and `--piece-mib` splits the archive for transfers of limited size.
+Needs a network.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -28,20 +32,22 @@ OURS = {"fd-core": ROOT, "fd-gpu-cuda": ROOT / "plugins" / "gpu_cuda"}
 ROOTS = ("fd-core[conformance]", "fd-gpu-cuda[test]")
 CARRIED = ("benchmarks", "plugins/gpu_cuda/tests", "plugins/gpu_cuda/pyproject.toml", "pyproject.toml")
 """Paths of this repository that the steps read."""
-USUAL = ("torch", "triton", "numpy", "pip", "setuptools")
+USUAL = dict.fromkeys(("torch", "triton", "numpy", "pip", "setuptools"), "")
 OLDEST_GLIBC, MANYLINUX = 17, re.compile(r"manylinux_2_(\d+)_(\w+)")
 
 
-def names_in(text: str) -> set[str]:
-    """Return the packages of a `pip freeze` or `pip list`, by canonical name."""
-    lines = (re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:[ =@<>!~;,]|$)", line) for line in text.splitlines())
-    return {canonicalize_name(found[1]) for found in lines if found}
+def packages_in(text: str) -> dict[str, str]:
+    """Return the versions of a `pip freeze` or `pip list` by canonical name, "" for a line without one."""
+    lines = (re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:(?:==|\s+)(\d\S*))?\s*$", line) for line in text.splitlines())
+    return {canonicalize_name(found[1]): found[2] or "" for found in lines if found}
 
 
-def needed(roots: Sequence[str], present: Collection[str], environment: dict[str, str]) -> dict[str, str]:
+def needed(roots: Sequence[str], present: Mapping[str, str], environment: dict[str, str]) -> dict[str, str]:
     """Return the versions of all packages that the roots need and that are not present, by name.
 
-    Versions are those installed here. Raises `SystemExit` with a package that is not installed.
+    A present version that a requirement excludes does not count. Versions are those installed here.
+
+    Raises `SystemExit` with a package that is not installed.
     """
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
@@ -49,7 +55,7 @@ def needed(roots: Sequence[str], present: Collection[str], environment: dict[str
     while left:
         each = left.pop()
         name = canonicalize_name(each.name)
-        if name in present:
+        if name in present and (not present[name] or each.specifier.contains(present[name], prereleases=True)):
             continue
         try:
             installed = distribution(name)
@@ -98,9 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="archive to write")
     parser.add_argument("--python", default="3.12", help="Python of the target")
     parser.add_argument("--platform", default="manylinux_2_34_x86_64", help="newest wheel tag that the target accepts")
+    parser.add_argument("--model", action="store_true", help="add SmolLM2")
+    parser.add_argument("--piece-mib", type=int, default=0, metavar="MIB", help="split the archive")
     parser.add_argument("--present", type=Path, metavar="FILE", help="packages that the target has")
     chosen = parser.parse_args(arguments)
-    present = names_in(chosen.present.read_text(encoding="utf-8")) if chosen.present else set(USUAL)
+    present = packages_in(chosen.present.read_text(encoding="utf-8")) if chosen.present else USUAL
     target = {"python_version": chosen.python, "python_full_version": f"{chosen.python}.0"}
     target |= {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
     target |= {"platform_machine": chosen.platform.rpartition("_2_")[2].partition("_")[2] or "x86_64"}
@@ -116,7 +124,22 @@ def main(arguments: list[str] | None = None) -> None:
             listed = subprocess.run(tracked, check=True, capture_output=True, text=True)
             for path in filter(None, listed.stdout.split("\0")):
                 archive.add(ROOT / path, path)
+            if chosen.model:
+                from fd_core.models.catalog import resolve_model
+
+                model = resolve_model("smollm2").path
+                archive.add(model, f"cache/models/smollm2/{model.name}")
     print(f"{chosen.file}: {len(versions)} wheels, {chosen.file.stat().st_size / 1e6:.0f} MB")
+    if chosen.piece_mib:
+        split(chosen.file, chosen.piece_mib << 20)
+
+
+def split(file: Path, size: int) -> None:
+    """Replace a file by pieces FILE.00, FILE.01 and so on of at most `size` bytes."""
+    with file.open("rb") as whole:
+        for index, piece in enumerate(iter(lambda: whole.read(size), b"")):
+            file.with_name(f"{file.name}.{index:02}").write_bytes(piece)
+    file.unlink()
 
 
 if __name__ == "__main__":

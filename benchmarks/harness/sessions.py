@@ -85,7 +85,7 @@ class ServerSession:
         weights = engine.weights(checkpoint)
         self._model = engine.server.model or str(weights)
         self._log = log
-        port = _free_port()
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         start = time.perf_counter()
         with log.open("w") as output:
@@ -146,7 +146,8 @@ def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, 
     return WorkerSession(engine, python, checkpoint, limits, log)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -11,11 +11,12 @@ import gpu_first_hour
 import gpu_roofline
 from harness import gpu_device
 from harness.random_model import RandomCheckpoint
+from harness.roofline import FORMATS
 from harness.stepping import limits_for
 
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.torch.ops import TorchOps
-from fd_core.ops.weights import PackedTensor
+from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.simulation.costs.calculating import ARCHITECTURES, ModelShape
 
@@ -46,14 +47,14 @@ def test_random_model_has_the_parameters_of_its_shape(shape):
 
 
 @pytest.mark.parametrize("shape", [TINY, MIXTURE])
-@pytest.mark.parametrize("form", ["bf16", "int4"])
-def test_random_model_loads_in_either_form(shape, form):
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_model_loads_in_each_form(shape, form):
     model = load_model(RandomCheckpoint(shape, form), TorchOps("float32"), 64)
     assert model.vocab_size == 300
     checkpoint = RandomCheckpoint(shape, form)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert isinstance(checkpoint.read_weight(name, {form}), PackedTensor) == (form == "int4")
-    assert not isinstance(checkpoint.read_weight("lm_head.weight", {form}), PackedTensor)
+    assert isinstance(checkpoint.read_weight(name, WEIGHT_FORMATS), PackedTensor) == (form != "bf16")
+    assert not isinstance(checkpoint.read_weight("lm_head.weight", WEIGHT_FORMATS), PackedTensor)
 
 
 def test_limits_hold_the_largest_decode_and_the_prefill():
