@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, Final
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes, pass_context, pass_environment, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import _PassArg
 from jinja2.visitor import NodeTransformer
 
 from fd_core.text.template_budget import (
@@ -243,14 +242,21 @@ class _Generation(Extension):
 # Filters and tests. Each takes the context, so that none is computed while a template is compiled.
 
 
+_CONTEXT, _EVAL_CONTEXT, _ENVIRONMENT = (
+    mark(lambda *_: None).jinja_pass_arg  # type: ignore[attr-defined]
+    for mark in (pass_context, pass_eval_context, pass_environment)
+)
+"""Marks that jinja's public decorators leave on a function."""
+
+
 def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of jinja's filters or tests as a function whose first argument is the context."""
-    wants = _PassArg.from_obj(function)
-    if wants is _PassArg.context:
+    wants = getattr(function, "jinja_pass_arg", None)
+    if wants == _CONTEXT:
         return function
-    if wants is _PassArg.eval_context:
+    if wants == _EVAL_CONTEXT:
         return lambda context, *args, **kwargs: function(context.eval_ctx, *args, **kwargs)
-    if wants is _PassArg.environment:
+    if wants == _ENVIRONMENT:
         return lambda context, *args, **kwargs: function(context.environment, *args, **kwargs)
     return lambda context, *args, **kwargs: function(*args, **kwargs)
 
