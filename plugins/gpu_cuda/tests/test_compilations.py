@@ -39,6 +39,12 @@ def test_fake_driver_counts_compilations_and_launches_nothing(tmp_path: Path) ->
     assert (failures, launches, touched) == ([], 12, 0.0)
 
 
+def test_launcher_finds_the_kernel_that_triton_would_choose(tmp_path: Path) -> None:
+    launches, looked_up, different = answer("compare_launches.py", cache=tmp_path)
+    assert not different
+    assert looked_up < launches / 3  # the others were found without Triton
+
+
 def test_second_start_compiles_nothing_and_late_compilations_are_logged(tmp_path: Path) -> None:
     starts = [answer("count_a_start.py", cache=tmp_path) for _ in range(2)]
     folder = str(tmp_path / "triton")
