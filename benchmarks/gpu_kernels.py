@@ -234,8 +234,9 @@ def main(arguments: list[str] | None = None) -> None:
         from fd_gpu_cuda.backend import CudaBackend
 
         found |= device_facts()
+        found["chip"] = chip_of(found["device"])
         ops: Any = CudaBackend(EngineConfig(model="none", dtype="bfloat16")).make_ops()
-        chip = CHIPS[chip_of(found["device"]) or "h100"]
+        chip = CHIPS[found["chip"] or "h100"]
         by, shapes, counts = 1, PRODUCTS, TOKENS
     else:
         ops, chip = TorchOps("bfloat16"), CHIPS["h100"]

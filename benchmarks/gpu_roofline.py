@@ -1,10 +1,10 @@
 """Calculate the least time of a step on an H100 and an H200, as the expectation before anything is measured.
 
     python benchmarks/gpu_roofline.py [--context 1024] [--prefill 2048]
-    python benchmarks/gpu_roofline.py --measured benchmarks/results/gpu_first_hour.json
+    python benchmarks/gpu_roofline.py --measured benchmarks/results/gpu_{llama*,kernels}.json
 
-The first writes benchmarks/results/gpu_roofline.md and .json. The second compares a measurement by `gpu_first_hour.py`
-with the floors of its own steps, and writes gpu_measured.md and .json to the same folder.
+The first writes benchmarks/results/gpu_roofline.md and .json. The second compares measurements by `gpu_first_hour.py`
+with the floors of their own steps, shows those by `gpu_kernels.py`, and writes gpu_measured.md to the same folder.
 """
 
 from __future__ import annotations
@@ -163,13 +163,16 @@ def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) 
         step, how, *_, floor, _, binds = cells(line)
         rate = line["rows"] * line["queries"] / line["seconds"]
         found = (f"{line['seconds'] * 1e3:,.3f} ms", f"{line['ratio']:.2f}", f"{rate:,.0f}")
-        rows.append((line["model"], step, how, floor, *found, binds))
+        at = f" at {line['context']:,}" if line["decode"] else ""
+        rows.append((line["model"], step + at, how, floor, *found, binds))
     parts = []
     for facts in measured.get("models", ()):
         for batch, kernels in facts.get("kernels", {}).items():
             parts += ["", f"## {facts['model']} {facts['format']}, decode of {batch}", "", *kernel_table(kernels)]
     title = f"# Measured compared with the floor: {measured.get('device', CHIPS[measured['chip']].base.title)}"
-    return "\n".join([title, "", *table(headings, rows), *parts, ""])
+    facts = [f"torch {measured['torch']}, CUDA {measured['cuda']}", ""] if "torch" in measured else []
+    kernels = kernels_page(measured.get("results", ()))
+    return "\n".join([title, "", *facts, *table(headings, rows), *parts, *kernels, ""])
 
 
 def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -189,6 +192,45 @@ def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(("kernel", "launches a step", "us a step", "share"), [*rows, everything] if kernels else rows)
 
 
+def merged(measurements: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return several measurements of one device as one. Raises `SystemExit` if there are several devices."""
+    devices = sorted({each["device"] for each in measurements})
+    if len(devices) > 1:
+        raise SystemExit(f"measured on different devices: {', '.join(devices)}")
+    lists = {
+        name: [line for each in measurements for line in each.get(name, ())] for name in ("steps", "models", "results")
+    }
+    return {name: value for each in measurements for name, value in each.items()} | lists
+
+
+def kernels_page(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the results of `gpu_kernels.py` as Markdown: attention, then products in all formats side by side."""
+    attention, products = [], dict[tuple[str, int], dict[str, Mapping[str, Any]]]()
+    for each in results:
+        if each["part"] == "products":
+            form, _, size = each["name"].partition(" ")
+            products.setdefault((size, each["tokens"]), {})[form] = each
+        else:
+            library = each.get("library_s", float("nan"))
+            attention.append(
+                (
+                    f"{each['part']}: {each['name']}",
+                    *(f"{each[name] * 1e6:,.0f}" for name in ("floor_s", "seconds")),
+                    f"{each['ratio']:.2f}",
+                    "" if library != library else f"{library * 1e6:,.0f}",
+                    f"{each['error']:.1e}",
+                )
+            )
+    forms = list(dict.fromkeys(form for found in products.values() for form in found))
+    rows = [
+        (f"{size}, {tokens:,}", *(f"{found[form]['seconds'] * 1e6:,.0f}" if form in found else "" for form in forms))
+        for (size, tokens), found in products.items()
+    ]
+    headings = ("attention", "floor us", "measured us", "ratio", "library us", "error")
+    text = ["", "## Attention of one layer", "", *table(headings, attention)] if attention else []
+    return [*text, "", "## Products, us", "", *table(("weight, tokens", *forms), rows)] if rows else text
+
+
 def write(stem: Path, values: Any, text: str) -> None:
     """Write JSON and Markdown, and print the latter."""
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -201,18 +243,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1024, help="tokens that a decode sees")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prefill")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="compare this measurement instead")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="show these measurements instead")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     chosen = parser.parse_args(arguments)
     if min(chosen.context, chosen.prefill) < 1:
         parser.error("--context and --prefill must be at least 1")
     if chosen.measured is not None:
-        measured = json.loads(chosen.measured.read_text(encoding="utf-8"))
+        measured = merged([json.loads(file.read_text(encoding="utf-8")) for file in chosen.measured])
         if measured.get("chip") == "":
             print(f"no floor is known for {measured.get('device')}, only for {', '.join(CHIPS)}: nothing is compared")
             return
-        lines = compared(measured)
-        write(chosen.results / "gpu_measured", measured | {"steps": lines}, comparison(measured, lines))
+        text = comparison(measured, compared(measured))
+        chosen.results.mkdir(parents=True, exist_ok=True)
+        (chosen.results / "gpu_measured.md").write_text(text, encoding="utf-8")
+        print(text)
         return
     found = {name: list(every_line(chip, chosen.context, chosen.prefill)) for name, chip in CHIPS.items()}
     data = {"chips": {name: asdict(chip) for name, chip in CHIPS.items()}, "steps": found}

@@ -111,11 +111,34 @@ def test_measurement_is_compared_with_the_floor_of_its_own_steps(tmp_path):
     steps = [step | {"seconds": 2 * line["floor_s"]}]
     file.write_text(json.dumps({"chip": "h200", "device": "D", "steps": steps, "models": models}))
     gpu_roofline.main(["--results", str(tmp_path), "--measured", str(file)])
-    found = json.loads((tmp_path / "gpu_measured.json").read_text())["steps"][0]
-    assert found["ratio"] == pytest.approx(2)
     text = (tmp_path / "gpu_measured.md").read_text()
-    assert "| 2.00 |" in text
+    assert "| llama-8b | decode of 1 at 1,024 | bf16 |" in text and "| 2.00 |" in text
     assert "| attend | 32 | 3,000 | 75% |" in text and "| all | 96 | 4,000 | 100% |" in text
+
+
+def test_measurements_of_one_device_are_shown_together(tmp_path):
+    facts = {"chip": "h100", "device": "D"}
+    step = {"model": "llama-8b", "format": "bf16", "rows": 1, "queries": 1, "context": 1024, "seconds": 1.0}
+    attention = {"part": "prompts", "name": "8k", "seconds": 2e-3, "floor_s": 1e-3, "ratio": 2.0, "error": 1e-3}
+    product = {"part": "products", "tokens": 16, "seconds": 5e-5}
+    results = [
+        attention | {"library_s": 4e-3},
+        attention | {"name": "other", "library_s": float("nan")},
+        *(product | {"name": f"{form} 8x4"} for form in ("bf16", "int4")),
+    ]
+    given = [facts | {"steps": [step]}, facts | {"steps": [step | {"rows": 32}]}, facts | {"results": results}]
+    files = [tmp_path / f"{index}.json" for index in range(3)]
+    for file, each in zip(files, given, strict=True):
+        file.write_text(json.dumps(each))
+    gpu_roofline.main(["--results", str(tmp_path), "--measured", *map(str, files)])
+    text = (tmp_path / "gpu_measured.md").read_text()
+    assert "decode of 1 at" in text and "decode of 32 at" in text
+    assert "| prompts: 8k | 1,000 | 2,000 | 2.00 | 4,000 | 1.0e-03 |" in text
+    assert "| prompts: other | 1,000 | 2,000 | 2.00 |  | 1.0e-03 |" in text
+    assert "| weight, tokens | bf16 | int4 |" in text and "| 8x4, 16 | 50 | 50 |" in text
+    files[1].write_text(json.dumps(given[1] | {"device": "E"}))
+    with pytest.raises(SystemExit, match="different devices: D, E"):
+        gpu_roofline.main(["--results", str(tmp_path), "--measured", *map(str, files)])
 
 
 def test_device_without_a_floor_is_not_compared(tmp_path, capsys):
