@@ -33,6 +33,10 @@ class Case:
 
 SMOLLM2_135M = Case(9, 3, 64)
 LLAMA_3_8B = Case(32, 8, 128)
+LLAMA_2_7B = Case(32, 32, 128)
+LLAMA_3_70B = Case(64, 8, 128)
+LLAMA_3_1B = Case(32, 8, 64)
+QWEN2_7B = Case(28, 4, 128)
 QWEN3_30B = Case(32, 4, 128, kv="int8")
 GEMMA_2_9B = Case(16, 8, 256, window=4096, softcap=50.0)
 GEMMA_3_4B = Case(8, 4, 256, window=1024)
@@ -43,7 +47,12 @@ SAMPLE = {
     89: ((GEMMA_2_9B, "divided prompt"), (MASKED, "whole prompt"), (QWEN3_30B, "whole")),
     90: (
         (LLAMA_3_8B, "divided prompt"),
-        (QWEN3_30B, "whole"),
+        (QWEN3_30B, "whole prompt"),
+        (LLAMA_2_7B, "prompt"),
+        (LLAMA_3_70B, "prompt"),
+        (LLAMA_3_1B, "prompt"),
+        (QWEN2_7B, "prompt"),
+        (GEMMA_2_9B, "prompt"),
     ),
 }
 """By compute capability, cases and steps."""
@@ -56,6 +65,8 @@ def every_case() -> list[Case]:
     return plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
 
 
+PROMPT_SPILLS = 256
+"""Bytes of registers before Hopper: sums of all spans wait there while those of one span are computed."""
 KINDS = {"divided": (1, 1), "whole": (256, 1), "prompt": (1, 512)}
 """Rows and their tokens: a decode that is divided, one that is not, and a prompt."""
 
@@ -101,6 +112,7 @@ def main(capability: int) -> None:
             "_prefill": instruction(capability, case, prefill=True),
         }
         for name in kinds.split():
+            compiler.spills = PROMPT_SPILLS if name == "prompt" and capability < 90 else 0
             compiler.case, step = f"{case}, {name}", step_of(name)
             attend(torch.empty(len(step.kv_slots), case.num_heads, case.width, dtype=case.dtype), layer, heads, step)
         k = torch.empty(3, case.num_kv_heads, case.width, dtype=case.dtype)

@@ -49,11 +49,14 @@ class Compiler(FakeDriver):
         except Exception as error:  # noqa: BLE001 - the test reports any error
             self.failures.append(f"{label}: {type(error).__name__}: {error}")
             return
-        shared, spilled = made.metadata.shared, stack(made)
+        log = assembler_log(made, self._capability)
+        shared, spilled = made.metadata.shared, stack(log)
         if shared > SHARED_MEMORY[self._capability]:
             self.failures.append(f"{label}: needs {shared} bytes of shared memory")
         if spilled > self.spills:
             self.failures.append(f"{label}: {spilled} bytes of registers go to memory")
+        if slow := re.search(r"\(C75\d\d\)[^\n]*", log):
+            self.failures.append(f"{label}: {slow[0]}")
         wanted = self.wanted.get(kernel.fn.__name__, "")
         if not re.search(wanted, made.asm["ptx"]):
             self.failures.append(f"{label}: no instruction {wanted}")
@@ -77,15 +80,25 @@ def overwritten_too_early(code: str) -> list[str]:
     return found
 
 
-def stack(made: Any) -> int:
-    """Return the bytes of registers that do not fit: they are kept on the stack of the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+def assembler_log(made: Any, capability: int) -> str:
+    """Return the messages of ptxas about the machine code, such as C7515: products wait for each other.
+
+    It runs once more, because releases of Triton differ in how they show its messages.
+    """
+    options = [] if made.metadata.enable_fp_fusion else ["--fmad=false"]
+    architecture = f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
         file.flush()
-        dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        printed = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", printed)
-    assert found, printed
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [ptxas, "-lineinfo", "-v", *options, architecture, file.name, "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def stack(log: str) -> int:
+    """Return the bytes of registers that do not fit: they are kept on the stack of the machine code."""
+    found = re.search(r"(\d+) bytes stack frame", log)
+    assert found, log
     return int(found[1])
 
 

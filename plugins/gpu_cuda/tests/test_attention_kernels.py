@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from extent import AT_LENGTH  # noqa: E402
-from fd_core.ops.contract import Heads, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
+from fd_core.ops.contract import Heads, HostStep, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
 from processor import make_ops, plain_attention  # noqa: E402
 
-from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
+from fd_gpu_cuda.kernels import attention as kernels  # noqa: E402
+from fd_gpu_cuda.kernels.attention import HeadSizes, PagedAttention, prefill_tile, span_of  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
 
 TYPES = {torch.float32: "float32", torch.float16: "float32", torch.bfloat16: "bfloat16"}
@@ -71,8 +73,18 @@ class Batch:
     def step(self, *rows: int) -> StepInput:
         """Return the step, or one of some rows only."""
         chosen = list(rows) or list(range(len(self.rows)))
-        some = step_input([self.rows[row] for row in chosen], self.block_size, self._step.block_tables[chosen])
-        return on_device(TorchOps(), replace(some, block_tables=self._step.block_tables[chosen].astype(np.int32)))
+        return self._step_of([self.rows[row] for row in chosen], chosen)
+
+    def chunk(self, row: int, begin: int, end: int) -> StepInput:
+        """Return a step of some tokens of one row."""
+        tokens, context = self.rows[row]
+        return self._step_of([(end - begin, context - tokens + end)], [row])
+
+    def _step_of(self, rows: list[tuple[int, int]], chosen: list[int]) -> StepInput:
+        tables = self._step.block_tables[chosen].astype(np.int32)
+        some = step_input(rows, self.block_size, tables)
+        host = HostStep(some.query_start, some.context_len, tables)
+        return replace(on_device(TorchOps(), some), host=host)
 
     def tokens(self, row: int) -> slice:
         start = int(self._step.query_start[row])
@@ -222,3 +234,112 @@ def test_chunks_lie_at_fixed_places_and_a_window_sees_few() -> None:
                 for last in range(queries - 1, 9000)
             )
             assert seen <= most_chunks(9000, window, queries) <= seen + 1
+
+
+DIVIDED = [(12, 1100), (3, 40), (11, 9301), (14, 14)]
+"""Prompts of which an H100 divides the first and the third."""
+
+
+@pytest.mark.parametrize("options", [pytest.param({}, marks=AT_LENGTH), {"window": 2100}], ids=str)
+def test_divided_prompt_has_the_same_bits_on_every_device(options: dict[str, Any]) -> None:
+    """Over small and large spans: by one program, by one for several spans, and by one for each span."""
+    batch = Batch(DIVIDED, (4, 1, 16), **options)
+    whole = batch.check(attention(LONE))
+    for device in ((3, 99 * 1024), H100):
+        attend = attention(device)
+        assert torch.equal(batch.check(attend), whole)
+        assert not attend._prompt_counters.any()
+
+
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize("options", [{}, pytest.param({"window": 1030}, marks=AT_LENGTH)], ids=str)
+def test_prompt_in_chunks_has_the_same_bits_as_the_whole(options: dict[str, Any]) -> None:
+    """Across the end of a span, where the number of programs differs between the chunks and the whole."""
+    batch = Batch([(24, 2060)], (4, 1, 16), **options)
+    whole = batch.check(attention(LONE))
+    for device, cut in ((LONE, 11), (H100, 13)):
+        parts = (0, cut), (cut, 24)
+        found = [
+            attention(device)(batch.q[begin:end], batch.layer, batch.heads, batch.chunk(0, begin, end))
+            for begin, end in parts
+        ]
+        assert torch.equal(torch.cat(found), whole)
+
+
+def test_each_divided_tile_has_its_own_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs the programs of a tile one after another, so shared sums would not be seen in results."""
+    found, is_last = [], kernels.is_last
+
+    def record(counters_at: Any, unit: Any, programs: Any) -> Any:
+        if counters_at.handle.data.item() == attend._prompt_counters.data_ptr():
+            found.append((int(unit.handle.data.item()), int(programs.handle.data.item())))
+        return is_last(counters_at, unit, programs)
+
+    monkeypatch.setattr(kernels, "is_last", record)
+    attend = attention()
+    Batch([(12, 1100), (3, 1200), (40, 50), (12, 3000)], (4, 2, 16)).check(attend)
+    tiles = 2 * (2 + 2)  # of 8 queries, for each KV head
+    assert sorted({unit for unit, _ in found}) == list(range(tiles))
+    assert all(count == programs for (_, programs), count in Counter(found).items())
+
+
+def test_tiles_with_the_most_keys_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long program that starts last would leave the rest of the device idle."""
+    begins, write = [], kernels._write_prompt
+
+    def record(output_at: Any, query_start_at: Any, row: Any, begin: Any, *rest: Any) -> None:
+        begins.append(int(begin.handle.data.item()))
+        write(output_at, query_start_at, row, begin, *rest)
+
+    monkeypatch.setattr(kernels, "_write_prompt", record)
+    Batch([(70, 90)], (2, 1, 16)).check(attention())
+    assert len(begins) > 2
+    assert begins == sorted(begins, reverse=True)
+
+
+CACHED = (64, 32 * 1024 + 64)
+"""64 tokens after a prefix of 32 Ki, as (tokens, context)."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "window", "programs"),
+    [
+        ([CACHED], None, 17),
+        ([(1, 1024)] * 100 + [CACHED], None, 17),
+        ([CACHED, (2048, 2048)], None, 9),
+        ([CACHED], 1024, 2),
+        ([(16, 4096)], None, 4),
+        ([(2048, 2048)], None, 1),
+        ([(8192, 8192)], None, 1),
+        ([(512, 1536)] * 4, None, 1),
+    ],
+)
+def test_keys_of_prompts_are_divided_until_the_device_is_full(
+    rows: list[tuple[int, int]], window: int | None, programs: int
+) -> None:
+    """Of Llama-3.1-8B on an H100. A share of the keys is at least a span."""
+    space, division = PagedAttention(torch.device("meta"), *H100), division_of(rows, window)
+    assert division(space).programs == programs
+    assert division(PagedAttention(torch.device("meta"), *LONE)).programs == 1
+
+
+def test_keys_of_prompts_are_not_divided_where_the_workspace_is_too_small() -> None:
+    space = PagedAttention(torch.device("meta"), *H100)
+    assert division_of([(64, 120 * 1024)], None)(space).programs > 1
+    assert division_of([(256, 120 * 1024)], None)(space).programs == 1
+
+
+def division_of(rows: list[tuple[int, int]], window: int | None) -> Any:
+    counts, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    host = HostStep(np.concatenate([[0], counts.cumsum()]).astype(np.int32), contexts, np.zeros((0, 0), np.int32))
+    heads, tile = (
+        Heads(32, 8, 128, 0.1, Rope(None, None), window=window),
+        prefill_tile(HeadSizes(4, 128, 2, 2), H100[1]),
+    )
+    return lambda space: space.division(host, heads, tile)
+
+
+def test_spans_lie_at_fixed_places() -> None:
+    places = [span_of(key) for key in range(20000)]
+    starts = [key for key in range(20000) if key == 0 or places[key] != places[key - 1]]
+    assert starts == [*range(0, 8192, 1024), *range(8192, 20000, 4096)]

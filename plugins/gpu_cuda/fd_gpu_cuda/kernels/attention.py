@@ -19,19 +19,24 @@ are adjacent in the tile. It iterates over tiles of keys with a running softmax 
 "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022). Tiles of keys that are
 visible to all queries need no mask. The order of a row's tiles never depends on the batch.
 
+Keys of a prompt are cut into spans, as those of a decode into chunks. Where a step has few queries for its keys, as in
+a short suffix of a long cached prefix, several programs share the spans of a tile.
+
 The bits are determined by the grouping of keys in sums, which depends only on the model. Device-specific tuning, such
 as loads in flight and programs per row, does not affect them.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
-from fd_core.ops.contract import Array, Heads, StepInput
+from fd_core.ops.contract import Array, Heads, HostStep, StepInput
 
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.logits import is_last
@@ -56,6 +61,11 @@ _STAGES: Final = 4
 _HOPPER_BYTES: Final = 200 * 1024
 _RESERVED_BYTES: Final = 18 * 1024
 """Shared memory for weights, reductions and scales in addition to the tiles."""
+
+SPAN: Final = 1024
+"""Keys per span of a prompt, which is summed from zero, by position."""
+LARGE_SPAN: Final = 4096
+"""The same from `LARGE_FROM` on: each span costs a prompt of one program the time of about 100 keys."""
 
 
 class Tile(NamedTuple):
@@ -127,15 +137,28 @@ def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
     """Return the tiling of a row of many tokens.
 
     These are the largest tiles that fit in registers: narrow heads without a window and without widening have more
-    lines, masked and widened heads fewer keys.
+    lines, wide, masked and widened heads fewer keys.
     """
     lines, keys = _PREFILL_LINES // 2, 32 if sizes.padded > 128 or (sizes.masked and sizes.widened) else 64
     if sizes.exact:
-        lines, keys = 32, 16
+        lines, keys = _LINES, _LINES
+    elif sizes.padded > 128 and sizes.widened:
+        keys = _LINES
     elif sizes.padded <= 128 and not sizes.windowed and not sizes.widened:
         lines = _PREFILL_LINES
     lines = max(lines, triton.next_power_of_2(sizes.shared))
-    return Tile(lines // sizes.shared, lines, keys, 8, _stages(sizes, lines, keys, shared_memory))
+    return Tile(lines // sizes.shared, lines, keys, 8, _prefill_stages(sizes, lines, keys, shared_memory))
+
+
+def _prefill_stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
+    """Return the number of stages that fit, at most 2 on Hopper: with more, ptxas serializes the products (C7515)."""
+    if sizes.exact and (sizes.masked or (sizes.widened and sizes.padded > 128)):
+        return 1  # as in `_stages`
+    pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
+    free = shared_memory - _RESERVED_BYTES - queries
+    if shared_memory >= _HOPPER_BYTES:
+        return 2 if 2 * pair <= free else 1
+    return max(1, min(3, free // pair + 1))
 
 
 def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
@@ -183,8 +206,19 @@ def load_tile(
     block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
     """Load keys and values [n, d] of one KV head at valid positions [n], and their scales [n]."""
-    block = tl.load(table_at + key // block_size).to(tl.int64)
-    place = (block * block_size + key % block_size) * kv_heads + kv_head
+    return load_slots(
+        keys_at, values_at, key_scales_at, value_scales_at, tl.load(table_at + key // block_size), key, kv_head,
+        block_size, kv_heads, width, d,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_slots(
+    keys_at, values_at, key_scales_at, value_scales_at, block, key, kv_head,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
+    """Load as `load_tile` does, from known blocks [n]."""
+    place = (block.to(tl.int64) * block_size + key % block_size) * kv_heads + kv_head
     column = tl.arange(0, d)
     at = place[:, None] * width + column[None, :]
     if width == d:
@@ -429,6 +463,70 @@ def _row_of(program, query_start_at, rows, tile: tl.constexpr):
     return low
 
 
+def span_of(key: int) -> int:
+    """Return the span of a position."""
+    if key < LARGE_FROM:
+        return key // SPAN
+    return LARGE_FROM // SPAN + (key - LARGE_FROM) // LARGE_SPAN
+
+
+class Division(NamedTuple):
+    """Division of the keys of a step's prompts among programs."""
+
+    share: int
+    """Positions per program, a multiple of `SPAN`; a program sums the spans that begin in its share."""
+    programs: int
+    """Maximum number of programs of a tile."""
+    spans: int
+    """Maximum number of spans of a tile that is divided."""
+
+
+_UNDIVIDED: Final = Division(2**30, 1, 1)
+_PROMPT_PROGRAMS: Final = 2
+"""Programs per multiprocessor from which keys of prompts are not divided further."""
+
+_SPAN = tl.constexpr(SPAN)
+_LARGE_SPAN = tl.constexpr(LARGE_SPAN)
+
+
+@triton.jit
+def _span_of(key):
+    small: tl.constexpr = _LARGE_FROM // _SPAN
+    return tl.where(key < _LARGE_FROM, key // _SPAN, small + (key - _LARGE_FROM) // _LARGE_SPAN)
+
+
+@triton.jit
+def _span_start(span):
+    small: tl.constexpr = _LARGE_FROM // _SPAN
+    return tl.where(span < small, span * _SPAN, _LARGE_FROM + (span - small) * _LARGE_SPAN)
+
+
+@triton.jit
+def _divided_before(row, query_start_at, context_at, least, share, window, tile: tl.constexpr):
+    """Return the number of tiles of earlier rows whose keys are divided."""
+    tiles = 0
+    for base in range(0, row, 64):
+        each = base + tl.arange(0, 64)
+        earlier = each < row
+        start = tl.load(query_start_at + each, mask=earlier, other=0)
+        count = tl.load(query_start_at + each + 1, mask=earlier, other=0) - start
+        context = tl.load(context_at + each, mask=earlier, other=0)
+        first = tl.maximum(0, context - count - window + 1) if window is not None else 0
+        divided = (count >= least) & ((context - 1) // share > first // share)
+        tiles += tl.sum(tl.where(divided, tl.cdiv(count, tile), 0), 0)
+    return tiles
+
+
+@triton.jit
+def _prompt_lines(query_start_at, row, begin, tile: tl.constexpr, shared: tl.constexpr, m: tl.constexpr):
+    """Return the query of each line [m] within its row and among all, and which lines exist."""
+    line = tl.arange(0, m)
+    query = begin + line // shared
+    start = tl.load(query_start_at + row)
+    count = tl.load(query_start_at + row + 1) - start
+    return query, start + query, (line < tile * shared) & (query < count)
+
+
 @triton.jit
 def _walk(
     largest, total, sums, q,
@@ -438,13 +536,18 @@ def _walk(
     d: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
+    known = tl.minimum(tl.maximum(from_key + tl.arange(0, n), first), last - 1)
+    block = tl.load(table_at + known // block_size)
     for base in range(from_key, to_key, n):
         key = base + tl.arange(0, n)
-        known = tl.minimum(tl.maximum(key, first), last - 1) if masked else key
-        keys, values, key_scale, value_scale = load_tile(
-            keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
-            block_size, kv_heads, width, d,
-        )  # fmt: skip
+        known = tl.minimum(key, last - 1) if masked else key
+        if masked and window is not None:
+            known = tl.maximum(known, first)
+        keys, values, key_scale, value_scale = load_slots(
+            keys_at, values_at, key_scales_at, value_scales_at, block, known, kv_head, block_size, kv_heads, width, d
+        )
+        # One tile ahead, so that loads of keys do not wait for it.
+        block = tl.load(table_at + tl.minimum(key + n, last - 1) // block_size)
         seen = key[None, :] <= place[:, None]
         if window is not None:
             seen = seen & (place[:, None] - key[None, :] < window)
@@ -456,65 +559,124 @@ def _walk(
 
 
 @kernel(
-    do_not_specialize=["table_stride", "rows", "least", "window"],
+    do_not_specialize=["table_stride", "rows", "least", "share", "most", "window"],
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _prefill(
-    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at,
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
     query_start_at, context_at, tables_at, table_stride,
-    rows, least, factor, cap, window,
+    rows, least, share, most, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
     m: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
-    row = _row_of(tl.program_id(0), query_start_at, rows, tile)
+    # The tiles with the most keys start first, so that the last programs are short.
+    kv_head = tl.program_id(0)
+    place_of_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    split = tl.num_programs(2) - 1 - tl.program_id(2)
+    row = _row_of(place_of_tile, query_start_at, rows, tile)
     start = tl.load(query_start_at + row)
     count = tl.load(query_start_at + row + 1) - start
-    begin = (tl.program_id(0) - start // tile - row) * tile
-    if (begin < count) & (count >= least):
-        context = tl.load(context_at + row)
-        line = tl.arange(0, m)
-        query = begin + line // shared
-        live = (line < tile * shared) & (query < count)
+    begin = (place_of_tile - start // tile - row) * tile
+    context = tl.load(context_at + row)
+    nearest = context - count + begin  # position of the first query
+    last = tl.minimum(context, nearest + tile)
+    first = tl.maximum(0, nearest - window + 1) if window is not None else 0
+    first_share = first // share
+    programs = (last - 1) // share - first_share + 1
+    if (begin < count) & (count >= least) & (split < programs):
+        query, token, live = _prompt_lines(query_start_at, row, begin, tile, shared, m)
         place = context - count + query
+        line = tl.arange(0, m)
         column = tl.arange(0, d)
         inside = column < width
         head = kv_head * shared + line % shared
-        q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+        q_line = (token * (kv_heads * shared) + head).to(tl.int64) * width
         q_mask = live[:, None] & inside[None, :]
         q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
 
-        nearest = context - count + begin  # position of the first query
-        last = tl.minimum(context, nearest + tile)
-        first = tl.maximum(0, nearest - window + 1) if window is not None else 0
         whole = (nearest + 1) // n * n  # up to here all queries see all keys, except for the window
-        largest = tl.full((m,), -float("inf"), tl.float32)
-        total = tl.zeros((m,), tl.float32)
-        sums = tl.zeros((m, d), tl.float32)
+        # From here on every key is in the window of every query.
+        open_key = tl.cdiv(tl.maximum(0, last - window), n) * n if window is not None else 0
         table_at = tables_at + row.to(tl.int64) * table_stride
-        from_key = first // n * n
-        if window is not None:
-            # From here on every key is in the window of every query.
-            open_key = tl.minimum(tl.cdiv(tl.maximum(0, last - window), n) * n, whole)
-            open_key = tl.maximum(open_key, from_key)
+        first_span = _span_of(first)
+        last_span = _span_of(last - 1)
+        unit = 0
+        if programs > 1:
+            unit = _divided_before(row, query_start_at, context_at, least, share, window, tile) + begin // tile
+            unit = unit * kv_heads + kv_head
+            sums_at += unit.to(tl.int64) * most * (m * (d + 2))
+        # A program sums the spans that begin in its share of the keys.
+        from_span = first_span
+        if split > 0:
+            from_span = _span_of((first_share + split) * share - 1) + 1
+        to_span = tl.minimum(_span_of((first_share + split + 1) * share - 1), last_span) + 1
+        all_largest = tl.full((m,), -float("inf"), tl.float32)
+        all_total = tl.zeros((m,), tl.float32)
+        all_sums = tl.zeros((m, d), tl.float32)
+        for span in range(from_span, to_span):
+            largest = tl.full((m,), -float("inf"), tl.float32)
+            total = tl.zeros((m,), tl.float32)
+            sums = tl.zeros((m, d), tl.float32)
+            from_key = tl.maximum(_span_start(span), first // n * n)
+            to_key = tl.minimum(_span_start(span + 1), last)
+            if window is not None:
+                until = tl.maximum(from_key, tl.minimum(open_key, tl.minimum(whole, to_key)))
+                largest, total, sums = _walk(
+                    largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
+                    place, from_key, until, first, last, factor, cap, window,
+                    block_size, kv_heads, width, True, n, d,
+                )  # fmt: skip
+                from_key = until
+            until = tl.maximum(from_key, tl.minimum(whole, to_key))
             largest, total, sums = _walk(
-                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
-                from_key, open_key, first, last, factor, cap, window,
+                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
+                place, from_key, until, first, last, factor, cap, window,
+                block_size, kv_heads, width, False, n, d,
+            )  # fmt: skip
+            largest, total, sums = _walk(
+                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
+                place, until, to_key, first, last, factor, cap, window,
                 block_size, kv_heads, width, True, n, d,
             )  # fmt: skip
-            from_key = open_key
-        largest, total, sums = _walk(
-            largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
-            from_key, whole, first, last, factor, cap, window,
-            block_size, kv_heads, width, False, n, d,
-        )  # fmt: skip
-        largest, total, sums = _walk(
-            largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
-            tl.maximum(from_key, whole), last, first, last, factor, cap, window,
-            block_size, kv_heads, width, True, n, d,
-        )  # fmt: skip
-        result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
+            if programs > 1:
+                at = sums_at + (span - first_span) * (m * (d + 2))
+                tl.store(at + line[:, None] * d + column[None, :], sums)
+                tl.store(at + m * d + line, largest)
+                tl.store(at + m * (d + 1) + line, total)
+            all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
+        if programs == 1:
+            _write_prompt(
+                output_at, query_start_at, row, begin, kv_head, all_total, all_sums, kv_heads, shared, width, tile, m, d
+            )
+        elif is_last(counters_at, unit, programs):
+            all_largest = tl.full((m,), -float("inf"), tl.float32)
+            all_total = tl.zeros((m,), tl.float32)
+            all_sums = tl.zeros((m, d), tl.float32)
+            for span in range(first_span, last_span + 1):
+                at = sums_at + (span - first_span) * (m * (d + 2))
+                sums = tl.load(at + line[:, None] * d + column[None, :])
+                largest = tl.load(at + m * d + line)
+                total = tl.load(at + m * (d + 1) + line)
+                all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
+            _write_prompt(
+                output_at, query_start_at, row, begin, kv_head, all_total, all_sums, kv_heads, shared, width, tile, m, d
+            )
+
+
+@triton.jit
+def _write_prompt(
+    output_at, query_start_at, row, begin, kv_head, total, sums,
+    kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, m: tl.constexpr,
+    d: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a tile. The lines are computed again: they would take registers during the sums."""
+    _, token, live = _prompt_lines(query_start_at, row, begin, tile, shared, m)
+    column = tl.arange(0, d)
+    head = kv_head * shared + tl.arange(0, m) % shared
+    line = (token * (kv_heads * shared) + head).to(tl.int64) * width
+    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    mask = live[:, None] & (column < width)[None, :]
+    tl.store(output_at + line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=mask)
 
 
 class PagedAttention:
@@ -526,6 +688,11 @@ class PagedAttention:
         self._sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
         """0 between launches."""
+        self._prompt_counters = torch.zeros(_PROMPT_PROGRAMS * multiprocessors, dtype=torch.int32, device=device)
+        """One per divided tile and KV head; 0 between launches."""
+        self._step: StepInput | None = None
+        self._divisions: dict[tuple[Any, ...], Division] = {}
+        """Of `_step`: its layers have few kinds."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Does not synchronize."""
@@ -549,11 +716,18 @@ class PagedAttention:
             _decode[(count * tiles, heads.num_kv_heads, splits)](*given, *_scaling(heads), **constants)
         if prompts:
             tile = prefill_tile(sizes, self._shared_memory)
-            # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and the grid
-            # does not depend on the lengths. Unused tiles return at once.
-            grid = len(q) // tile.queries + count, heads.num_kv_heads
-            given = *arrays, *rows, count, MOST_DRAFTED + 1
-            _prefill[grid](*given, *_scaling(heads), **_constants(layer, heads, tile))
+            if step is not self._step:
+                self._step, self._divisions = step, {}
+            key = heads.num_kv_heads, heads.window, tile
+            if key not in self._divisions:
+                self._divisions[key] = self.division(step.host, heads, tile)
+            division = self._divisions[key]
+            # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and their
+            # number does not depend on the lengths. Unused tiles return at once.
+            grid = heads.num_kv_heads, len(q) // tile.queries + count, division.programs
+            given = *arrays, self._sums, self._prompt_counters, *rows, count, MOST_DRAFTED + 1
+            scaling, constants = _scaling(heads), _constants(layer, heads, tile)
+            _prefill[grid](*given, division.share, division.spans, *scaling, **constants)
         return output.flatten(1)
 
     def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
@@ -561,3 +735,27 @@ class PagedAttention:
         if units > len(self._counters) or units * chunks * chunk_elements > len(self._sums):
             return 1
         return splits_of(units, chunks, self._multiprocessors)
+
+    def division(self, host: HostStep | None, heads: Heads, tile: Tile) -> Division:
+        """Return how keys of prompts are divided: not if their lengths are unknown or their sums would not fit."""
+        if host is None:
+            return _UNDIVIDED
+        counts = np.diff(host.query_start)
+        prompts = counts > MOST_DRAFTED
+        counts, ends = counts[prompts].astype(np.int64), host.context_len[prompts]
+        firsts = np.maximum(0, ends - counts - heads.window + 1) if heads.window is not None else ends * 0
+        units = -(-counts // tile.queries) * heads.num_kv_heads
+        # A query sees half of the new keys on average.
+        work = int((units * (ends - firsts - counts // 2)).sum())
+        share = SPAN * max(1, math.ceil(work / (SPAN * len(self._prompt_counters))))
+        programs = (ends - 1) // share - firsts // share + 1
+        divided = programs > 1
+        if not divided.any():
+            return _UNDIVIDED
+        ranges = zip(firsts[divided], ends[divided], strict=True)
+        spans = max(span_of(end - 1) - span_of(first) + 1 for first, end in ranges)
+        total = int(units[divided].sum())
+        elements = total * spans * tile.lines * (max(16, triton.next_power_of_2(heads.head_dim)) + 2)
+        if total > len(self._prompt_counters) or elements > len(self._sums):
+            return _UNDIVIDED
+        return Division(share, int(programs.max()), int(spans))
