@@ -132,7 +132,7 @@ def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> Non
         *("/v1/embeddings", "/v1/score", "/v1/rerank"),
         "/v1/models",
         "/v1/models/{model}",
-        *("/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/v1/requests", "/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/v1/pause", "/v1/resume", "/v1/control", "/v1/reset_prefix_cache", "/v1/update_weights"),
         *("/v1/sleep", "/v1/wake_up"),
         *("/api/chat", "/api/embed", "/api/generate", "/api/ps", "/api/show", "/api/tags", "/api/version"),

@@ -252,6 +252,7 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/show"), Route("key")),
     **dict.fromkeys(("/api/tags", "/api/ps"), Route("key", _GET)),
     "/api/version": _PAGE,
+    "/v1/requests": Route("key", _GET),
     "/v1/abort_requests": Route("key"),
     **dict.fromkeys(ON_EVERY_WORKER, Route("admin")),
     **dict.fromkeys(("/v1/control", "/is_paused", "/is_sleeping"), Route("admin", _GET)),

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.engine.clients.client import ActiveRequest
 from fd_core.http.access.keys import KeyRing
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid, unavailable
@@ -21,8 +22,16 @@ from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest
-from fd_core.server.schemas.responses import AbortAnswer, AdapterAnswer, LoadAnswer, ModelInfoAnswer
+from fd_core.server.schemas.responses import (
+    AbortAnswer,
+    AdapterAnswer,
+    LoadAnswer,
+    ModelInfoAnswer,
+    RequestCard,
+    RequestListAnswer,
+)
 from fd_core.server.state import ServerState, state_of
+from fd_core.types import PHASE_NAMES, Phase
 from fd_core.types.kv_events import KVPage
 
 router = APIRouter(route_class=DirectRoute)
@@ -58,6 +67,32 @@ async def abort_requests(request: Request) -> Response:
     else:
         raise invalid('specify either {"req_ids": ["..."]} or {"abort_all": true}', "req_ids")
     return json_response(answer, headers)
+
+
+@router.get("/v1/requests", **endpoint("List requests in flight", None, RequestListAnswer))
+async def list_requests(request: Request) -> Response:
+    """List requests that have not ended, with their wait reasons, and without prompts and texts.
+
+    With API keys, each key gets the requests that it may abort: its own, and with an admin key all.
+    """
+    state = state_of(request)
+    record: RequestRecord = request.state.record
+    reached = set(state.active.all_ids(record.may_abort))
+    active = [each for each in await state.client.requests() if each.request_id in reached]
+    answer = RequestListAnswer([_card(state.active.request_id(each.request_id), each) for each in active])
+    return json_response(answer, {"Cache-Control": "no-store"})
+
+
+def _card(name: str, request: ActiveRequest) -> RequestCard:
+    doing = request.activity
+    return RequestCard(
+        id=name,
+        state=None if doing is None else doing.state,
+        wait_reason=None if doing is None or doing.phase is Phase.COMPUTING else PHASE_NAMES[doing.phase],
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated_tokens,
+        seconds=request.seconds,
+    )
 
 
 @router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
