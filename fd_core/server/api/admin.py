@@ -18,6 +18,7 @@ from fd_core.engine.clients.client import ActiveRequest
 from fd_core.http.access.keys import KeyRing
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid, unavailable
+from fd_core.http.pages.api_docs.page import api_docs_page
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
@@ -45,7 +46,9 @@ WAIT_SECONDS: Final = 10.0
 """Timeout of a poll without new events, in seconds."""
 
 
-@router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
+@router.post(
+    "/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer, example={"req_ids": ["cmpl-1"]})
+)
 async def abort_requests(request: Request) -> Response:
     """Abort requests by the `id` of their response or by their X-Request-Id, or all of them.
 
@@ -95,7 +98,15 @@ def _card(name: str, request: ActiveRequest) -> RequestCard:
     )
 
 
-@router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
+@router.post(
+    "/v1/load_lora_adapter",
+    **endpoint(
+        "Load a LoRA adapter",
+        LoadAdapterRequest,
+        AdapterAnswer,
+        example={"lora_name": "my-adapter", "lora_path": "folder"},
+    ),
+)
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does."""
     folder = _adapter_folder(request)
@@ -107,7 +118,10 @@ async def load_adapter(request: Request) -> Response:
     return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is loaded"), headers)
 
 
-@router.post("/v1/unload_lora_adapter", **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer))
+@router.post(
+    "/v1/unload_lora_adapter",
+    **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer, example={"lora_name": "my-adapter"}),
+)
 async def unload_adapter(request: Request) -> Response:
     """Unload an adapter: new requests for it are rejected, running ones continue until they finish."""
     _adapter_folder(request)
@@ -206,6 +220,13 @@ async def page() -> Response:
     return Response(_page(), headers=page_headers(_page()), media_type="text/html")
 
 
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """Return a page that renders the OpenAPI document."""
+    page = api_docs_page()
+    return Response(page, headers=page_headers(page), media_type="text/html")
+
+
 @router.get("/status.json", include_in_schema=False)
 async def status(request: Request) -> Response:
     """Return everything that the page shows, as JSON; no prompt, text or key is in it."""
@@ -230,7 +251,8 @@ def _health(reason: str, status: str) -> Response:
 @cache
 def _page() -> str:
     shared = ("theme.css", "curves.js")
-    return assemble("fd_core.server.live_page", shared=shared, own=("page.css", "live.js", "playground.js"))
+    own = ("page.css", "live.js", "playground.js")
+    return assemble("fd_core.server.live_page", shared=shared, own=own)
 
 
 def _offers(state: ServerState) -> bool:

@@ -195,6 +195,7 @@ OLLAMA = {path for path in ROUTES if path.startswith("/api/")}
 ABSENT = {
     "/load",
     "/openapi.json",
+    "/docs",
     "/v1/requests",
     "/kv_events",
     "/status",
