@@ -177,6 +177,16 @@ def test_api_docs_page_is_self_contained(server: LiveServer) -> None:
     assert b"http://" not in page.body and b"https://" not in page.body
 
 
+def test_history_is_public_and_names_its_columns(server: LiveServer) -> None:
+    answer = server.get("/history.json")
+    history = answer.json
+    assert history["columns"][0] == "at" and len(history["rows"]) >= 1
+    for row in history["rows"]:
+        sample = dict(zip(history["columns"], row, strict=True))
+        assert history["now"] - 600 < sample["at"] <= history["now"]
+        assert (sample["running"], sample["waiting"]) == (0, 0)
+
+
 def test_load_and_model_info_match_other_servers(server: LiveServer) -> None:
     assert server.get("/load").json == {"server_load": 0, "running": 0, "waiting": 0}
     found = server.get("/get_model_info").json

@@ -73,7 +73,7 @@ def test_waiting_request_of_a_real_engine_has_a_reason_and_can_be_aborted(where:
         assert running[0].answer.json["choices"][0]["stop_reason"] == "abort"
         assert [card["id"] for card in listed(server)] == ["two"]
         assert server.post("/v1/resume", None).status == 200
-        assert running[1].answer.json["choices"][0]["finish_reason"] == "stop"
+        assert running[1].answer.json["choices"][0]["stop_reason"] != "abort"
         wait_until_idle(server, 5)
 
 

@@ -238,7 +238,7 @@ ON_EVERY_WORKER: Final = (
 """Changes of a server, which a router sends to all of its workers."""
 
 ROUTES: Final[dict[str, Route]] = {
-    **dict.fromkeys(("/", "/status", "/status.json", "/docs", "/openapi.json"), _PAGE),
+    **dict.fromkeys(("/", "/status", "/status.json", "/history.json", "/docs", "/openapi.json"), _PAGE),
     **dict.fromkeys(("/load", "/version", "/metrics"), _PAGE),
     **dict.fromkeys(("/health", "/ready"), _PROBE),
     "/ping": Route("probe", _BOTH),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ from fd_core.server.schemas.responses import (
     RequestListAnswer,
 )
 from fd_core.server.state import ServerState, state_of
-from fd_core.types import PHASE_NAMES, Phase
+from fd_core.types import PHASE_NAMES, PHASE_TITLES, Phase
 from fd_core.types.kv_events import KVPage
 
 router = APIRouter(route_class=DirectRoute)
@@ -244,6 +245,12 @@ async def status(request: Request) -> Response:
     return json_response(shown, {"Cache-Control": "no-store"})
 
 
+@router.get("/history.json", include_in_schema=False)
+async def history(request: Request) -> Response:
+    """Return the figures of the last hours, which the page draws."""
+    return json_response(state_of(request).history.shown(time.monotonic()), {"Cache-Control": "no-store"})
+
+
 def _health(reason: str, status: str) -> Response:
     return json_response(HealthAnswer(status, reason or None), status=200 if status == "ok" else 503)
 
@@ -252,7 +259,8 @@ def _health(reason: str, status: str) -> Response:
 def _page() -> str:
     shared = ("theme.css", "curves.js")
     own = ("page.css", "live.js", "playground.js")
-    return assemble("fd_core.server.live_page", shared=shared, own=own)
+    waits = msgspec.json.encode(PHASE_TITLES).decode()
+    return assemble("fd_core.server.live_page", shared=shared, own=own, values={"waits": waits})
 
 
 def _offers(state: ServerState) -> bool:

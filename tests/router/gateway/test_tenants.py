@@ -196,6 +196,7 @@ ABSENT = {
     "/load",
     "/openapi.json",
     "/docs",
+    "/history.json",
     "/v1/requests",
     "/kv_events",
     "/status",
