@@ -382,6 +382,8 @@ class StepOutput:
     """(slot, message) for rows that failed; the other rows are valid."""
     prompt_logprobs: PromptLogprobRows | None = None
     pooled: PooledRows | None = None
+    forced: IntArray | None = None
+    """int32[max_num_seqs], accepted drafts of each slot that its grammar forced; None if there were none."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,7 +13,7 @@ class Element {
   constructor(tag) {
     this.tagName = tag.toUpperCase();
     this.childNodes = []; this.attributes = {}; this.listeners = {}; this.dataset = {}; this.style = {};
-    this.parentNode = null; this.value = ""; this.clientWidth = 400; this.clientHeight = 80; this.scrolled = 0;
+    this.parentNode = null; this.value = ""; this.clientWidth = 400; this.clientHeight = 80; this.drawn = [];
     const names = () => new Set((this.attributes.class || "").split(" ").filter(Boolean));
     this.classList = { contains: name => names().has(name) };
   }
@@ -60,7 +60,7 @@ class Element {
     return Promise.all(all.map(each => each({ target: this, preventDefault() {}, ...event })));
   }
   click() { return this.dispatch("click"); }
-  focus() {} scrollIntoView() { this.scrolled++; } setPointerCapture() {}
+  focus() {} scrollIntoView() {} setPointerCapture() {}
   getBoundingClientRect() { return { left: 0, top: 0, width: 400, height: 80 }; }
   insertRow() { const row = new Element("tr"); this.append(row); return row; }
   insertCell() { const cell = new Element("td"); this.append(cell); return cell; }
@@ -70,13 +70,13 @@ class Element {
     return this.all(each => (!tag || each.tagName === tag.toUpperCase()) && (!name || (name in each.attributes && (value === undefined || each.attributes[name] === value))));
   }
   querySelector(selector) { return this.querySelectorAll(selector)[0] || null; }
+  set width(_) { this.drawn = []; }  // as a canvas does, which is cleared
   getContext() {
-    const drawn = this.drawn = [];
     return new Proxy({}, {
       get: (own, name) => name in own ? own[name]
         : name === "measureText" ? text => ({ width: 6 * text.length })
         : name === "createImageData" ? (wide, high) => ({ data: { buffer: new ArrayBuffer(4 * wide * high) } })
-        : (...given) => { drawn.push([name, ...given]); },
+        : (...given) => { this.drawn.push([name, ...given]); },
       set: (own, name, value) => { own[name] = value; return true; },
     });
   }
@@ -120,6 +120,7 @@ let pending = 0;
 const calls = [], stored = {}, timers = [], windowListeners = {};
 const page = { root, calls, timers, stored, origin, now: 1000, answers: {}, windowListeners,
   byId: id => root.all(each => each.id === id)[0],
+  until: async holds => { while (!holds()) await new Promise(resolve => setTimeout(resolve, 1)); },
   /** Run the timers of a pause in milliseconds, and wait for their answers. */
   tick: async pause => { for (const [work, each] of timers) if (each === pause) work(); await page.settle(); },
   /** Wait until no answer is pending and everything that follows one is done. */
