@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.pages.playing import needs_node, play
 from tests.server.fakes import live
 from tests.server.stream.test_disconnect import eventually
@@ -14,7 +16,8 @@ from tests.server.test_null_engine import null_client, wait_until_idle
 pytestmark = needs_node
 
 
-def test_requests_of_a_real_engine_are_shown_and_aborted(tmp_path: Path) -> None:
+def test_requests_of_a_real_engine_are_shown_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_core.engine.clients.client._REPORT_INTERVAL", 0.0)
     with live(partial(null_client, "process")) as server:
         server.post("/v1/pause", None)
         running = [Background(server, name, prompt="hidden") for name in ("one", "two")]

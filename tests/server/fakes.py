@@ -114,6 +114,8 @@ class FakeClient(SingleEngineClient):
         """Outcome reported for prompts computed by a prefill worker."""
         self.activity: tuple[str, Phase] | None = ("running", Phase.COMPUTING)
         """State and phase reported for every request; None reports nothing."""
+        self.reports = 0
+        """Reports of all activities that were queried."""
         self.specs: list[RequestSpec] = []
         self.aborts: list[str] = []
         self.live: dict[str, tuple[RequestSpec, int]] = {}
@@ -140,6 +142,7 @@ class FakeClient(SingleEngineClient):
                 self.aborts += request_ids
                 asyncio.get_running_loop().call_soon(self._abort, request_ids)
             case QueryActivities() if self.activity is not None:
+                self.reports += 1
                 found = {name: RequestActivity(*self.activity) for name in self.live}
                 asyncio.get_running_loop().call_soon(self._reported, found)
             case Control(ticket):  # nothing to change

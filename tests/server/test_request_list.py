@@ -26,6 +26,21 @@ def listed(server: LiveServer, **headers: str) -> list[dict[str, Any]]:
     return list(answer.json["data"])
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine report for each list."""
+    monkeypatch.setattr("fd_core.engine.clients.client._REPORT_INTERVAL", 0.0)
+
+
+def test_lists_in_a_row_cost_the_engine_one_report(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_core.engine.clients.client._REPORT_INTERVAL", 3600.0)
+    server.client.reports = 0
+    server.client._reported_at = float("-inf")
+    for _ in range(5):
+        assert listed(server) == []
+    assert server.client.reports == 1
+
+
 def test_each_generation_is_listed_with_its_progress(server: LiveServer) -> None:
     assert listed(server) == []
     server.client.pause_after = 2
@@ -79,6 +94,7 @@ def test_waiting_request_of_a_real_engine_has_a_reason_and_can_be_aborted(where:
 
 def test_silent_engine_does_not_hold_up_the_list(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_core.engine.clients.client._REPORT_SECONDS", 0.05)
+    listed(server)
     server.client.held, server.client.activity = True, None
     running = Background(server, "one")
     waiting(server, 1)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,8 +35,10 @@ _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
 _STATE = -1
 """Ticket of the orders that give a restarted engine the state of the one before."""
+_REPORT_INTERVAL = 0.25
+"""Shortest interval between two reports of an engine's requests, in seconds: clients may poll at any rate."""
 _REPORT_SECONDS = 1.0
-"""Timeout for an engine's report of its requests, which a long step delays."""
+"""Timeout for a report, which a long step delays; the previous one is used instead."""
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
@@ -131,7 +134,7 @@ class ActiveRequest(msgspec.Struct, frozen=True):
     seconds: float
     """Age of the request."""
     activity: RequestActivity | None
-    """None if no engine has the request, or the engine did not report in time."""
+    """None if no engine has the request, or has reported it yet."""
 
 
 class EngineControls(abc.ABC):
@@ -209,8 +212,11 @@ class SingleEngineClient(EngineControls):
         self._changes: dict[int, tuple[messages.ControlOrder, asyncio.Future[None]]] = {}
         """Orders that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
-        self._report: asyncio.Future[Mapping[str, RequestActivity]] | None = None
-        """Activities that were queried and not received."""
+        self._report: asyncio.Future[None] | None = None
+        """Completes with the report that was queried; None if none is pending."""
+        self._activities: Mapping[str, RequestActivity] = {}
+        """The last report, and its time."""
+        self._reported_at = -math.inf
         self._weights: messages.UpdateWeights | None = None
         """The last update, which a restarted engine receives first; None before any."""
         self._paused = False
@@ -297,23 +303,23 @@ class SingleEngineClient(EngineControls):
 
     async def requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, oldest first."""
-        activities: Mapping[str, RequestActivity] = {}
-        if self.alive:
+        if self.alive and time.perf_counter() - self._reported_at >= _REPORT_INTERVAL:
             if self._report is None:
                 self._send(messages.QueryActivities())
                 self._report = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
-                activities = await asyncio.wait_for(asyncio.shield(self._report), _REPORT_SECONDS)
-        now = time.perf_counter()
+                await asyncio.wait_for(asyncio.shield(self._report), _REPORT_SECONDS)
+        now, activities = time.perf_counter(), self._activities
         return [
             ActiveRequest(name, prompt, generated, now - self._streams[name].submitted, activities.get(name))
             for name, prompt, generated in self._ledger.lengths()
         ]
 
     def _reported(self, activities: Mapping[str, RequestActivity]) -> None:
+        self._activities, self._reported_at = activities, time.perf_counter()
         report, self._report = self._report, None
         if report is not None:
-            report.set_result(activities)
+            report.set_result(None)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""

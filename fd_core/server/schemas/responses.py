@@ -239,7 +239,7 @@ class RequestCard(msgspec.Struct):
     id: str
     """The request's X-Request-Id, which /v1/abort_requests accepts."""
     state: str | None
-    """`waiting`, `loading`, `running` or `draining`; null if no engine has the request or its step takes long."""
+    """`waiting`, `loading`, `running` or `draining`; null if no engine has the request, or has reported it yet."""
     wait_reason: Annotated[str | None, msgspec.Meta(examples=[*PHASE_NAMES[1:], None])]
     """Why it is not computed; null while it is, or if the state is null."""
     prompt_tokens: int
