@@ -26,7 +26,7 @@ from fd_core.kv.tiers.stats import TierStats
 from fd_core.ops.weights import Adapter
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.contract import Scheduler, SchedulerHoldings
+from fd_core.scheduling.contract import RequestActivity, Scheduler, SchedulerHoldings
 from fd_core.structured.compiler import CompilerStats
 from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepOutput, StepPlan
 from fd_core.types.checks import check_request_ids
@@ -265,6 +265,10 @@ class Engine:
     def phases(self, request_id: str) -> tuple[float, ...] | None:
         """Return the durations of an unfinished request, in seconds, as `Delta.phases`; None if unknown."""
         return self._scheduler.phases(request_id)
+
+    def activities(self) -> dict[str, RequestActivity]:
+        """Return the current activity of the requests that have not ended, by id."""
+        return self._scheduler.activities()
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return the prefixes added and evicted since the last call; none unless events are enabled."""

@@ -100,9 +100,10 @@ class Router:
         instance: str | None = None,
         role: str | None = None,
         kv_port: int | None = None,
+        failure: str = "",
     ) -> RouterWorker:
         """Apply the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
-        after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
+        after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port, failure=failure)
         if worker != after:
             self._forget(worker)
         return after
@@ -200,6 +201,7 @@ class Router:
                 kv_events=self.reported_kv.num_events(member.worker),
                 kv_port=member.kv_port,
                 unfit=member.unfit,
+                failure=member.failure,
             )
             for member in self.registry
         )
@@ -379,6 +381,8 @@ class WorkerSnapshot:
     """Port on which a prefill worker listens for decode workers, if it named one."""
     unfit: str
     """Reason why the worker is not chosen for its role although it is healthy."""
+    failure: str
+    """Reason of the last failed health check; empty while checks pass."""
 
     @property
     def healthy(self) -> Annotated[bool, gauge("healthy", "1 while health checks of the worker pass, 0 otherwise.")]:

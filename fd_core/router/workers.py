@@ -86,6 +86,8 @@ class Member:
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     missed: int = 0
+    failure: str = ""
+    """Reason of the last failed health check; empty while checks pass."""
     reported_role: str | None = None
     """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
@@ -200,13 +202,17 @@ class Registry:
         instance: str | None = None,
         role: str | None = None,
         kv_port: int | None = None,
+        failure: str = "",
     ) -> RouterWorker:
-        """Apply the result of a health check; return the incarnation at the address, a new one for a new process."""
+        """Apply the result of a health check, and the reason of its `failure`.
+
+        Returns the incarnation at the address, a new one for a new process.
+        """
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
             return worker
         if not ok:
-            member.passed, member.missed = 0, member.missed + 1
+            member.passed, member.missed, member.failure = 0, member.missed + 1, failure
             if member.missed >= self.config.health_failure_threshold and member.state is not WorkerState.UNHEALTHY:
                 member.turn(WorkerState.UNHEALTHY, now)
                 self._changed()
@@ -214,6 +220,8 @@ class Registry:
         before = member.state, member.reported_role, member.kv_port
         member = self._passed(member, now, instance)
         member.reported_role, member.kv_port = role, kv_port
+        if member.state is WorkerState.HEALTHY:
+            member.failure = ""
         if (member.state, role, kv_port) != before:
             self._changed()
         return member.worker

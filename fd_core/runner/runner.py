@@ -311,7 +311,8 @@ class Runner:
             keys = ((slot, int(gens[slot])) for slot in plan.slots.tolist())
             errors = tuple((key[0], self._failed[key]) for key in keys if key in self._failed)
         logprobs, scores, vectors = launched.extras(more) if more else (None, None, None)
-        return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors)
+        forced = self._grammars.take_accepted(len(gens))
+        return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors, forced)
 
     def mask_stats(self) -> MaskStats:
         """Return the cost and savings of grammars so far."""

@@ -31,9 +31,9 @@ from fd_core.scheduling.running.output_processor import OutputCounters
 from fd_core.scheduling.running.running_batch import SchedulerCounters
 from fd_core.scheduling.running.slots import SlotStats
 from fd_core.scheduling.victims import VictimPolicy
-from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
+from fd_core.types import Delta, Phase, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Scheduler", "SchedulerHoldings", "SchedulerSetup", "SchedulerStats"]
+__all__ = ["RequestActivity", "Scheduler", "SchedulerHoldings", "SchedulerSetup", "SchedulerStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV transfers between workers; None for a worker that prefills and decodes."""
     phases: PhaseCounters | None = None
     """Time that requests spent in each phase; None if the scheduler does not measure it."""
+
+
+class RequestActivity(msgspec.Struct, frozen=True, array_like=True):
+    """What a request does inside an engine right now."""
+
+    state: str
+    """`waiting`, `loading`, `running` or `draining`, as in `SchedulerHoldings`."""
+    phase: Phase
+    """Its activity, or the reason why it waits."""
 
 
 class Scheduler(abc.ABC):
@@ -184,6 +193,10 @@ class Scheduler(abc.ABC):
     def phases(self, request_id: str) -> tuple[float, ...] | None:
         """Return the seconds of a request that has not ended, by the number of the `Phase`; None if not measured."""
         return None
+
+    def activities(self) -> dict[str, RequestActivity]:
+        """Return the current activity of the requests that have not ended, by id; none if they are not tracked."""
+        return {}
 
     @abc.abstractmethod
     def held(self) -> SchedulerHoldings:

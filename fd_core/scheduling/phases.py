@@ -81,6 +81,10 @@ class PhaseClock:
             self._settle(times)
             times.phase, times.joined = phase, None if phase is not None else [*self._queue_seconds]
 
+    def current(self, times: PhaseTimes) -> Phase:
+        """Return the current phase of a request; that of the queue while it is queued."""
+        return self._queue_phase if times.phase is None else times.phase
+
     def durations(self, times: PhaseTimes) -> tuple[float, ...] | None:
         """Return the seconds of a request until now by the number of the phase; None without a clock."""
         if not self._enabled:

@@ -19,7 +19,13 @@ import msgspec
 from fd_core.effects import operations as effects
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
+from fd_core.scheduling.contract import (
+    RequestActivity,
+    Scheduler,
+    SchedulerHoldings,
+    SchedulerSetup,
+    SchedulerStats,
+)
 from fd_core.scheduling.operations.kv_offloading import KVOffloading, OffloadSelection
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.operations.registry import Operations
@@ -275,6 +281,14 @@ class ContinuousBatchingScheduler(Scheduler):
         """Return the seconds of a request that has not ended, by phase."""
         request = self._requests.get(request_id)
         return None if request is None else self._times.durations(request.times)
+
+    def activities(self) -> dict[str, RequestActivity]:
+        """Return the current activity of the requests that have not ended."""
+        current = self._times.current
+        return {
+            name: RequestActivity(request.state.name.lower(), current(request.times))
+            for name, request in self._requests.items()
+        }
 
     def held(self) -> SchedulerHoldings:
         """Return the resources that are currently held."""

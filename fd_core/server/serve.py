@@ -92,6 +92,7 @@ async def serve_http(
 
     def started() -> None:
         state.grammars.warm_up()
+        state.supervisor.start("history", partial(state.history.run, state.figures))
         if registration is not None:
             registration.start(state.supervisor)
         if state.batches is not None:

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import DeltaStream, EngineClient, SingleEngineClient
-from fd_core.engine.process.messages import EngineInfo
+from fd_core.engine.process.messages import EngineInfo, EngineStats
 from fd_core.errors import BadRequest
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget, BodyStats
@@ -40,6 +40,7 @@ from fd_core.http.metrics import Histogram, count_family, metric_families, refus
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.server.batches.service import BatchService
+from fd_core.server.live_page.history import Durations, History
 from fd_core.server.preprocess.body import UnknownFieldLog
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
@@ -247,6 +248,7 @@ class ServerState:
     """Stores files and runs batches; None if disabled."""
     supervisor: Supervisor = field(default_factory=Supervisor)
     drain: Drain = field(default_factory=Drain)
+    history: History = field(default_factory=History)
     access: AccessControl = field(default_factory=AccessControl)
     spans: RequestSpans | None = None
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
@@ -312,6 +314,10 @@ class ServerState:
         if self.drain.leaving:
             return "the server is shutting down"
         return None if self.client.alive else self.client.missing
+
+    def figures(self) -> tuple[EngineStats, Durations] | None:
+        """Return what a sample of the history is made from, None without an engine."""
+        return (self.client.stats, self.metrics.durations()) if self.client.alive else None
 
     def admit(self, count: int) -> None:
         """Raise `ApiError` (503) if the queue has no room for `count` more generations, 400 if it never can."""
@@ -501,7 +507,7 @@ class ServerMetrics(Collector):
     def durations(self) -> dict[str, dict[str, Sequence[float]]]:
         """Return the histograms by metric: upper bounds in seconds, and counts with one more at the end."""
         measured = {"time_to_first_token": self.ttft, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
-        return {name: {"bounds": each.bounds, "counts": each.counts} for name, each in measured.items()}
+        return {name: {"bounds": each.bounds, "counts": (*each.counts,)} for name, each in measured.items()}
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are known without querying an engine."""

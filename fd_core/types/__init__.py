@@ -19,6 +19,7 @@ __all__ = [
     "NOT_FINITE",
     "NO_CHOICE",
     "PHASE_NAMES",
+    "PHASE_TITLES",
     "Admission",
     "BlockGrant",
     "Delta",
@@ -381,6 +382,8 @@ class StepOutput:
     """(slot, message) for rows that failed; the other rows are valid."""
     prompt_logprobs: PromptLogprobRows | None = None
     pooled: PooledRows | None = None
+    forced: IntArray | None = None
+    """int32[max_num_seqs], accepted drafts of each slot that its grammar forced; None if there were none."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -420,6 +423,19 @@ class Phase(enum.IntEnum):
 
 PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
 """By the number of the phase."""
+PHASE_TITLES: Final = {
+    "computing": "computing",
+    "slot": "a slot",
+    "blocks": "KV blocks",
+    "budget": "the step token budget",
+    "scheduler": "the scheduler's rule",
+    "prefix": "a prefix in progress",
+    "grammar": "its grammar",
+    "store": "KV of a store",
+    "transfer": "a prefill worker",
+    "preempted": "resumption",
+}
+"""By the name of the phase: what a request waits for."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):

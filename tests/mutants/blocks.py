@@ -128,7 +128,7 @@ MUTANTS = (
         "3.4: no cascade; an admission in a pass with preemption uses the victim's blocks",
         (
             PLANNER,
-            "        if builder.preempted:\n            self._times",
+            "        if builder.preempted and not self.paused:\n            self._times",
             "        if False:\n            self._times",
         ),
     ),

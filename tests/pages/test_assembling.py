@@ -15,6 +15,7 @@ from fd_core.http.pages.assembling import assemble, page_headers
 PAGES = {
     "fd_core.server.live_page": ("page.css", "live.js", "playground.js"),
     "fd_core.router.gateway.live_page": ("page.css", "live.js"),
+    "fd_core.http.pages.api_docs": ("page.css", "schemas.js", "docs.js"),
 }
 
 

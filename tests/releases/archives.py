@@ -18,6 +18,7 @@ WANTED = {
         "py.typed",
         "ops/native/csrc/api.cpp",
         "server/live_page/page.html",
+        "http/pages/api_docs/page.html",
         "cli/trace_page/page.html",
         "testing/report/page.html",
         "simulation/costs/profiles/smollm2-cpu.json",

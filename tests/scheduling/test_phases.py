@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fd_core.config import Limits
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.contract import RequestActivity, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
@@ -90,6 +90,27 @@ def test_slot_wait_is_reported_with_first_and_last_delta() -> None:
     assert (seconds[2][Phase.SLOT], seconds[2][Phase.COMPUTING], sum(seconds[2])) == (2.0, 3.0, 5.0)
     samples = {spec.name: samples for spec, samples in read_metrics(scheduler.stats())}["request_seconds"]
     assert (("slot",), 2.0) in samples and (("computing",), 5.0) in samples
+
+
+def test_activities_name_the_current_state_and_wait_reason() -> None:
+    scheduler = made(None, max_num_seqs=1)
+    assert scheduler.activities() == {}
+    add(scheduler, spec("first", max_tokens=2))
+    add(scheduler, spec("second", first=50))
+    plan = planned(scheduler)
+    assert scheduler.activities() == {
+        "first": RequestActivity("running", Phase.COMPUTING),
+        "second": RequestActivity("waiting", Phase.SLOT),
+    }
+    scheduler.pause()
+    answer(scheduler, plan)
+    revoking = planned(scheduler)
+    assert scheduler.activities()["first"].state == "draining"
+    answer(scheduler, revoking)
+    assert scheduler.activities() == {
+        "first": RequestActivity("waiting", Phase.PREEMPTED),
+        "second": RequestActivity("waiting", Phase.SCHEDULER),
+    }
 
 
 def test_wait_for_blocks_is_reported() -> None:

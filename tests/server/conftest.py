@@ -20,7 +20,7 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
     """A server whose engine replies "Hello, world!"; changes of a test to the engine are reverted."""
     fresh = shared_server.call(FakeClient)
     client = shared_server.client
-    names = ("reply", "step_seconds", "per_step", "held", "pause_after", "fail_after", "cached_tokens")
+    names = ("reply", "step_seconds", "per_step", "held", "pause_after", "fail_after", "cached_tokens", "activity")
 
     def reset() -> None:
         for name in names:

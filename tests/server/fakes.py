@@ -26,13 +26,14 @@ from fd_core.engine.process.messages import (
     Controlled,
     EngineInfo,
     EngineStats,
+    QueryActivities,
     StepEvents,
     Submit,
 )
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
-from fd_core.scheduling.contract import SchedulerStats
+from fd_core.scheduling.contract import RequestActivity, SchedulerStats
 from fd_core.scheduling.running.drafts import DraftStats
 from fd_core.scheduling.running.running_batch import SchedulerCounters
 from fd_core.scheduling.running.slots import SlotStats
@@ -40,7 +41,7 @@ from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.tokenizer import Decoding, Tokenizer, byte_level
-from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, TokenLogprobs
+from fd_core.types import Delta, FinishReason, Phase, PrefillOutcome, RequestSpec, TokenLogprobs
 from tests.text.small_tokenizers import byte_characters
 
 EOS = 256
@@ -111,6 +112,10 @@ class FakeClient(SingleEngineClient):
         """Durations by phase, reported in the last delta of each request."""
         self.prefill: PrefillOutcome | None = None
         """Outcome reported for prompts computed by a prefill worker."""
+        self.activity: tuple[str, Phase] | None = ("running", Phase.COMPUTING)
+        """State and phase reported for every request; None reports nothing."""
+        self.reports = 0
+        """Reports of all activities that were queried."""
         self.specs: list[RequestSpec] = []
         self.aborts: list[str] = []
         self.live: dict[str, tuple[RequestSpec, int]] = {}
@@ -136,6 +141,10 @@ class FakeClient(SingleEngineClient):
             case Abort(request_ids):
                 self.aborts += request_ids
                 asyncio.get_running_loop().call_soon(self._abort, request_ids)
+            case QueryActivities() if self.activity is not None:
+                self.reports += 1
+                found = {name: RequestActivity(*self.activity) for name in self.live}
+                asyncio.get_running_loop().call_soon(self._reported, found)
             case Control(ticket):  # nothing to change
                 asyncio.get_running_loop().call_soon(self._controlled, Controlled(ticket, self.info))
 

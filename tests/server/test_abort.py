@@ -16,14 +16,15 @@ PATH = "/v1/completions"
 class Background(threading.Thread):
     """A request that runs in the background of the test."""
 
-    def __init__(self, server: LiveServer, request_id: str, path: str = PATH, **fields: object) -> None:
+    def __init__(self, server: LiveServer, request_id: str, path: str = PATH, key: str = "", **fields: object) -> None:
         super().__init__(daemon=True)
-        self._server, self._id, self._path = server, request_id, path
+        self._server, self._path = server, path
+        self._headers = {"X_Request_Id": request_id} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._fields = {"prompt": "a", **fields} if path == PATH else {"model": "fake", **fields}
         self.start()
 
     def run(self) -> None:
-        self._answer = self._server.post(self._path, self._fields, X_Request_Id=self._id)
+        self._answer = self._server.post(self._path, self._fields, **self._headers)
 
     @property
     def answer(self) -> Answer:

@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from fd_core.http.access.control import ROUTES
 from fd_core.server.state import ServerState
 from tests.server.fakes import LiveServer, live, samples
 from tests.server.stream.test_disconnect import eventually
@@ -216,7 +217,8 @@ def test_only_an_admin_key_aborts_requests_of_others(tmp_path: Path) -> None:
             each.join(10)
 
 
-PAGES = ("/", "/status.json", "/openapi.json", "/load", "/version", "/metrics")
+PAGES = [path for path, route in ROUTES.items() if route.right == "page" and path != "/status"]
+"""The server's pages; /status is the router's."""
 
 
 def test_pages_require_a_key_if_configured(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -132,7 +134,7 @@ def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> Non
         *("/v1/embeddings", "/v1/score", "/v1/rerank"),
         "/v1/models",
         "/v1/models/{model}",
-        *("/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/v1/requests", "/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/v1/pause", "/v1/resume", "/v1/control", "/v1/reset_prefix_cache", "/v1/update_weights"),
         *("/v1/sleep", "/v1/wake_up"),
         *("/api/chat", "/api/embed", "/api/generate", "/api/ps", "/api/show", "/api/tags", "/api/version"),
@@ -150,6 +152,39 @@ def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> Non
     operation = document["paths"]["/v1/chat/completions"]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
     assert {"200", "400", "401", "413", "415", "503"} <= set(operation["responses"])
+
+
+def test_every_body_has_an_example_that_works(tmp_path: Path) -> None:
+    with live(batch_api=True, batch_store=str(tmp_path)) as server:
+        paths = server.get("/openapi.json").json["paths"]
+        bodies = {
+            path: each["post"]["requestBody"] for path, each in paths.items() if "requestBody" in each.get("post", {})
+        }
+        refused = {}
+        for path, body in bodies.items():
+            answer = server.post(path, body["content"]["application/json"]["example"])
+            if answer.status != 200:
+                refused[path] = answer.status
+    # Loading files at run time needs the operator's permission, and a batch its file.
+    forbidden = dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"), 403)
+    assert refused == forbidden | {"/v1/batches": 400}
+
+
+def test_api_docs_page_is_self_contained(server: LiveServer) -> None:
+    page = server.get("/docs")
+    assert (page.status, page.headers["content-type"].split(";")[0]) == (200, "text/html")
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    assert b"http://" not in page.body and b"https://" not in page.body
+
+
+def test_history_is_public_and_names_its_columns(server: LiveServer) -> None:
+    answer = server.get("/history.json")
+    history = answer.json
+    assert history["columns"][0] == "at" and len(history["rows"]) >= 1
+    for row in history["rows"]:
+        sample = dict(zip(history["columns"], row, strict=True))
+        assert history["now"] - 600 < sample["at"] <= history["now"]
+        assert (sample["running"], sample["waiting"]) == (0, 0)
 
 
 def test_load_and_model_info_match_other_servers(server: LiveServer) -> None:

@@ -26,6 +26,7 @@ from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.types import Admission, Delta, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
+from tests.engine.structured import structured_specs
 from tests.engine.test_speculation import SPECS, speculating
 
 
@@ -63,7 +64,7 @@ def test_trace_matches_counters_under_preemption_and_speculation(path: Path, dep
     engine.close()
     stats = engine.stats()
     [header], steps, [end] = lines_of(path)
-    assert header["fdcore_trace"] == 3
+    assert header["fdcore_trace"] == 4
     assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
     assert header["limits"]["max_num_batched_tokens"] == 64
     assert abs(header["started"] - time.time()) < 60
@@ -104,6 +105,25 @@ def test_every_scheduled_slot_has_a_letter(path: Path) -> None:
         assert line.budget == sum(chunks.values()) + line.slots.count(trace_format.DECODE) + total(line.drafted)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_trace_separates_forced_tokens_from_drafts(path: Path, depth: int) -> None:
+    engine = speculating(3, 0.3, pipeline_depth=depth, trace=str(path))
+    run(engine, [*SPECS, *structured_specs(12)])
+    engine.close()
+    masks, steps = engine.stats().masks, lines_of(path)[1]
+    assert masks is not None
+    forced = [letters(line.forced) for line in steps]
+    assert sum(map(sum, forced)) == masks.forced_accepted > 0
+    for line, counts in zip(steps, forced, strict=True):
+        accepted = letters(line.accepted)
+        assert all(count <= accepted[slot] for slot, count in enumerate(counts) if count)
+    assert sum(map(sum, forced)) < sum(total(line.accepted) for line in steps), "drafts of the drafter are the others"
+
+
+def letters(text: str) -> list[int]:
+    return [trace_format.COUNT_LETTERS.index(letter) for letter in text]
+
+
 def test_trace_contains_no_tokens() -> None:
     secret = np.array([1234567, 7654321], np.int32)
     plan = StepPlan(
@@ -119,7 +139,8 @@ def test_trace_contains_no_tokens() -> None:
         revocations=(Revocation(1, 9),),
     )
     tokens = np.array([[1234567, 7654321, -1], [-9, -1, -1], [1234567, -1, -1], [-1, -1, -1]], np.int32)
-    output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32))
+    forced = np.array([1, 0, 0, 7], np.int32)
+    output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32), forced=forced)
     deltas = (Delta("a", (1234567,), FinishReason.STOP), Delta("b", (7654321,)))
     line = line_of(StepRecord(10, 20, plan, output, deltas, SchedulerHoldings(waiting=5, owned=1, fenced=2, cached=3)))
     assert line == StepLine(
@@ -133,6 +154,7 @@ def test_trace_contains_no_tokens() -> None:
         slots="dxp",
         drafted="2",
         accepted="1",
+        forced="1",
         chunks=((2, 2),),
         admitted=(trace_format.AdmissionEntry(2, 3, "a", 2, 0),),
         revoked=((1, 9),),

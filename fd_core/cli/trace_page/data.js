@@ -22,6 +22,9 @@ async function unpack() {
       if (data.cells[cell] === decode) data.cells[cell] = facts.kinds.length - 1;
     }
   }
+  // Tokens that a grammar forces are verified like drafts, and recorded among them.
+  data.acceptedDrafts = data.accepted.map((accepted, step) => accepted - data.forced[step]);
+  data.rejected = data.drafted.map((drafted, step) => drafted - data.accepted[step]);
   data.time = Float64Array.from(data.ended, (end, step) => end - data.began[step]);
   data.used = Float64Array.from(data.prefillTokens, (tokens, step) => tokens + data.decodeTokens[step] + data.drafted[step]);
   data.free = Float64Array.from(data.blocks, (all, step) => all - data.owned[step] - data.fenced[step] - data.cached[step]);
@@ -37,6 +40,29 @@ async function unpack() {
   data.firstResidency = new Int32Array(numSlots + 1);  // residencies are sorted by slot
   for (const slot of data.residencySlot) data.firstResidency[slot + 1]++;
   for (let slot = 0; slot < numSlots; slot++) data.firstResidency[slot + 1] += data.firstResidency[slot];
+  const busy = new Set([...data.residencySlot, ...data.loadSlot]);
+  data.busySlots = Array.from({ length: numSlots }, (_, slot) => slot).filter(slot => busy.has(slot));
+  showSlots(false);
+  data.tails = distinctTails(facts.requests);
+}
+
+/** Fill the lanes with the slots that a request held, or with all of them. */
+function showSlots(all) {
+  data.laneSlots = all || !data.busySlots.length ? Array.from({ length: numSlots }, (_, slot) => slot) : data.busySlots;
+  data.slotLanes = new Int32Array(numSlots).fill(-1);
+  data.laneSlots.forEach((slot, lane) => { data.slotLanes[slot] = lane; });
+}
+
+/** For each id [begin, end] of its shortest part that no other id has at that place: ids that a server makes begin and end alike. */
+function distinctTails(ids) {
+  const common = (one, other) => { let length = 0; while (length < one.length && one[length] === other[length]) length++; return length; };
+  const backwards = ids.map((id, index) => [[...id].reverse().join(""), index]).sort(([one], [other]) => one < other ? -1 : 1);
+  const last = backwards.length - 1, ending = last > 0 ? common(backwards[0][0], backwards[last][0]) : 0, tails = [];
+  backwards.forEach(([text, index], at) => {
+    const shared = Math.max(ending, ...[backwards[at - 1], backwards[at + 1]].filter(Boolean).map(([other]) => common(text, other)));
+    tails[index] = [Math.max(text.length - shared - 1, 0), text.length > ending ? text.length - ending : text.length];
+  });
+  return tails;
 }
 
 const sum = values => values.reduce((total, value) => total + value, 0);
@@ -73,7 +99,7 @@ function figures() {
   const busy = sum(data.time), span = count ? data.ended[count - 1] - data.began[0] : 0;
   const sorted = Float64Array.from(data.time).sort();
   const share = (part, whole) => whole ? `${(100 * part / whole).toFixed(1)} %` : "–";
-  const drafted = sum(data.drafted);
+  const forced = sum(data.forced), drafted = sum(data.drafted) - forced;
   const rows = [
     ["steps", count.toLocaleString("en")],
     ["span", duration(span)],
@@ -89,7 +115,8 @@ function figures() {
   ];
   if (data.loadStep.length) rows.push(["tokens loaded", sum(data.loadedTokens).toLocaleString("en")]);
   if (sum(data.recomputedTokens)) rows.push(["tokens recomputed", sum(data.recomputedTokens).toLocaleString("en")]);
-  if (drafted) rows.push(["drafts accepted", `${share(sum(data.accepted), drafted)} of ${drafted.toLocaleString("en")}`]);
+  if (drafted) rows.push(["drafts accepted", `${share(sum(data.acceptedDrafts), drafted)} of ${drafted.toLocaleString("en")}`]);
+  if (forced) rows.push(["tokens forced by grammars", forced.toLocaleString("en")]);
   return rows;
 }
 

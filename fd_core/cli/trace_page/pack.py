@@ -64,6 +64,7 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
             line.budget - prefill - drafted,
             drafted,
             accepted,
+            total(line.forced),
             limits.max_num_batched_tokens,
             line.delivered,
             line.waiting,
@@ -80,7 +81,7 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
         )
 
     columns = """
-        step epoch began ended prefillTokens decodeTokens drafted accepted limit
+        step epoch began ended prefillTokens decodeTokens drafted accepted forced limit
         delivered waiting scheduled owned fenced cached blocks missing
         loadedTokens recomputedTokens loadsEnded declined savedBlocks
     """
@@ -90,11 +91,11 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
 
 
 def cells(trace: TraceContents) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, verified and accepted drafts if there were any."""
+    """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`; drafts verified, accepted and forced, if any."""
     sections = {"cells": kinds_of_cells(trace).reshape(-1)}
     if any(position.line.drafted for position in trace.positions):
         numbers = {letter: number for number, letter in enumerate(COUNT_LETTERS)}
-        for name in ("drafted", "accepted"):
+        for name in ("drafted", "accepted", "forced"):
             texts = [getattr(position.line, name) for position in trace.positions]
             sections[f"{name}Cells"] = matrix_of_letters(trace, texts, numbers).reshape(-1)
     return sections

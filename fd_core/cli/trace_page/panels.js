@@ -182,17 +182,17 @@ function drawEvents(panel, columns) {
 
 /** Slots over time: colours mixed by how often a pixel's steps did what; then marks, names and the followed request. */
 function drawSlots(panel, columns, view, followed) {
-  const lane = laneHeight(), height = Math.ceil(numSlots * lane);
+  const lane = laneHeight(), slots = data.laneSlots, height = Math.ceil(slots.length * lane);
   const context = surface(panel.canvas, height), scale = window.devicePixelRatio || 1;
   const wide = Math.round(columns.width * scale), high = panel.canvas.height;
   const image = context.createImageData(wide, high), pixels = new Uint32Array(image.data.buffer);
   const looked = columns.to[columns.width - 1] - columns.from[0];
-  const stride = Math.max(1, Math.ceil(looked * numSlots / SLOT_CELLS));
+  const stride = Math.max(1, Math.ceil(looked * slots.length / SLOT_CELLS));
   const line = new Uint32Array(wide), gap = lane * scale >= 5 ? Math.round(scale) : 0;
-  for (let slot = 0; slot < numSlots; slot++) {
-    const top = Math.round(slot * lane * scale), bottom = Math.round((slot + 1) * lane * scale) - gap;
+  for (let index = 0; index < slots.length; index++) {
+    const top = Math.round(index * lane * scale), bottom = Math.round((index + 1) * lane * scale) - gap;
     if (bottom <= top) continue;
-    slotLine(line, slot, columns, wide, stride);
+    slotLine(line, slots[index], columns, wide, stride);
     for (let y = top; y < bottom; y++) pixels.set(line, y * wide);
   }
   context.putImageData(image, Math.round(GUTTER * scale), 0);
@@ -218,7 +218,7 @@ function drawLoads(context, columns, view, lane, xOf) {
     }
     if (right < GUTTER || left > end) continue;
     left = Math.max(left, GUTTER);
-    context.fillRect(left, data.loadSlot[load] * lane, Math.max(Math.min(right, end) - left, 2), Math.min(3, lane));
+    context.fillRect(left, data.slotLanes[data.loadSlot[load]] * lane, Math.max(Math.min(right, end) - left, 2), Math.min(3, lane));
   }
 }
 
@@ -241,7 +241,7 @@ function slotLine(line, slot, columns, wide, stride) {
 }
 
 function drawResidency(context, residency, left, right, lane, followed) {
-  const top = data.residencySlot[residency] * lane, tall = lane >= 5 ? lane - 1 : lane;
+  const top = data.slotLanes[data.residencySlot[residency]] * lane, tall = lane >= 5 ? lane - 1 : lane;
   const exit = facts.exits[data.residencyExit[residency]], mine = data.residencyRequest[residency] === followed;
   if (exit === "preempted") {
     context.fillStyle = colours.draining;
@@ -252,11 +252,8 @@ function drawResidency(context, residency, left, right, lane, followed) {
     context.fillRect(right - 0.5, top, 1, tall);
   }
   if (lane >= 11 && right - left >= 36) {
-    const name = facts.requests[data.residencyRequest[residency]];
     const sign = data.residencyReturned[residency] ? "↩ " : "", room = right - left - 8;
-    let text = sign + name;
-    // Ids that are made by a server begin alike: their ends tell them apart.
-    if (context.measureText(text).width > room) text = `${sign}…${name.slice(-Math.max(1, Math.floor((room - 12 - 2 * sign.length) / 7)))}`;
+    const text = sign + labelOf(data.residencyRequest[residency], label => context.measureText(sign + label).width <= room);
     context.save();
     context.beginPath();
     context.rect(left, top, right - left, tall);
@@ -277,9 +274,17 @@ function drawResidency(context, residency, left, right, lane, followed) {
   }
 }
 
+/** The longest part of a request's id that fits and that no other request has; empty if none fits. */
+function labelOf(request, fits) {
+  const name = facts.requests[request], [begin, end] = data.tails[request];
+  if (fits(name)) return name;
+  const from = firstWhere(0, begin + 1, at => fits(`…${name.slice(at, end)}`));
+  return from <= begin ? `…${name.slice(from, end)}` : "";
+}
+
 function laneHeight() {
   // A canvas may not be higher than some 16,000 pixels.
-  return Math.max(0.5, Math.min(view.tall ? 16 : 20, (view.tall ? 7000 : 480) / numSlots));
+  return Math.max(0.5, Math.min(view.tall ? 16 : 20, (view.tall ? 7000 : 480) / data.laneSlots.length));
 }
 
 function slotNumbers(context, lane) {
@@ -287,7 +292,7 @@ function slotNumbers(context, lane) {
   context.fillStyle = colours.faint;
   context.textAlign = "right";
   context.textBaseline = "middle";
-  for (let slot = 0; slot < numSlots; slot += every) context.fillText(slot, GUTTER - 6, slot * lane + Math.max(lane / 2, 6));
+  for (let index = 0; index < data.laneSlots.length; index += every) context.fillText(`slot ${data.laneSlots[index]}`, GUTTER - 6, index * lane + Math.max(lane / 2, 6));
 }
 
 /** Where a step's beginning (`edge` 0) or end (1) lies, in pixels of a panel. */

@@ -13,16 +13,16 @@ const panels = [
     { from: ["savedBlocks"], colour: "cached", label: "saved", needs: "savedBlocks" }] },
   { title: "Budget, tokens per step", draw: drawStack, height: 96, peak: "used", limit: "limit",
     series: [{ from: "decodeTokens", colour: "decode" }, { from: "drafted", colour: "drafts" }, { from: "prefillTokens", colour: "prefill" }],
-    keys: [["decode", "decode"], ["drafts", "drafts"], ["prefill", "prefill"], ["max", "largest"], ["limit", "limit"]] },
+    keys: [["decode", "decode"], ["drafts", "drafts and forced tokens"], ["prefill", "prefill"], ["max", "largest"], ["limit", "limit"]] },
   { title: "KV blocks", draw: drawStack, height: 96, limit: "blocks", exactTop: true,
     series: [{ from: "owned", colour: "decode" }, { from: "fenced", colour: "draining" }, { from: "cached", colour: "cached" }, { from: "free", colour: "soft" }],
     keys: [["decode", "owned"], ["draining", "fenced"], ["cached", "free, holds a prefix"], ["soft", "free"]] },
   { title: "Prefixes loaded or recomputed so far, tokens", draw: drawStack, height: 72, needs: "restored",
     series: [{ from: "loadedSoFar", colour: "loading" }, { from: "recomputedSoFar", colour: "prefill" }],
     keys: [["loading", "loaded from host or store"], ["prefill", "recomputed after a preemption"]] },
-  { title: "Speculation, drafts per step", draw: drawStack, height: 72, peak: "drafted", needs: "drafted",
-    series: [{ from: "accepted", colour: "decode" }, { from: "rejected", colour: "drafts" }],
-    keys: [["decode", "accepted"], ["drafts", "rejected"], ["max", "most drafted"]] },
+  { title: "Speculation and grammars, tokens verified per step", draw: drawStack, height: 72, peak: "drafted", needs: "drafted",
+    series: [{ from: "acceptedDrafts", colour: "decode" }, { from: "forced", colour: "cached" }, { from: "rejected", colour: "drafts" }],
+    keys: [["decode", "accepted drafts"], ["cached", "tokens forced by grammars"], ["drafts", "rejected drafts"], ["max", "most verified"]] },
   { title: "Queue, requests waiting", draw: drawStack, height: 56, peak: "waiting",
     series: [{ from: "waiting", colour: "unscheduled" }], keys: [["unscheduled", "mean"], ["max", "largest"]] },
   { title: "Step time", draw: drawTime, height: 72, keys: [["prefill", "mean"], ["cached", "largest"], ["draining", "above the scale"]] },
@@ -117,7 +117,7 @@ function follow(request, go) {
   followed = pinned = request;
   const residencies = [...data.residencyRequest.keys()].filter(residency => data.residencyRequest[residency] === request);
   const back = residencies.filter(residency => facts.exits[data.residencyExit[residency]] === "preempted").length;
-  byId("found").textContent = request < 0 ? "" : `${facts.requests[request]}: ${plural(residencies.length, "residency")}, ${plural(back, "preemption")}`;
+  byId("found").textContent = request < 0 ? "" : `${facts.requests[request]}: in a slot ${plural(residencies.length, "time")}, ${plural(back, "preemption")}`;
   if (go && residencies.length) {
     const first = Math.min(...residencies.map(residency => data.residencyStart[residency])), last = Math.max(...residencies.map(residency => data.residencyEnd[residency]));
     const [from, to] = view.axis === "steps" ? [first, last + 1] : [data.began[first], data.ended[last]];
@@ -142,7 +142,9 @@ function slotText(slot, step) {
   const kind = facts.kinds[data.cells[cell]];
   let text = `slot ${slot}: ${words[kind] || kind}`;
   if (data.chunks.has(cell)) text += `, ${plural(data.chunks.get(cell), "token")}`;
-  if (data.draftedCells?.[cell]) text += `, ${data.acceptedCells[cell]} of ${plural(data.draftedCells[cell], "draft")} accepted`;
+  const forced = data.forcedCells?.[cell] || 0, drafted = (data.draftedCells?.[cell] || 0) - forced;
+  if (drafted) text += `, ${data.acceptedCells[cell] - forced} of ${plural(drafted, "draft")} accepted`;
+  if (forced) text += `, ${plural(forced, "token")} forced by its grammar`;
   const load = loadAt(slot, step, residency);
   if (load >= 0) text += `\n${loadText(load)}`;
   if (residency < 0) return text;
@@ -198,7 +200,9 @@ function details(step, slot) {
   if (data.declined[step]) rows.push(["recomputed, not loaded", plural(data.declined[step], "request")]);
   if (data.recomputedTokens[step]) rows.push(["to recompute", plural(data.recomputedTokens[step], "token")]);
   if (data.savedBlocks[step]) rows.push(["saved", plural(data.savedBlocks[step], "KV block")]);
-  if (data.drafted[step]) rows.push(["drafts accepted", `${at(data.accepted)} of ${at(data.drafted)}`]);
+  const drafted = data.drafted[step] - data.forced[step];
+  if (drafted) rows.push(["drafts accepted", `${at(data.acceptedDrafts)} of ${drafted.toLocaleString("en")}`]);
+  if (data.forced[step]) rows.push(["forced by grammars", plural(data.forced[step], "token")]);
   for (const event of ["admitted", "returned", "preempted", "aborted", "late", "finished"]) {
     if (data[event][step]) rows.push([event === "late" ? "revoked after the end" : event, at(data[event])]);
   }
@@ -222,7 +226,8 @@ function hover(event, panel) {
   const tip = byId("tip");
   tip.hidden = true;
   const inSlots = panel.draw === drawSlots && !outside;
-  const slot = inSlots ? Math.min(Math.floor((event.clientY - box.top) / laneHeight()), numSlots - 1) : -1;
+  const lane = Math.min(Math.floor((event.clientY - box.top) / laneHeight()), data.laneSlots.length - 1);
+  const slot = inSlots ? data.laneSlots[Math.max(lane, 0)] : -1;
   const residency = slot >= 0 ? residencyAt(slot, stepAt(x)) : -1;
   if (pinned < 0) followed = residency >= 0 ? data.residencyRequest[residency] : -1;
   if (!outside) {
@@ -306,6 +311,16 @@ function listenToPage() {
     event.target.setAttribute("aria-pressed", view.tall);
     redraw();
   };
+  const empty = numSlots - data.busySlots.length;
+  byId("empty").hidden = !empty || !data.busySlots.length;
+  byId("empty").textContent = plural(empty, "empty slot");
+  byId("empty").onclick = event => {
+    const all = data.laneSlots.length < numSlots;
+    event.target.setAttribute("aria-pressed", all);
+    showSlots(all);
+    byId("tall").hidden = !view.tall && laneHeight() >= 14;
+    redraw();
+  };
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   byId("find").oninput = event => {
     const wanted = event.target.value.trim(), found = facts.requests.indexOf(wanted);
@@ -365,7 +380,6 @@ function introduce() {
 
 async function start() {
   await unpack();
-  data.rejected = data.drafted.map((drafted, step) => drafted - data.accepted[step]);
   for (let index = panels.length - 1; index >= 0; index--) {
     if (panels[index].needs && !sum(data[panels[index].needs])) panels.splice(index, 1);
   }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +21,7 @@ from fd_core.engine.process import messages
 from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
-from fd_core.scheduling.contract import SchedulerStats
+from fd_core.scheduling.contract import RequestActivity, SchedulerStats
 from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
 _STATE = -1
 """Ticket of the orders that give a restarted engine the state of the one before."""
+_REPORT_INTERVAL = 0.25
+"""Shortest interval between two reports of an engine's requests, in seconds: clients may poll at any rate."""
+_REPORT_SECONDS = 1.0
+"""Timeout for a report, which a long step delays; the previous one is used instead."""
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
@@ -118,6 +124,19 @@ class DeltaStream(AsyncIterator[Delta]):
                 self._on_news(None)
 
 
+class ActiveRequest(msgspec.Struct, frozen=True):
+    """A request that has not ended, as its client knows it."""
+
+    request_id: str
+    prompt_tokens: int
+    generated_tokens: int
+    """Tokens delivered so far."""
+    seconds: float
+    """Age of the request."""
+    activity: RequestActivity | None
+    """None if no engine has the request, or has reported it yet."""
+
+
 class EngineControls(abc.ABC):
     """The orders of operators and trainers as methods. Each raises `BadRequest`, and then nothing has changed."""
 
@@ -193,6 +212,11 @@ class SingleEngineClient(EngineControls):
         self._changes: dict[int, tuple[messages.ControlOrder, asyncio.Future[None]]] = {}
         """Orders that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
+        self._report: asyncio.Future[None] | None = None
+        """Completes with the report that was queried; None if none is pending."""
+        self._activities: Mapping[str, RequestActivity] = {}
+        """The last report, and its time."""
+        self._reported_at = -math.inf
         self._weights: messages.UpdateWeights | None = None
         """The last update, which a restarted engine receives first; None before any."""
         self._paused = False
@@ -276,6 +300,26 @@ class SingleEngineClient(EngineControls):
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
         return self.abort(list(self._ledger))
+
+    async def requests(self) -> list[ActiveRequest]:
+        """Return the requests that have not ended, oldest first."""
+        if self.alive and time.perf_counter() - self._reported_at >= _REPORT_INTERVAL:
+            if self._report is None:
+                self._send(messages.QueryActivities())
+                self._report = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._report), _REPORT_SECONDS)
+        now, activities = time.perf_counter(), self._activities
+        return [
+            ActiveRequest(name, prompt, generated, now - self._streams[name].submitted, activities.get(name))
+            for name, prompt, generated in self._ledger.lengths()
+        ]
+
+    def _reported(self, activities: Mapping[str, RequestActivity]) -> None:
+        self._activities, self._reported_at = activities, time.perf_counter()
+        report, self._report = self._report, None
+        if report is not None:
+            report.set_result(None)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
@@ -387,6 +431,7 @@ class SingleEngineClient(EngineControls):
             if not waiting.done():
                 waiting.set_exception(EngineDead(reason))
         self._changes.clear()
+        self._reported({})
         if self.kv_log is not None:
             self.kv_log.restart(self.kv_index)
         self._aborting.clear()

@@ -19,7 +19,7 @@ import numpy as np
 
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
-from fd_core.engine.clients.client import DeltaStream, EngineControls, SingleEngineClient, StartProgress
+from fd_core.engine.clients.client import ActiveRequest, DeltaStream, EngineControls, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats
 from fd_core.errors import BadRequest, ConfigError, EngineDead
@@ -184,6 +184,11 @@ class DataParallelClient(EngineControls):
         if there := [engine for engine in self.engines if engine.alive or engine.restarts]:
             return there
         raise EngineDead(self.missing)
+
+    async def requests(self) -> list[ActiveRequest]:
+        """Return the requests that have not ended, oldest first."""
+        parts = await asyncio.gather(*(engine.requests() for engine in self.engines))
+        return sorted((each for part in parts for each in part), key=lambda each: -each.seconds)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead` after a rollback."""

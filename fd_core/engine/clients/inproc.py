@@ -16,7 +16,7 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
-from fd_core.engine.process.messages import ClientMessage, Controlled, EngineMessage, Shutdown, StepEvents
+from fd_core.engine.process.messages import Activities, ClientMessage, Controlled, EngineMessage, Shutdown, StepEvents
 from fd_core.engine.process.service import admission_notifier, serve_engine
 from fd_core.errors import EngineDead
 
@@ -125,6 +125,8 @@ class InprocClient(SingleEngineClient):
         self._last_sign = time.monotonic()
         if isinstance(message, StepEvents):
             self._loop.call_soon_threadsafe(self._dispatch, message)
+        elif isinstance(message, Activities):
+            self._loop.call_soon_threadsafe(self._reported, message.by_id)
         elif isinstance(message, Controlled):
             self._loop.call_soon_threadsafe(self._controlled, message)
 

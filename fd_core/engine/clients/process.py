@@ -131,6 +131,8 @@ class ProcessClient(SingleEngineClient):
         match message := _DECODER.decode(frame):
             case messages.StepEvents():
                 self._dispatch(message)
+            case messages.Activities(by_id):
+                self._reported(by_id)
             case messages.Controlled():
                 self._controlled(message)
             case messages.Ready(info):

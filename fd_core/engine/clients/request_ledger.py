@@ -64,6 +64,11 @@ class RequestLedger:
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
+    def lengths(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the id of each request, with its prompt tokens and the tokens delivered so far."""
+        for request_id, entry in self._entries.items():
+            yield request_id, len(entry.spec.prompt), len(entry.delivered)
+
     def begin(self, spec: RequestSpec) -> None:
         """Add a request."""
         self._entries[spec.request_id] = _LiveRequest(spec, list(spec.delivered))

@@ -18,7 +18,7 @@ from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.weights import WeightUse
 from fd_core.runner.observing import ObserverStats
 from fd_core.runner.sampling.grammars import MaskStats
-from fd_core.scheduling.contract import SchedulerStats
+from fd_core.scheduling.contract import RequestActivity, SchedulerStats
 from fd_core.structured.compiler import CompilerStats
 from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec, StepOutput
 from fd_core.types.kv_events import KVEvent
@@ -192,6 +192,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     everything: bool = False
 
 
+class QueryActivities(msgspec.Struct, frozen=True, tag="query-activities"):
+    """Send the activities of all requests."""
+
+
+class Activities(msgspec.Struct, frozen=True, tag="activities"):
+    """The response to `QueryActivities`, between two steps."""
+
+    by_id: dict[str, RequestActivity]
+
+
 class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
     """Load a LoRA adapter, or unload the one of that name."""
 
@@ -258,8 +268,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ClientMessage = Start | Submit | Abort | Control | Shutdown
-EngineMessage = StepEvents | Controlled | Ready | Progress | Fault
+ClientMessage = Start | Submit | Abort | QueryActivities | Control | Shutdown
+EngineMessage = StepEvents | Activities | Controlled | Ready | Progress | Fault
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

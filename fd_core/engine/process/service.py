@@ -55,6 +55,8 @@ class EngineService:
                     deltas += engine.submit(spec)
                 case messages.Abort(request_ids, everything):
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
+                case messages.QueryActivities():
+                    self._send(messages.Activities(engine.activities()))
                 case messages.Control(ticket, order):
                     engine.control(order, partial(self._controlled, ticket))
                 case messages.Shutdown(drain):

@@ -2,6 +2,7 @@
 
 Format version 2 added `LOADING` and the entries about KV outside the device; a trace of version 1 has none of them.
 Format version 3 added `StepLine.arrived`, `FinishEntry.tokens` and `FinishEntry.phases`.
+Format version 4 added `StepLine.forced`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import msgspec
 from fd_core.config import Limits
 from fd_core.types import FinishReason
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 OLDEST_VERSION: Final = 1
 IDLE, PREFILL, DECODE, DRAINING, LOADING = ".", "p", "d", "x", "l"
 """Letters of `StepLine.slots`."""
 COUNT_LETTERS: Final = "0123456789abcdefg"
-"""Letters of `StepLine.drafted` and `StepLine.accepted`, by number."""
+"""Letters of `StepLine.drafted`, `accepted` and `forced`, by number."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -140,6 +141,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One letter for each slot: drafts that the step verified for it. Empty if there were none."""
     accepted: str = ""
     """One letter for each slot: drafts that were accepted. Empty if none were verified."""
+    forced: str = ""
+    """One letter for each slot: accepted drafts that its grammar forced. Empty if there were none."""
     chunks: tuple[tuple[Small, Small], ...] = ()
     """(slot, tokens) of every prefill."""
     arrived: tuple[ArrivalEntry, ...] = ()

@@ -103,7 +103,8 @@ def _steps(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
             "budget used": line.budget,
             "budget": trace.headers[position.epoch].limits.max_num_batched_tokens,
             **tokens,
-            "drafts accepted": total(line.accepted),
+            "drafts accepted": total(line.accepted) - total(line.forced),
+            "forced tokens": total(line.forced),
             "tokens delivered": line.delivered,
             "steps missing before": position.missing,
         }

@@ -258,11 +258,11 @@ def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
     named += [entry.slot for entry in line.admitted] + [occupancy.slot for occupancy in line.occupants]
     named += [load.slot for load in line.loads]
-    if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
+    texts = (line.slots, line.drafted, line.accepted, line.forced)
+    if max(*map(len, texts), 1 + max(named, default=0)) > slots:
         raise ValueError("slot out of range")
     states = lines.IDLE + lines.PREFILL + lines.DECODE + lines.DRAINING + lines.LOADING
-    letters = (states, lines.COUNT_LETTERS, lines.COUNT_LETTERS)
-    if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
+    if line.slots.strip(states) or any(text.strip(lines.COUNT_LETTERS) for text in texts[1:]):
         raise ValueError("unknown letter")
     if line.ended < line.began:
         raise ValueError("a step ends before it begins")

@@ -137,7 +137,7 @@ def line_of(record: StepRecord) -> lines.StepLine:
     for revocation in plan.revocations:
         letters[revocation.slot] = ord(lines.DRAINING)
     chunked = plan.slots[prefills]
-    drafted = accepted = ""
+    drafted = accepted = forced = ""
     if plan.num_drafts.any():
         drafts, kept = np.zeros((2, len(letters)), np.int32)
         drafts[plan.slots] = plan.num_drafts
@@ -145,6 +145,8 @@ def line_of(record: StepRecord) -> lines.StepLine:
         answered = plan.samples & (output.gens[plan.slots] == plan.gens)
         kept[plan.slots] = np.where(answered, np.maximum(counts[plan.slots] - 1, 0), 0)
         drafted, accepted = _text(_LETTER_CODES[drafts], "0"), _text(_LETTER_CODES[kept], "0")
+        if output.forced is not None:
+            forced = _text(_LETTER_CODES[np.minimum(output.forced, kept)], "0")
     return lines.StepLine(
         step=plan.step,
         began=record.began,
@@ -156,6 +158,7 @@ def line_of(record: StepRecord) -> lines.StepLine:
         slots=_text(letters, lines.IDLE),
         drafted=drafted,
         accepted=accepted,
+        forced=forced,
         chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
         arrived=record.arrived,
         admitted=tuple(

@@ -238,7 +238,8 @@ ON_EVERY_WORKER: Final = (
 """Changes of a server, which a router sends to all of its workers."""
 
 ROUTES: Final[dict[str, Route]] = {
-    **dict.fromkeys(("/", "/status", "/status.json", "/openapi.json", "/load", "/version", "/metrics"), _PAGE),
+    **dict.fromkeys(("/", "/status", "/status.json", "/history.json", "/docs", "/openapi.json"), _PAGE),
+    **dict.fromkeys(("/load", "/version", "/metrics"), _PAGE),
     **dict.fromkeys(("/health", "/ready"), _PROBE),
     "/ping": Route("probe", _BOTH),
     "/kv_events": Route("secret", _GET),
@@ -252,6 +253,7 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/show"), Route("key")),
     **dict.fromkeys(("/api/tags", "/api/ps"), Route("key", _GET)),
     "/api/version": _PAGE,
+    "/v1/requests": Route("key", _GET),
     "/v1/abort_requests": Route("key"),
     **dict.fromkeys(ON_EVERY_WORKER, Route("admin")),
     **dict.fromkeys(("/v1/control", "/is_paused", "/is_sleeping"), Route("admin", _GET)),

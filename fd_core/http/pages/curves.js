@@ -1,9 +1,12 @@
-// Curves over the last minutes. A page collects one sample a second; every curve draws some of their values.
+// Curves over the last minutes, or over another period. A page collects one sample a second; every curve draws some of
+// their values.
 
 const byId = id => document.getElementById(id);
-const SPAN = 300;  // seconds that a curve shows
+const SPAN = 300;  // seconds of the samples that a page collects
 const GUTTER = 46;  // pixels for the numbers at the left
 const samples = [];
+const recent = { samples, span: SPAN };
+let period = recent;  // what curves show: samples in order, of the last `span` seconds
 let pointed = null;  // seconds before now at which the pointer is
 
 const whole = value => Math.round(value).toLocaleString("en");
@@ -78,10 +81,10 @@ function makeCurves(place, curves) {
       key.append(line.label, " ");
       curve.shown[line.key] = key.appendChild(element("b", "–"));
     }
-    curve.canvas = section.appendChild(element("canvas", null, { role: "img", "aria-label": `${curve.title}, last five minutes` }));
+    curve.canvas = section.appendChild(element("canvas", null, { role: "img", "aria-label": `${curve.title} over time` }));
     curve.canvas.addEventListener("pointermove", event => {
       const wide = curve.canvas.clientWidth - GUTTER;
-      pointed = Math.max(0, SPAN * (1 - (event.offsetX - GUTTER) / wide));
+      pointed = Math.max(0, period.span * (1 - (event.offsetX - GUTTER) / wide));
       drawCurves(curves);
     });
     curve.canvas.addEventListener("pointerleave", () => { pointed = null; drawCurves(curves); });
@@ -97,13 +100,13 @@ function drawCurve({ canvas, lines, format, top: least = 0, shown }) {
   canvas.style.height = `${high}px`;
   canvas.width = Math.round(wide * scale);
   canvas.height = Math.round(high * scale);
-  const context = canvas.getContext("2d"), now = samples.length ? samples[samples.length - 1].at : 0;
+  const { samples, span } = period, context = canvas.getContext("2d"), now = samples.length ? samples[samples.length - 1].at : 0;
   context.scale(scale, scale);
   context.font = "11px system-ui, sans-serif";
   let top = least;
-  for (const sample of samples) for (const { key } of lines) if (known(sample[key]) && sample.at >= now - SPAN) top = Math.max(top, sample[key]);
+  for (const sample of samples) for (const { key } of lines) if (known(sample[key]) && sample.at >= now - span) top = Math.max(top, sample[key]);
   top = niceTop(top);
-  const x = at => GUTTER + (wide - GUTTER) * (1 - (now - at) / SPAN), y = value => high - 14 - (high - 22) * value / top;
+  const x = at => GUTTER + (wide - GUTTER) * (1 - (now - at) / span), y = value => high - 14 - (high - 22) * value / top;
   context.fillStyle = colour("faint");
   context.strokeStyle = colour("line");
   context.textAlign = "right";
@@ -112,7 +115,8 @@ function drawCurve({ canvas, lines, format, top: least = 0, shown }) {
     context.beginPath(); context.moveTo(GUTTER, y(value)); context.lineTo(wide, y(value)); context.stroke();
   }
   context.textAlign = "center";
-  for (let minute = 1; minute < SPAN / 60; minute++) context.fillText(`−${minute} min`, x(now - 60 * minute), high - 2);
+  const every = [60, 300, 600, 1800, 3600, 14400].find(step => span <= 6 * step) || 86400;
+  for (let ago = every; ago < span; ago += every) context.fillText(ago % 3600 ? `−${ago / 60} min` : `−${ago / 3600} h`, x(now - ago), high - 2);
   context.save();
   context.beginPath(); context.rect(GUTTER, 0, wide - GUTTER, high); context.clip();
   context.lineWidth = 1.6;
@@ -129,7 +133,7 @@ function drawCurve({ canvas, lines, format, top: least = 0, shown }) {
     context.stroke();
   }
   context.restore();
-  const asked = pointed === null ? samples[samples.length - 1] : nearest(now - pointed);
+  const asked = pointed === null ? samples[samples.length - 1] : nearest(samples, now - pointed);
   if (pointed !== null && asked) {
     context.fillStyle = colour("faint");
     context.fillRect(x(asked.at), 4, 1, high - 18);
@@ -137,7 +141,7 @@ function drawCurve({ canvas, lines, format, top: least = 0, shown }) {
   for (const { key } of lines) shown[key].textContent = asked && known(asked[key]) ? format(asked[key]) : "–";
 }
 
-function nearest(at) {
+function nearest(samples, at) {
   let best = null;
   for (const sample of samples) if (!best || Math.abs(sample.at - at) < Math.abs(best.at - at)) best = sample;
   return best;

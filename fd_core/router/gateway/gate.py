@@ -227,6 +227,7 @@ async def status(state: GatewayState) -> web.Response:
         "block_tokens": config.cache_block_size,
         "prompts": state.reader.description,
         "not_ready": _not_ready(state),
+        "now": time.monotonic(),
     }
     return json_response(shown)
 

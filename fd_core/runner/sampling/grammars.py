@@ -63,6 +63,8 @@ class SlotGrammars:
         """By slot; while it is empty, all methods below but `admit` are no-ops."""
         self._forced: dict[int, int] = {}
         """Leading drafts of a slot that its grammar forces."""
+        self._accepted: dict[int, int] = {}
+        """Forced drafts that were accepted since `take_accepted`, by slot; without slots that had none."""
         self._thread: ThreadPoolExecutor | None = None
         self.stats = MaskStats()
 
@@ -102,11 +104,22 @@ class SlotGrammars:
                 continue
             forced = min(self._forced.pop(slot, 0), int(verified[row]))
             self.stats.forced_drafted += forced
-            self.stats.forced_accepted += min(forced, int(accepted[row]))
+            if kept := min(forced, int(accepted[row])):
+                self.stats.forced_accepted += kept
+                self._accepted[slot] = kept
             try:
                 matcher.consume(tokens[row, : accepted[row] + 1].tolist())
             except GrammarError as error:
                 yield slot, f"{GRAMMAR_FAULT}was left: {error}"
+
+    def take_accepted(self, count: int) -> IntArray | None:
+        """Return int32[count] forced drafts accepted by slot since the last call; None if there were none."""
+        if not self._accepted:
+            return None
+        accepted = np.zeros(count, np.int32)
+        accepted[list(self._accepted)] = list(self._accepted.values())
+        self._accepted.clear()
+        return accepted
 
     def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
         """Adapt drafts int32[n, k] and counts int32[n] of `slots` to their grammars, in place.

@@ -84,7 +84,7 @@ class Planner:
                 self._decodes = decodes if every else None
         left_out = builder.num_rows < len(ready)
         self._times.queue_phase_set = False
-        if builder.preempted:
+        if builder.preempted and not self.paused:
             self._times.set_queue_phase(Phase.BLOCKS)
         elif not self.paused:
             self._admit(builder, self._step)

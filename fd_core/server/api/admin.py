@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -14,15 +15,25 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.engine.clients.client import ActiveRequest
 from fd_core.http.access.keys import KeyRing
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid, unavailable
+from fd_core.http.pages.api_docs.page import api_docs_page
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest
-from fd_core.server.schemas.responses import AbortAnswer, AdapterAnswer, LoadAnswer, ModelInfoAnswer
+from fd_core.server.schemas.responses import (
+    AbortAnswer,
+    AdapterAnswer,
+    LoadAnswer,
+    ModelInfoAnswer,
+    RequestCard,
+    RequestListAnswer,
+)
 from fd_core.server.state import ServerState, state_of
+from fd_core.types import PHASE_NAMES, PHASE_TITLES, Phase
 from fd_core.types.kv_events import KVPage
 
 router = APIRouter(route_class=DirectRoute)
@@ -36,7 +47,9 @@ WAIT_SECONDS: Final = 10.0
 """Timeout of a poll without new events, in seconds."""
 
 
-@router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
+@router.post(
+    "/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer, example={"req_ids": ["cmpl-1"]})
+)
 async def abort_requests(request: Request) -> Response:
     """Abort requests by the `id` of their response or by their X-Request-Id, or all of them.
 
@@ -60,7 +73,41 @@ async def abort_requests(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
+@router.get("/v1/requests", **endpoint("List requests in flight", None, RequestListAnswer))
+async def list_requests(request: Request) -> Response:
+    """List requests that have not ended, with their wait reasons, and without prompts and texts.
+
+    With API keys, each key gets the requests that it may abort: its own, and with an admin key all.
+    """
+    state = state_of(request)
+    record: RequestRecord = request.state.record
+    reached = set(state.active.all_ids(record.may_abort))
+    active = [each for each in await state.client.requests() if each.request_id in reached]
+    answer = RequestListAnswer([_card(state.active.request_id(each.request_id), each) for each in active])
+    return json_response(answer, {"Cache-Control": "no-store"})
+
+
+def _card(name: str, request: ActiveRequest) -> RequestCard:
+    doing = request.activity
+    return RequestCard(
+        id=name,
+        state=None if doing is None else doing.state,
+        wait_reason=None if doing is None or doing.phase is Phase.COMPUTING else PHASE_NAMES[doing.phase],
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated_tokens,
+        seconds=request.seconds,
+    )
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    **endpoint(
+        "Load a LoRA adapter",
+        LoadAdapterRequest,
+        AdapterAnswer,
+        example={"lora_name": "my-adapter", "lora_path": "folder"},
+    ),
+)
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does."""
     folder = _adapter_folder(request)
@@ -72,7 +119,10 @@ async def load_adapter(request: Request) -> Response:
     return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is loaded"), headers)
 
 
-@router.post("/v1/unload_lora_adapter", **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer))
+@router.post(
+    "/v1/unload_lora_adapter",
+    **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer, example={"lora_name": "my-adapter"}),
+)
 async def unload_adapter(request: Request) -> Response:
     """Unload an adapter: new requests for it are rejected, running ones continue until they finish."""
     _adapter_folder(request)
@@ -171,6 +221,13 @@ async def page() -> Response:
     return Response(_page(), headers=page_headers(_page()), media_type="text/html")
 
 
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """Return a page that renders the OpenAPI document."""
+    page = api_docs_page()
+    return Response(page, headers=page_headers(page), media_type="text/html")
+
+
 @router.get("/status.json", include_in_schema=False)
 async def status(request: Request) -> Response:
     """Return everything that the page shows, as JSON; no prompt, text or key is in it."""
@@ -188,6 +245,12 @@ async def status(request: Request) -> Response:
     return json_response(shown, {"Cache-Control": "no-store"})
 
 
+@router.get("/history.json", include_in_schema=False)
+async def history(request: Request) -> Response:
+    """Return the figures of the last hours, which the page draws."""
+    return json_response(state_of(request).history.shown(time.monotonic()), {"Cache-Control": "no-store"})
+
+
 def _health(reason: str, status: str) -> Response:
     return json_response(HealthAnswer(status, reason or None), status=200 if status == "ok" else 503)
 
@@ -195,7 +258,9 @@ def _health(reason: str, status: str) -> Response:
 @cache
 def _page() -> str:
     shared = ("theme.css", "curves.js")
-    return assemble("fd_core.server.live_page", shared=shared, own=("page.css", "live.js", "playground.js"))
+    own = ("page.css", "live.js", "playground.js")
+    waits = msgspec.json.encode(PHASE_TITLES).decode()
+    return assemble("fd_core.server.live_page", shared=shared, own=own, values={"waits": waits})
 
 
 def _offers(state: ServerState) -> bool:

@@ -45,7 +45,14 @@ COMPLETION_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 
 
 @chat_router.post(
-    "/v1/chat/completions", **endpoint("Create a chat completion", ChatRequest, responses.ChatAnswer, stream=True)
+    "/v1/chat/completions",
+    **endpoint(
+        "Create a chat completion",
+        ChatRequest,
+        responses.ChatAnswer,
+        stream=True,
+        example={"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16},
+    ),
 )
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
@@ -103,7 +110,14 @@ def _reason(reason: str, choice: ChoiceStream) -> str:
 
 
 @router.post(
-    "/v1/completions", **endpoint("Create a completion", CompletionRequest, responses.CompletionAnswer, stream=True)
+    "/v1/completions",
+    **endpoint(
+        "Create a completion",
+        CompletionRequest,
+        responses.CompletionAnswer,
+        stream=True,
+        example={"prompt": "Once upon a time", "max_tokens": 16},
+    ),
 )
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""

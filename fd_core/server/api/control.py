@@ -74,7 +74,10 @@ async def reset_prefix_cache(request: Request) -> Response:
     return _answer(state)
 
 
-@router.post("/v1/update_weights", **endpoint("Replace the weights", UpdateWeightsRequest, ControlAnswer))
+@router.post(
+    "/v1/update_weights",
+    **endpoint("Replace the weights", UpdateWeightsRequest, ControlAnswer, example={"model_path": "step-10"}),
+)
 @router.post("/update_weights_from_disk", include_in_schema=False)
 async def update_weights(request: Request) -> Response:
     """Replace the weights between two steps by those of a folder below --weights-folder, of the same shapes.

@@ -213,7 +213,10 @@ class PooledTexts:
         return vector
 
 
-@router.post("/v1/embeddings", **endpoint("Create embeddings", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))
+@router.post(
+    "/v1/embeddings",
+    **endpoint("Create embeddings", pooling.EmbeddingRequest, pooling.EmbeddingAnswer, example={"input": "a text"}),
+)
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
@@ -231,7 +234,15 @@ async def create_embeddings(request: Request) -> Response:
     return json_response(pooling.EmbeddingAnswer(data=data, model=texts.model, usage=texts.usage), headers)
 
 
-@router.post("/v1/score", **endpoint("Score pairs of texts", pooling.ScoreRequest, pooling.ScoreAnswer))
+@router.post(
+    "/v1/score",
+    **endpoint(
+        "Score pairs of texts",
+        pooling.ScoreRequest,
+        pooling.ScoreAnswer,
+        example={"text_1": "a question", "text_2": ["an answer"]},
+    ),
+)
 @router.post("/score", include_in_schema=False)
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
@@ -249,7 +260,15 @@ async def create_score(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/v1/rerank", **endpoint("Rank documents by a query", pooling.RerankRequest, pooling.RerankAnswer))
+@router.post(
+    "/v1/rerank",
+    **endpoint(
+        "Rank documents by a query",
+        pooling.RerankRequest,
+        pooling.RerankAnswer,
+        example={"query": "a question", "documents": ["a text", "another"]},
+    ),
+)
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def create_rerank(request: Request) -> Response:

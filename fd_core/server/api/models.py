@@ -55,7 +55,12 @@ def _card(state: ServerState, served: ServedName) -> responses.ModelCard:
     )
 
 
-@router.post("/tokenize", **endpoint("Tokenize a text or a conversation", TokenizeRequest, responses.TokenizeAnswer))
+@router.post(
+    "/tokenize",
+    **endpoint(
+        "Tokenize a text or a conversation", TokenizeRequest, responses.TokenizeAnswer, example={"prompt": "a text"}
+    ),
+)
 async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state, body, headers = await _TOKENIZE.read(request)
@@ -80,7 +85,10 @@ async def tokenize(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/detokenize", **endpoint("Detokenize token ids", DetokenizeRequest, responses.DetokenizeAnswer))
+@router.post(
+    "/detokenize",
+    **endpoint("Detokenize token ids", DetokenizeRequest, responses.DetokenizeAnswer, example={"tokens": [1, 2, 3]}),
+)
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state, body, headers = await _DETOKENIZE.read(request)

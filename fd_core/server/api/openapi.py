@@ -69,11 +69,12 @@ def endpoint(
     errors: tuple[int, ...] | None = None,
     error: type[msgspec.Struct] = ErrorAnswer,
     unhealthy: bool = False,
+    example: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a route's decorator that describe an endpoint, with the errors of reading a `body`.
 
     `stream` is True if the answer may be a stream of events, `lines` if it may be lines of JSON, each an `answer`.
-    `error` is the body of error responses.
+    `error` is the body of error responses. `example` is a body that works as it is; the document fills in the `model`.
     """
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
     limited = {429} if 401 in listed else set()
@@ -94,7 +95,7 @@ def endpoint(
     }
     if body is not None:
         _schemas.add(body)
-        content = {_KIND: {"schema": _reference(body)}}
+        content = {_KIND: {"schema": _reference(body), **({} if example is None else {"example": example})}}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
     return described
 
@@ -113,6 +114,7 @@ def install(app: FastAPI, keys_required: bool) -> None:
             ordered = sorted(_schemas, key=lambda schema: schema.__name__)
             _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
             made["components"] = {"schemas": components}
+            _fill_in(made["paths"], next(iter(app.state.fd.names)))
             if keys_required:
                 made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 made["security"] = [{"key": []}]
@@ -120,6 +122,15 @@ def install(app: FastAPI, keys_required: bool) -> None:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI documents this as the way to extend it
+
+
+def _fill_in(paths: dict[str, dict[str, Any]], model: str) -> None:
+    """Set the model of the examples that name one."""
+    for operation in (each for path in paths.values() for each in path.values() if "requestBody" in each):
+        content = operation["requestBody"]["content"].get(_KIND, {})
+        if "model" in content.get("example", ()):
+            described = {**content, "example": {**content["example"], "model": model}}
+            operation["requestBody"] = {**operation["requestBody"], "content": {_KIND: described}}
 
 
 def _response(text: str, answer: type[msgspec.Struct]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class DeletedFile(msgspec.Struct):
 
 
 _BODY: Final = BodyFormat(BatchRequest)
+_EXAMPLE: Final = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
 @router.post("/v1/files", include_in_schema=False)
@@ -133,7 +134,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     return json_response(DeletedFile(file_id))
 
 
-@router.post("/v1/batches", **endpoint("Create a batch", BatchRequest, StoredBatch))
+@router.post("/v1/batches", **endpoint("Create a batch", BatchRequest, StoredBatch, example=_EXAMPLE))
 async def create_batch(request: Request) -> Response:
     """Start processing the requests of a file."""
     store, owner = await _store(request), request.state.owner

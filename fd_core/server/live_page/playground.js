@@ -9,7 +9,6 @@ let tab = "chat", messages = [], asking = null;
 
 byId("tools").value = JSON.stringify(WEATHER, null, 1);
 byId("schema").value = JSON.stringify(PERSON, null, 1);
-byId("key").value = sessionStorage.getItem("key") || "";
 byId("example").textContent = `from openai import OpenAI
 
 client = OpenAI(base_url="${location.origin}/v1", api_key="…")
@@ -81,11 +80,13 @@ async function ask() {
   let first = null, usage = null, finish = null, text = null, thoughts = null;
   const append = (turn, role, piece) => { turn = turn || showTurn(role, ""); turn.textContent += piece; return turn; };
   try {
-    const headers = { "content-type": "application/json" };
-    if (byId("key").value) headers.authorization = `Bearer ${byId("key").value}`;
+    const headers = keyed({ "content-type": "application/json" });
     const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(asked), signal: asking.signal });
     if (!response.ok) {
-      if (response.status === 401) byId("keyRow").hidden = false;
+      if (response.status === 401) {
+        byId("keyRow").hidden = false;
+        byId("key").focus();
+      }
       throw new Error((await response.json()).error.message);
     }
     for await (const event of events(response)) {
@@ -163,5 +164,4 @@ byId("prompt").addEventListener("keydown", event => {
 });
 byId("stop").addEventListener("click", () => asking && asking.abort());
 byId("clear").addEventListener("click", begin);
-byId("key").addEventListener("change", () => sessionStorage.setItem("key", byId("key").value));
 for (const button of document.querySelectorAll("[data-tab]")) button.addEventListener("click", () => choose(button.dataset.tab));

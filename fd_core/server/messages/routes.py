@@ -25,6 +25,7 @@ from fd_core.structured.grammar import RequestedConstraint, SchemaConstraint
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
+_EXAMPLE: Final = {"model": "", "messages": [{"role": "user", "content": "Say hello."}]}
 BODY: Final = BodyFormat(schemas.MessagesRequest, schemas.REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(schemas.CountRequest, schemas.REFUSED)
 _TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
@@ -39,7 +40,14 @@ _USUAL_EFFORT: Final = "high"
 
 
 @router.post(
-    "/v1/messages", **endpoint("Create a message", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
+    "/v1/messages",
+    **endpoint(
+        "Create a message",
+        schemas.MessagesRequest,
+        schemas.MessagesAnswer,
+        stream=True,
+        example={**_EXAMPLE, "max_tokens": 16},
+    ),
 )
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's format."""
@@ -51,7 +59,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post(
     "/v1/messages/count_tokens",
-    **endpoint("Count the tokens of a prompt", schemas.CountRequest, schemas.TokenCountAnswer),
+    **endpoint("Count the tokens of a prompt", schemas.CountRequest, schemas.TokenCountAnswer, example=_EXAMPLE),
 )
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""

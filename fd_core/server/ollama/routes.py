@@ -44,6 +44,7 @@ from fd_core.text.parsing.events import Content, Event
 
 router = APIRouter(route_class=DirectRoute)
 _endpoint = partial(endpoint, error=schemas.ErrorText)
+_CHAT_EXAMPLE: Final = {"model": "", "messages": [{"role": "user", "content": "Say hello."}], "stream": False}
 CHAT_BODY: Final = BodyFormat(schemas.OllamaChatRequest, schemas.REFUSED, needs_type=False)
 GENERATE_BODY: Final = BodyFormat(schemas.GenerateRequest, schemas.REFUSED, needs_type=False)
 EMBED_BODY: Final = BodyFormat(schemas.EmbedRequest, needs_type=False)
@@ -60,7 +61,10 @@ _SAME: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "prese
 _LATEST: Final = ":latest"
 
 
-@router.post("/api/chat", **_endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, AnswerLine, lines=True))
+@router.post(
+    "/api/chat",
+    **_endpoint("Chat, as Ollama does", schemas.OllamaChatRequest, AnswerLine, lines=True, example=_CHAT_EXAMPLE),
+)
 async def create_chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     state, body, headers = await CHAT_BODY.read(request)
@@ -71,7 +75,14 @@ async def create_chat(request: Request) -> Response:
 
 
 @router.post(
-    "/api/generate", **_endpoint("Complete a text, as Ollama does", schemas.GenerateRequest, AnswerLine, lines=True)
+    "/api/generate",
+    **_endpoint(
+        "Complete a text, as Ollama does",
+        schemas.GenerateRequest,
+        AnswerLine,
+        lines=True,
+        example={"model": "", "prompt": "Say hello.", "stream": False},
+    ),
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it if it is raw or the model has no chat template."""
@@ -230,7 +241,15 @@ def _events(choice: ChoiceStream, text: str, events: Iterable[Event]) -> Iterabl
     return [Content(text)] if text else []
 
 
-@router.post("/api/embed", **_endpoint("Create embeddings, as Ollama does", schemas.EmbedRequest, schemas.EmbedAnswer))
+@router.post(
+    "/api/embed",
+    **_endpoint(
+        "Create embeddings, as Ollama does",
+        schemas.EmbedRequest,
+        schemas.EmbedAnswer,
+        example={"model": "", "input": "a text"},
+    ),
+)
 async def embed(request: Request) -> Response:
     """Return a vector of length 1 for each text."""
     began = time.perf_counter()
@@ -264,7 +283,10 @@ async def running(request: Request) -> Response:
     return json_response(schemas.TagsAnswer(listed))
 
 
-@router.post("/api/show", **_endpoint("Describe a model, as Ollama does", schemas.ShowRequest, schemas.ShowAnswer))
+@router.post(
+    "/api/show",
+    **_endpoint("Describe a model, as Ollama does", schemas.ShowRequest, schemas.ShowAnswer, example={"model": ""}),
+)
 async def show(request: Request) -> Response:
     """Describe architecture, abilities and sampling defaults of a model."""
     state, body, headers = await SHOW_BODY.read(request)

@@ -37,7 +37,14 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text"
 
 
 @router.post(
-    "/v1/responses", **endpoint("Create a response", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
+    "/v1/responses",
+    **endpoint(
+        "Create a response",
+        schemas.ResponsesRequest,
+        schemas.ResponseAnswer,
+        stream=True,
+        example={"input": "Say hello.", "max_output_tokens": 16},
+    ),
 )
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the format of the Responses API."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from fd_core.structured.workers.messages import Unenforced
+from fd_core.types import PHASE_NAMES
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -230,6 +231,28 @@ class DetokenizeAnswer(msgspec.Struct):
     """The text of ids."""
 
     prompt: str
+
+
+class RequestCard(msgspec.Struct):
+    """One generation that has not ended; a request with `n` texts has as many."""
+
+    id: str
+    """The request's X-Request-Id, which /v1/abort_requests accepts."""
+    state: str | None
+    """`waiting`, `loading`, `running` or `draining`; null if no engine has the request, or has reported it yet."""
+    wait_reason: Annotated[str | None, msgspec.Meta(examples=[*PHASE_NAMES[1:], None])]
+    """Why it is not computed; null while it is, or if the state is null."""
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+    """Time since it was submitted."""
+
+
+class RequestListAnswer(msgspec.Struct):
+    """Generations that have not ended, the oldest first."""
+
+    data: list[RequestCard]
+    object: str = "list"
 
 
 class AbortAnswer(msgspec.Struct):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from fd_core.types import PHASE_NAMES
+from fd_core.types import PHASE_NAMES, PHASE_TITLES
 
 _AROUND: Final = ("network", "retry", "front", "step", "restart", "engine")
 WAITS: Final = (*PHASE_NAMES, *_AROUND)
@@ -20,16 +20,7 @@ the step in progress, after which an engine reads its messages; another engine i
 whose scheduler does not report phases."""
 
 WAIT_TITLES: Final = {
-    "computing": "computing",
-    "slot": "a slot",
-    "blocks": "KV blocks",
-    "budget": "the step token budget",
-    "scheduler": "the scheduler's rule",
-    "prefix": "a prefix in progress",
-    "grammar": "its grammar",
-    "store": "KV of a store",
-    "transfer": "a prefill worker",
-    "preempted": "resumption",
+    **PHASE_TITLES,
     "network": "the network",
     "retry": "failed attempts",
     "front": "the server's front",

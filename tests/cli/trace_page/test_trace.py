@@ -292,7 +292,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
         (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a trace"),
         (b'{"a": 1}\n', "is not a trace"),
         (b'{"step":0,"began":1,"ended":2}\n', "is not a trace"),
-        (b'{"fdcore_trace":4}\n', "format version 4; supported versions are 1 to 3"),
+        (b'{"fdcore_trace":5}\n', "format version 5; supported versions are 1 to 4"),
         (b"[" * 100_000, "is not a trace"),
         (None, "cannot read"),
     ],

@@ -13,12 +13,13 @@ import pytest
 from fd_core.backends import device_assignment as places
 from fd_core.backends.contract import Backend
 from fd_core.backends.device_assignment import assignments_on_cores, assignments_on_devices
-from fd_core.engine.clients.client import DeltaStream
+from fd_core.engine.clients.client import ActiveRequest, DeltaStream
 from fd_core.engine.clients.data_parallel import DataParallelClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.engine.process.messages import ChangeAdapters, Control, Controlled, StepEvents, Submit
+from fd_core.engine.process.messages import ChangeAdapters, Control, Controlled, QueryActivities, StepEvents, Submit
 from fd_core.errors import BadRequest, ConfigError, EngineDead
-from fd_core.types import AdapterInfo, Delta, FinishReason
+from fd_core.scheduling.contract import RequestActivity
+from fd_core.types import AdapterInfo, Delta, FinishReason, Phase
 from fd_core.types.kv_events import BEGINNING, Cleared, Stored
 from tests.engine.clients.test_process import CONFIG, until
 from tests.engine.helpers import golden, random_specs
@@ -60,6 +61,26 @@ def test_requests_without_common_prefix_are_balanced() -> None:
     for index in range(8):
         client.submit(greedy(f"r{index}", [index] * 40, 9))
     assert [len(names) for names in placed(engines)] == [4, 4]
+
+
+def test_requests_of_all_engines_are_listed_with_their_activity() -> None:
+    async def listed() -> list[ActiveRequest]:
+        client, engines = joined()
+        for index in range(3):
+            client.submit(greedy(f"r{index}", [index] * (40 + index), 9))
+        engines[0].receive(engines[0].info.epoch, Delta(placed(engines)[0][0], (7, 7)))
+        listing = asyncio.create_task(client.requests())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for engine, names in zip(engines, placed(engines), strict=True):
+            assert engine.sent[-1] == QueryActivities()
+            engine._reported({name: RequestActivity("waiting", Phase.SLOT) for name in names})
+        return await listing
+
+    found = asyncio.run(listed())
+    assert [(each.request_id, each.prompt_tokens) for each in found] == [("r0", 40), ("r1", 41), ("r2", 42)]
+    assert sorted(each.generated_tokens for each in found) == [0, 0, 2]
+    assert {each.activity for each in found} == {RequestActivity("waiting", Phase.SLOT)}
 
 
 def test_prompt_is_routed_to_engine_that_served_its_prefix() -> None:

@@ -71,6 +71,8 @@ class FakeWorker:
         """Words for requests that contain certain bytes; they override the script."""
         self.models = models
         self.healthy = True
+        self.health_body = ""
+        """Body of the answer to a health check while it is not healthy."""
         self.checks = 0
         """Health checks that were answered."""
         self.hangs = False
@@ -111,7 +113,8 @@ class FakeWorker:
             await asyncio.sleep(3600)
         if request.path == "/health":
             self.checks += 1
-            return web.Response(status=200 if self.healthy else 503, headers=self._itself())
+            text = "" if self.healthy else self.health_body
+            return web.Response(text=text, status=200 if self.healthy else 503, headers=self._itself())
         if request.path == "/v1/models":
             data = [{"id": name, "object": "model", "root": name} for name in self.models]
             return web.json_response({"object": "list", "data": data})

@@ -192,7 +192,18 @@ def kind_of(status: int) -> int:
 
 
 OLLAMA = {path for path in ROUTES if path.startswith("/api/")}
-ABSENT = {"/load", "/openapi.json", "/kv_events", "/status", "/v1/control", "/is_paused", "/is_sleeping"} | OLLAMA
+ABSENT = {
+    "/load",
+    "/openapi.json",
+    "/docs",
+    "/history.json",
+    "/v1/requests",
+    "/kv_events",
+    "/status",
+    "/v1/control",
+    "/is_paused",
+    "/is_sleeping",
+} | OLLAMA
 """Routes served by only one of the two; batches and files are the server's as well."""
 
 

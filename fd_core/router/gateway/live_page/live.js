@@ -48,7 +48,7 @@ function cardOf(url) {
   if (card) return card;
   const place = byId("workers").appendChild(element("article", null, { class: "worker" })), head = place.appendChild(element("header"));
   head.appendChild(element("b", url));
-  card = { place, state: head.appendChild(element("span")), figures: place.appendChild(element("dl", null, { class: "figures" })) };
+  card = { place, state: head.appendChild(element("span")), problem: place.appendChild(element("p", null, { class: "bad" })), figures: place.appendChild(element("dl", null, { class: "figures" })) };
   card.curves = [{ title: "Requests", format: compact, top: 1, lines: [
     { key: `running ${url}`, label: "running", colour: "decode" }, { key: `waiting ${url}`, label: "waiting", colour: "unscheduled" }] }];
   makeCurves(place, card.curves);
@@ -59,11 +59,26 @@ function cardOf(url) {
   return card;
 }
 
+const isOut = w => w.unfit || w.state !== "healthy" || w.circuit !== "closed";
+
+/** Why a worker gets no requests, in a sentence; empty if it gets some. */
+function problemOf(w, now) {
+  if (!isOut(w)) return "";
+  const since = now - w.since, span = since < 120 ? `${whole(since)} s` : since < 7200 ? `${whole(since / 60)} min` : `${whole(since / 3600)} h`;
+  if (w.state === "unhealthy") return `unhealthy for ${span}: ${w.failure || "its health checks fail"}`;
+  if (w.unfit) return `not used: ${w.unfit}`;
+  if (w.state === "unknown") return w.failure ? `not healthy yet: ${w.failure}` : `not checked often enough yet, for ${span}`;
+  if (w.state === "draining") return `draining for ${span}: it was deregistered, and finishes its requests`;
+  return w.circuit === "open" ? "paused: requests to it failed" : "on trial: a request shows whether it works again";
+}
+
 function showWorker(w, sample) {
-  const card = cardOf(w.worker.url), out = w.unfit || w.state !== "healthy" || w.circuit !== "closed";
+  const card = cardOf(w.worker.url), out = isOut(w);
   card.place.className = out ? "worker out" : "worker";
   card.state.textContent = `${w.worker.role} · ${w.unfit ? "not used" : w.state}${w.circuit === "closed" ? "" : ` · circuit ${w.circuit}`}`;
   card.state.className = out ? "bad" : "";
+  card.problem.textContent = problemOf(w, sample.raw.now);
+  card.problem.hidden = !out;
   showFigures(card.figures, [
     ["running", whole(w.load.requests)], ["waiting", whole(w.load.waiting)],
     ["requests/s", known(sample[`rate ${w.worker.url}`]) ? compact(sample[`rate ${w.worker.url}`]) : "–"],
@@ -92,7 +107,9 @@ function showNow(sample) {
   byId("state").className = s.not_ready ? "bad" : "";
   byId("how").textContent = s.prompts;
   byId("none").hidden = s.workers.length > 0;
-  byId("unfit").replaceChildren(...s.workers.filter(w => w.unfit).map(w => element("li", `${w.worker.url} is not used: ${w.unfit}.`)));
+  const problems = s.workers.filter(isOut);
+  byId("problems").replaceChildren(...problems.slice(0, 8).map(w => element("li", `${w.worker.url}: ${problemOf(w, s.now)}.`)),
+    ...(problems.length > 8 ? [element("li", `and ${problems.length - 8} more workers.`)] : []));
   showFigures(byId("figures"), [
     ["workers in use", `${whole(usable)} of ${whole(s.workers.length)}`, usable < s.workers.length],
     ["requests/s", known(sample.selected) ? compact(sample.selected) : "–"],

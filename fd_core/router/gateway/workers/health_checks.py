@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +22,7 @@ import msgspec
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.draining import DRAINING_HEADER
-from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.errors import ApiError, HealthAnswer, unavailable
 from fd_core.router.attempts import Unreached
 from fd_core.router.gateway.requests.relaying import UPSTREAM_ERRORS, is_resource_exhaustion, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
@@ -44,6 +45,9 @@ _EVENT_BATCH_SECONDS: Final = 0.02
 _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Backoff in seconds before each attempt; the last value applies to all further attempts."""
 
+_MAX_HEALTH_BYTES: Final = 4096
+_MAX_REASON: Final = 300
+_health: Final = msgspec.json.Decoder(HealthAnswer)
 _pages: Final = msgspec.msgpack.Decoder(KVPage)
 
 
@@ -114,8 +118,9 @@ class HealthChecks:
     async def _check_or_fail(self, worker: RouterWorker) -> None:
         try:
             await self._check(worker)
-        except Exception:
-            self._router.health(worker, False, time.monotonic())
+        except Exception as error:
+            failure = f"the check itself failed ({type(error).__name__})"
+            self._router.health(worker, False, time.monotonic(), failure=failure)
             raise
 
     async def _check(self, worker: RouterWorker) -> None:
@@ -128,15 +133,17 @@ class HealthChecks:
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
             ) as answer:
                 reached, ok = True, answer.status == 200
-                why = f": HTTP status {answer.status}"
+                why = f"HTTP status {answer.status}"
                 instance = answer.headers.get("X-Instance", "")[:128] or None
                 leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
                 role = answer.headers.get(ROLE_HEADER)
                 role = role if role is None or role in ROLES else "strange"
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
+                if not ok:
+                    why += _reason_in(await read_up_to(answer.content, _MAX_HEALTH_BYTES))
         except (*UPSTREAM_ERRORS, ValueError) as error:
-            why = f": {str(error) or type(error).__name__}"
+            why = why or self._reason_of(error)
             if is_resource_exhaustion(error):
                 if not self._lacks:
                     log.warning("cannot open connections for health checks (%s): worker states are unchanged", error)
@@ -147,7 +154,7 @@ class HealthChecks:
         if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
             self._unreached.reached(worker.url)
             return  # a check that exceeds its own limit shows that this process was suspended
-        after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
+        after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port, failure=why)
         member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
@@ -157,7 +164,7 @@ class HealthChecks:
             self._on_offer(after)
         if state is not before or after != worker:
             suffix = "" if after == worker else ", as a new process"
-            log.info("worker %s is %s%s%s", after.url, state.value, suffix, "" if ok else why)
+            log.info("worker %s is %s%s%s", after.url, state.value, suffix, "" if ok else f": {why}")
         self._complain(after, "" if member is None else member.unfit)
         if reached:
             # A worker that responds at all, even as unhealthy, may still finish its running requests.
@@ -177,6 +184,13 @@ class HealthChecks:
                 message = "worker %s unreachable by health checks for %g s: ended %d running answers"
                 log.warning(message, worker.url, patience, cut)
 
+    def _reason_of(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._router.config.health_check_timeout_secs:g} s"
+        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+            return f"Cannot connect to host {error.host}:{error.port}: {os.strerror(error.os_error.errno).lower()}"
+        return str(error) or type(error).__name__
+
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Log once that a healthy worker cannot be used, and forget it when the worker can."""
         if unfit == self._complaints.get(worker.url, ""):
@@ -186,6 +200,15 @@ class HealthChecks:
             log.warning("worker %s gets no requests: %s", worker.url, unfit)
         else:
             del self._complaints[worker.url]
+
+
+def _reason_in(body: bytes) -> str:
+    """Return the reason that an unhealthy worker gives, as one line after a colon; empty without one."""
+    try:
+        reason = _health.decode(body).reason
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    return f": {' '.join(reason.split())[:_MAX_REASON]}" if reason else ""
 
 
 def _state(member: Member | None) -> WorkerState:
