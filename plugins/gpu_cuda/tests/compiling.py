@@ -18,6 +18,8 @@ from extent import everything
 from fake_driver import FakeDriver, options_of
 from triton.compiler import ASTSource
 
+from fd_gpu_cuda.kernels.entry import leaking_lane
+
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that a block may have, by compute capability."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}
@@ -57,6 +59,8 @@ class Compiler(FakeDriver):
             self.failures.append(f"{label}: {spilled} bytes of registers go to memory")
         if slow := re.search(r"\(C75\d\d\)[^\n]*", log):
             self.failures.append(f"{label}: {slow[0]}")
+        if register := leaking_lane(made.asm["ptx"]):
+            self.failures.append(f"{label}: an unused lane reaches {register}")
         wanted = self.wanted.get(kernel.fn.__name__, "")
         if not re.search(wanted, made.asm["ptx"]):
             self.failures.append(f"{label}: no instruction {wanted}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -40,19 +42,35 @@ class _Launcher:
     def __init__(self, made: Any) -> None:
         self._launch = made.run
         self._names: list[str] = made.arg_names
+        self._name: str = made.fn.__name__
         self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
         key = *map(_kind, arguments), *named.items(), *map(type, named.values())
         found = self._known.get(key)
-        if found is not None and not warmup:
-            compiled, constants = found
-            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
-            return compiled
-        made = self._launch(*arguments, grid=grid, warmup=warmup, **(_OPTIONS | named))
+        if found is None or warmup:
+            return self._look_up(key, arguments, named, grid, warmup=warmup)
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        return compiled
+
+    def _look_up(self, key: Any, arguments: Sequence[Any], named: dict[str, Any], grid: Any, *, warmup: bool) -> Any:
+        """Have Triton find or compile the kernel, check it before its first launch, and launch it unless `warmup`.
+
+        Raises `RuntimeError` if it was compiled wrongly.
+        """
+        options = _OPTIONS | named
+        made = self._launch(*arguments, grid=grid, warmup=True, **options)
+        if isinstance(made, triton.compiler.CompiledKernel) and (register := leaking_lane(made.asm["ptx"])):
+            raise RuntimeError(
+                f"Triton {triton.__version__} compiled {self._name} wrongly: an unused lane reaches {register}"
+            )
+        if warmup:
+            return made
+        made = self._launch(*arguments, grid=grid, warmup=False, **options)
         left = self._names[len(arguments) :]
         complete = isinstance(made, triton.compiler.CompiledKernel) and named.keys() >= {*left}
-        if _TAKES_CONSTANTS and complete and not warmup:
+        if _TAKES_CONSTANTS and complete:
             self._known[key] = made, tuple(named[name] for name in left)
         return made
 
@@ -65,3 +83,21 @@ def _kind(argument: Any) -> Any:
         magnitude = argument if argument >= 0 else ~argument
         return type(argument), argument == 1, argument % 16 == 0, magnitude.bit_length() // 32
     return type(argument)
+
+
+_WIDE = re.compile(r"mul\.wide\.[us]32\s+(%rd\d+), %r\d+, (\d+);")
+_UNUSED_FROM = 1 << 22
+"""Factor of an index of one of 1,024 threads whose product needs more than 32 bits: nothing uses it."""
+
+
+def leaking_lane(ptx: str) -> str:
+    """Return a register of two packed 32-bit integers into whose upper half the unused lower one reaches, "" if none.
+
+    With the LLVM of Triton 3.6, wrong code: two indices are computed as one vector, whose unused lane is shifted by 31
+    bits. The lane becomes a 64-bit product, which the other lane is then joined with.
+    """
+    wide = {found[1] for found in _WIDE.finditer(ptx) if int(found[2]) >= _UNUSED_FROM}
+    if not wide:
+        return ""
+    joined = re.finditer(r"or\.b64\s+(%rd\d+), (%rd\d+), (%rd\d+);", ptx)
+    return next((found[1] for found in joined if {found[2], found[3]} & wide), "")
