@@ -55,6 +55,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Context length that the model was trained for, in tokens; 0 if unknown."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    size_reasons: dict[str, str] = {}
+    """Reasons for the two sizes above where the settings have none, by name."""
     block_size: int
     num_kv_blocks: int
     kv_cache_bytes: int

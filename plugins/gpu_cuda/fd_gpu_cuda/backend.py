@@ -21,8 +21,8 @@ from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_
 from fd_core.backends.onnx import OnnxBackend
 from fd_core.backends.paddle import PaddleBackend
 from fd_core.backends.probing import import_pack, missing, run_isolated
-from fd_core.config import EngineConfig, Limits, step_budget
-from fd_core.errors import ConfigError, PluginError
+from fd_core.config import EngineConfig, Limits, requested_sizes
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling.prompt_scores import SCORED_CELLS
@@ -146,18 +146,19 @@ def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> R
     return ReservedMemory(max(taken - kept, 0), graphs, "measured")
 
 
-def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> ReservedMemory:
+def calculated(config: EngineConfig, model: Model | None, default_sizes: Mapping[str, int]) -> ReservedMemory:
     """Estimate it from sizes, without the device."""
     graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
     if model is None:
         return ReservedMemory(0, graphs, "calculated")
     width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
-    budget = step_budget(config, default_budget)
+    sizes = requested_sizes(config, **default_sizes)
+    budget = sizes["max_num_batched_tokens"]
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
     steps = step_bytes(
         tokens=budget,
         # In addition to the sampled rows, logits of prompts with log-probabilities.
-        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
+        rows=min(sizes["max_num_seqs"] * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
@@ -178,6 +179,8 @@ class CudaBackend(OnCuda):
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
+    default_num_seqs: ClassVar[int] = 256
+    default_batched_tokens: ClassVar[int] = 8192
     attention_backends: ClassVar[tuple[str, ...]] = ("triton", "flashinfer", "torch")
 
     def __init__(self, config: EngineConfig) -> None:
@@ -271,19 +274,18 @@ class CudaBackend(OnCuda):
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise ConfigError(
-                f"the largest step does not fit in memory with the weights: {error}",
-                field="--max-num-batched-tokens",
-                hint="lower it or --max-num-seqs",
-            ) from error
+            raise MemoryError(str(error)) from error
         logger.info("%s", self._kept)
+
+    @property
+    def reserved_memory(self) -> int:
+        return (self._kept or calculated(self.config, self._model, self.default_sizes)).total
 
     def free_memory(self) -> int:
         """Return the device memory that is available for KV after the largest step and the graphs."""
         if self._cuda is None:
             return 0
-        kept = self._kept or calculated(self.config, self._model, self.default_batched_tokens)
-        return max(self._cuda.free_bytes() - kept.total, 0)
+        return max(self._cuda.free_bytes() - self.reserved_memory, 0)
 
     def describe(self) -> str:
         device = "CUDA device" if self._cuda is None else self._cuda.name
