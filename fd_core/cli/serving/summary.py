@@ -86,6 +86,7 @@ def summary(
         ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
+        *(("Speed", _LOUD + warning) for warning in info.warnings),
         *([("Engines", _engines(info, server.data_parallel_size))] if server.data_parallel_size > 1 else []),
         ("Scheduler", info.scheduler),
         *([("Postprocess", info.postprocess)] if info.postprocess else []),

@@ -287,6 +287,7 @@ class _EngineBuilder:
             scheduler=config.scheduler,
             postprocess=None if config.postprocess == ops.framework else config.postprocess,
             device=self._device_line,
+            warnings=backend.warnings,
             dtype=ops.dtype,
             dtype_reason=backend.dtype_reason if config.dtype == "auto" else "requested",
             weights=self._weights,

@@ -8,6 +8,9 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -62,6 +65,22 @@ def flash_infer() -> str:
         return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
     except importlib.metadata.PackageNotFoundError:
         return "FlashInfer of an unknown version"
+
+
+def compiler_problem() -> str:
+    """Return what Triton lacks to build the launchers of its kernels, and the remedy; "" if nothing."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does on Debian
+    headers = Path(sysconfig.get_paths(scheme)["include"])
+    named = os.environ.get("CC")
+    if named is not None and shutil.which(named) is None:
+        problem = f"the C compiler CC={named!r} is not found; unset CC or set it to one command"
+    elif named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        problem = "no C compiler; install gcc, or set CC"
+    elif not (headers / "Python.h").exists():
+        problem = f"no Python.h in {headers}; install the headers, such as python3.{sys.version_info.minor}-dev"
+    else:
+        return ""
+    return f"Triton cannot build kernels, and torch computes slowly in their place: {problem}"
 
 
 def device_problem() -> tuple[int, str]:
@@ -202,7 +221,8 @@ class CudaBackend(OnCuda):
         version, cuda = cuda_of_torch()
         if cuda is None:
             return Availability(False, f"torch {version} is built without CUDA; {_HINT}")
-        return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
+        found = f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}"
+        return Availability(True, "; ".join(filter(None, [found, compiler_problem()])))
 
     @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
@@ -262,6 +282,9 @@ class CudaBackend(OnCuda):
             config = self.config
             trial = ModelTrial(model, ops, providers.composed, config.block_size, config.kv_cache_dtype)
             ops.use(providers.settle(trial))
+            if providers.rejected and (problem := compiler_problem()):
+                self.warnings = (problem,)
+                logger.warning("%s", problem)
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:
         from fd_gpu_cuda.device import out_of_memory

@@ -83,6 +83,12 @@ def test_store_is_described_and_a_failed_one_stands_out(info: EngineInfo) -> Non
     assert "is unavailable" in "".join(loud["badly"])
 
 
+def test_warnings_of_the_backend_stand_out_in_both_summaries(info: EngineInfo) -> None:
+    slow = msgspec.structs.replace(info, warnings=("no C compiler; install gcc",))
+    assert rows_of(slow)["Speed"] == lines_of(slow, ServerConfig())["Speed"] == "WARNING: no C compiler; install gcc"
+    assert "Speed" not in rows_of(info)
+
+
 def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineInfo) -> None:
     uses = (
         WeightUse("Q4_K", "Q4_K", False, 6_000_000, 4_125_000),
