@@ -49,9 +49,10 @@ _ENOUGH: Final = 2**60
 def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
     """Compute the largest steps with a small cache on entering, and free their memory on leaving.
 
-    They are: one prompt as long as a step can be, with log-probabilities requested; a prompt in every slot, all of
-    which sample with filters, penalties and log-probabilities; a decode of all slots; the same with drafts. Backends
-    that capture their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
+    They are: the end of the longest prompt, as long as a step can be, with log-probabilities requested; a prompt in
+    every slot, all of which sample with filters, penalties and log-probabilities; a decode of all slots; the same with
+    drafts. Backends that capture their forward do so at the decodes, and beforehand for tokens with adapters if there
+    may be `adapters`.
     """
     runner = make(msgspec.structs.replace(limits, num_kv_blocks=min(_BLOCKS, limits.num_kv_blocks)))
     if adapters:
@@ -71,7 +72,8 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
     table = np.arange(limits.blocks_per_seq, dtype=np.int32) % limits.num_kv_blocks
     scored = msgspec.structs.replace(_COSTLY, prompt_logprobs=1)
-    yield prefill_plan(0, 1, np.full(1, max(1, min(budget, longest)), np.int32), params=[scored], tables=[table])
+    end, computed = np.full(1, longest, np.int32), max(longest - budget, 0)
+    yield prefill_plan(0, 1, end, params=[scored], tables=[table], computed=computed)
     rows = min(limits.max_num_seqs, budget)
     lengths = np.full(rows, max(1, min(budget // rows, longest // 2)), np.int32)
     yield prefill_plan(1, 2, lengths, params=[_COSTLY] * rows, tables=[table] * rows)
