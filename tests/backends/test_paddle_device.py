@@ -16,8 +16,14 @@ import pytest
 
 from fd_core.backends import paddle as backends
 from fd_core.backends.paddle import PaddleBackend, PaddleDevices
-from fd_core.config import EngineConfig
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.computing import rehearsed
 from fd_core.errors import PluginError
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import load_model
+from fd_core.ops.contract import StepInput
+from fd_core.runner.runner import Runner
+from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 if find_spec("paddle") is None:
@@ -26,6 +32,7 @@ if find_spec("paddle") is None:
 from fd_core.ops.paddle import framework, ops
 from fd_core.ops.paddle.framework import paddle
 from fd_core.ops.paddle.ops import PaddleOps
+from fd_core.runner.postprocess.paddle_matrix import PaddlePostprocess
 
 REQUIRE_VIEWS = framework.require_views
 ROWS = [(1, 37), (6, 20), (6, 41), (1, 9), (6, 6), (1, 64)]
@@ -169,3 +176,28 @@ def test_attention_plan_of_a_step_from_the_host_copies_nothing_back(host_copy, c
     monkeypatch.setattr(paddle.Tensor, "numpy", lambda tensor: copied.append(tensor) or numpy(tensor))
     layer.ops.paged_attention(q, layer.kv, layer.heads, layer.step)
     assert len(copied) == copies
+
+
+def test_rehearsal_runs_on_the_pack(tmp_path):
+    pack = PaddleOps()
+    with open_checkpoint(write_checkpoint("llama", tmp_path)) as checkpoint:
+        model = load_model(checkpoint, pack, 100)
+    limits = Limits(
+        max_num_seqs=5,
+        max_num_batched_tokens=40,
+        max_model_len=100,
+        block_size=4,
+        num_kv_blocks=1000,
+        vocab_size=model.vocab_size,
+        max_drafts=3,
+    )
+    steps: list[StepInput] = []
+
+    def make(limits: Limits) -> Runner:
+        runner = Runner(pack, model, limits, PaddlePostprocess)
+        runner.watch_forward(steps.append)
+        return runner
+
+    with rehearsed(make, limits):
+        pass
+    assert [len(step.token_ids) for step in steps] == [40, 5, 5 * 4]  # the first step needs states, not logits
