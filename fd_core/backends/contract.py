@@ -117,6 +117,8 @@ class Backend(abc.ABC):
     default_batched_tokens: ClassVar[int] = 2048
     """Default step token budget: the fewest tokens that saturate the device, because a longer prefill chunk delays the
     requests that decode in the same step."""
+    default_num_seqs: ClassVar[int] = 32
+    """Default number of slots: a batch beyond which the device decodes hardly more tokens per second."""
     needs_checkpoint: ClassVar[bool] = True
     """True if `load_model` reads a checkpoint; false only for scripted models."""
     updates_weights: ClassVar[bool] = False
@@ -134,6 +136,12 @@ class Backend(abc.ABC):
 
     dtype_reason: str = ""
     """Reason for the dtype that `make_ops` chose under `--dtype auto`; set by `make_ops`, shown to the user."""
+
+    warnings: tuple[str, ...] = ()
+    """What makes the backend slow on this machine, each with its remedy; shown at startup."""
+
+    halvings: int = 0
+    """Number of times that the engine has halved the default sizes, because the largest step took too much memory."""
 
     limits: Mapping[str, str] = MappingProxyType({})
     """Capabilities of `fd_core.testing.kit.limits` that the backend cannot support, each with the reason that the
@@ -199,13 +207,31 @@ class Backend(abc.ABC):
     def make_ops(self) -> Ops:
         """Create the pack for the configured dtype and threads; may initialise the device."""
 
+    @property
+    def default_sizes(self) -> dict[str, int]:
+        """Default sizes after `halvings`, as arguments of `fd_core.config.resolve_limits`.
+
+        Sizes are not halved below the defaults of this class.
+        """
+        sizes = {"default_pipeline_depth": self.default_pipeline_depth}
+        for name in ("default_batched_tokens", "default_num_seqs"):
+            full: int = getattr(self, name)
+            sizes[name] = max(full >> self.halvings, min(full, getattr(Backend, name)))
+        return sizes
+
     def rehearse(self, steps: AbstractContextManager[None]) -> None:  # noqa: B027 - few backends measure
         """Measure the peak activation memory of a step, which `free_memory` then reserves; by default nothing.
 
         Entering `steps` computes the largest steps that the settings allow, with a KV cache of a few blocks; leaving it
-        frees their memory. Called once, when all weights are loaded, except for a model on several ranks: a rank cannot
-        compute before all others can.
+        frees their memory. Called when all weights are loaded, except for a model on several ranks: a rank cannot
+        compute before all others can. Called again, with `halvings` increased, if it raises `MemoryError` because the
+        steps do not fit, or if `reserved_memory` is a large share of the memory.
         """
+
+    @property
+    def reserved_memory(self) -> int:
+        """Bytes that `free_memory` reserves for steps; by default none."""
+        return 0
 
     @abc.abstractmethod
     def free_memory(self) -> int:

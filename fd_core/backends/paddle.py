@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from fd_core.backends.cpu import ProcessorBackend
 from fd_core.backends.memory import available_memory
 from fd_core.backends.probing import import_pack, missing, run_isolated
 from fd_core.config import EngineConfig
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
 _QUESTION: Final = """
@@ -99,6 +101,7 @@ class PaddleBackend(Backend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        self._reserved = 0
         self.emulated = self.probe().emulated
         if self.place == "cpu":
             self.limits = MappingProxyType({"bfloat16": "Paddle does not multiply bfloat16 matrices on a CPU"})
@@ -131,10 +134,21 @@ class PaddleBackend(Backend):
         """Initialise the device and return its pack."""
         dtype = self._dtype()
         self.import_framework()
-        from fd_core.ops.paddle.framework import set_threads
+        from fd_core.ops.paddle.framework import require_views, set_threads
 
         set_threads(self.threads)
-        return self.device_ops(dtype, self.place)
+        try:
+            ops = self.device_ops(dtype, self.place)
+            require_views()
+            self.free_memory()
+        except Exception as error:  # a vendor's runtime may raise anything
+            cause = " ".join(str(error).split())[:500] or type(error).__name__
+            raise PluginError(
+                f"the {self.name} backend cannot use the {self.title}: {cause}",
+                field="--backend",
+                hint=f"check driver and Paddle with `fdcore env` and `fdcore doctor {self.name}`",
+            ) from error
+        return ops
 
     def device_ops(self, dtype: str, place: str) -> Ops:
         """Create the pack of a dtype on `place`; must not use the vendor's kernels if `self.emulated`."""
@@ -142,10 +156,25 @@ class PaddleBackend(Backend):
 
         return PaddleOps(dtype, place, self.longest_sort)
 
+    def rehearse(self, steps: AbstractContextManager[None]) -> None:
+        if self.place == "cpu":
+            return
+        from fd_core.ops.paddle.framework import measured_memory
+
+        self._reserved = measured_memory(self.place, steps)
+
+    @property
+    def reserved_memory(self) -> int:
+        return self._reserved
+
     def free_memory(self) -> int:
-        """Return a quarter of the host's free memory if the CPU computes, else the device's free memory."""
+        """Return a quarter of the host's free memory if the CPU computes, else what steps leave of the device's."""
         if self.place == "cpu":
             return available_memory() // 4
+        return max(self.free_device_memory() - self.reserved_memory, 0)
+
+    def free_device_memory(self) -> int:
+        """Return the free memory of the device in bytes, with the largest step not yet deducted."""
         from fd_core.ops.paddle.framework import free_device_memory
 
         return free_device_memory(self.place)
@@ -154,7 +183,10 @@ class PaddleBackend(Backend):
         cpu = f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}, Paddle eager"
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: no evidence for the hardware"
-        return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"
+        if self.place == "cpu":
+            return cpu
+        reserved = f", {self._reserved / 2**20:,.0f} MiB measured for steps" if self._reserved else ""
+        return f"{self.title}, Paddle eager{reserved}"
 
     def _dtype(self) -> str:
         offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")

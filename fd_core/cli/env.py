@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -44,6 +46,10 @@ def env() -> None:
     for backend_row in _backends():
         backends.add_row(*backend_row)
     console.print(backends)
+    sizes = Table("--max-num-seqs", "--max-num-batched-tokens", "Default of", title="Batches", title_justify="left")
+    for sizes_row in _default_sizes():
+        sizes.add_row(*sizes_row)
+    console.print(sizes)
     for problem in installed_plugins().problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
 
@@ -98,6 +104,20 @@ def _backends() -> Iterator[tuple[str, str, str, str]]:
         except PluginError as error:
             runs, why = "broken", error.message
         yield name, runs, why, str(offer.origin)
+
+
+def _default_sizes() -> Iterator[tuple[str, str, str]]:
+    """Yield the default sizes of a step, and the backends that have them."""
+    from fd_core.errors import PluginError
+    from fd_core.plugins import BACKEND, installed_plugins
+
+    names = defaultdict[tuple[int, int], list[str]](list)
+    for name, offer in installed_plugins().offered(BACKEND).items():
+        with contextlib.suppress(PluginError):  # the table of backends has the reason
+            cls = offer.load()
+            names[cls.default_num_seqs, cls.default_batched_tokens].append(name)
+    for (num_seqs, tokens), backends in sorted(names.items()):
+        yield f"{num_seqs:,}", f"{tokens:,}", ", ".join(backends)
 
 
 def processor() -> str:

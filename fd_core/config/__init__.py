@@ -91,8 +91,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     attention_backend: Annotated[str, OneOf("auto", "triton", "flashinfer", "torch", instead=_OTHER_ATTENTION)] = "auto"
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
-    max_num_seqs: Annotated[int, Range(1, 65536)] = 32
-    """Slots: largest number of running requests."""
+    max_num_seqs: Annotated[int, Range(1, 65536)] | None = None
+    """Slots: largest number of running requests; None selects what suits the backend."""
     max_num_batched_tokens: Annotated[int, Range(1)] | None = None
     """Step token budget; None selects what suits the backend, see `step_budget`."""
     block_size: Annotated[int, Range(1, 4096)] = 32
@@ -256,22 +256,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.max_model_len // self.block_size)
 
 
-def step_budget(config: EngineConfig, default: int) -> int:
+def step_budget(config: EngineConfig, default: int, default_num_seqs: int = 32) -> int:
     """Return the most tokens of a step: those configured, or `default` and at least one for each slot."""
-    return config.max_num_batched_tokens or max(default, config.max_num_seqs)
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs or default_num_seqs)
 
 
 def requested_sizes(
-    config: EngineConfig, default_pipeline_depth: int = 1, default_batched_tokens: int = 2048
+    config: EngineConfig,
+    default_pipeline_depth: int = 1,
+    default_batched_tokens: int = 2048,
+    default_num_seqs: int = 32,
 ) -> dict[str, int]:
     """Return the sizes that settings and defaults determine, under the names of `OperatingEnvelope`."""
-    budget = step_budget(config, default_batched_tokens)
+    budget = step_budget(config, default_batched_tokens, default_num_seqs)
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     if not max_drafts and config.structured_output:
         max_drafts = min(config.max_forced_tokens, budget - 1)
     adapted = bool(config.lora_modules) or config.lora_folder is not None
     return {
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs or default_num_seqs,
         "max_num_batched_tokens": budget,
         "max_model_len": config.max_model_len or 0,
         "block_size": config.block_size,
@@ -291,9 +294,10 @@ def resolve_limits(
     free_bytes: int,
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
+    default_num_seqs: int = 32,
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
-    sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens)
+    sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
     budget, max_drafts = sizes["max_num_batched_tokens"], sizes["max_drafts"]
     if budget < 1 + max_drafts:
         message = (
@@ -305,7 +309,8 @@ def resolve_limits(
     if max_len > model_max_len:
         message = f"max_model_len={max_len} exceeds the context length of the model ({model_max_len})"
         raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
-    blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes=free_bytes)
+    useful = sizes["max_num_seqs"] * -(-max_len // config.block_size)
+    blocks = _kv_blocks(config, useful, bytes_per_block, free_bytes=max(0, free_bytes))
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
     elif blocks * config.block_size < max_len:
@@ -316,7 +321,7 @@ def resolve_limits(
             hint="increase the memory of the KV cache or lower --max-model-len",
         )
     return Limits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=sizes["max_num_seqs"],
         max_num_batched_tokens=budget,
         max_model_len=max_len,
         block_size=config.block_size,
@@ -328,9 +333,8 @@ def resolve_limits(
     )
 
 
-def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_bytes: int) -> int:
-    """Return the number of KV blocks to allocate; never more than all slots could fill."""
-    useful, free_bytes = config.max_num_seqs * -(-max_len // config.block_size), max(0, free_bytes)
+def _kv_blocks(config: EngineConfig, useful: int, bytes_per_block: int, free_bytes: int) -> int:
+    """Return the number of KV blocks to allocate; by default no more than the `useful` ones, which fill all slots."""
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * bytes_per_block > free_bytes:
             raise ConfigError(

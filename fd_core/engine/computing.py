@@ -39,6 +39,8 @@ _COSTLY: Final = SamplingParams(
 )
 
 _log = logging.getLogger(__name__)
+_STEP_SHARE: Final = 0.25
+"""Share of the memory after weights up to which steps of default sizes may use it; the rest is for KV."""
 _ENOUGH: Final = 2**60
 """Memory in bytes that is enough for every slot to have all the blocks that it can use."""
 
@@ -47,9 +49,10 @@ _ENOUGH: Final = 2**60
 def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
     """Compute the largest steps with a small cache on entering, and free their memory on leaving.
 
-    They are: one prompt as long as a step can be, with log-probabilities requested; a prompt in every slot, all of
-    which sample with filters, penalties and log-probabilities; a decode of all slots; the same with drafts. Backends
-    that capture their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
+    They are: the end of the longest prompt, as long as a step can be, with log-probabilities requested; a prompt in
+    every slot, all of which sample with filters, penalties and log-probabilities; a decode of all slots; the same with
+    drafts. Backends that capture their forward do so at the decodes, and beforehand for tokens with adapters if there
+    may be `adapters`.
     """
     runner = make(msgspec.structs.replace(limits, num_kv_blocks=min(_BLOCKS, limits.num_kv_blocks)))
     if adapters:
@@ -69,7 +72,8 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
     table = np.arange(limits.blocks_per_seq, dtype=np.int32) % limits.num_kv_blocks
     scored = msgspec.structs.replace(_COSTLY, prompt_logprobs=1)
-    yield prefill_plan(0, 1, np.full(1, max(1, min(budget, longest)), np.int32), params=[scored], tables=[table])
+    end, computed = np.full(1, longest, np.int32), max(longest - budget, 0)
+    yield prefill_plan(0, 1, end, params=[scored], tables=[table], computed=computed)
     rows = min(limits.max_num_seqs, budget)
     lengths = np.full(rows, max(1, min(budget // rows, longest // 2)), np.int32)
     yield prefill_plan(1, 2, lengths, params=[_COSTLY] * rows, tables=[table] * rows)
@@ -96,9 +100,7 @@ class Computing:
         self.backend: Backend = self.choice.cls(config)
         self.backend.require_attention_backend()
         self._owner = f"the {self.choice.name} backend"
-        self.requested = requested_sizes(
-            config, self.backend.default_pipeline_depth, self.backend.default_batched_tokens
-        )
+        self.requested = requested_sizes(config, **self.backend.default_sizes)
         self.backend.envelope.require(self.requested, self._owner)
         progress("prepare", 0, 1)
         self.ops = self.backend.make_ops()
@@ -218,7 +220,7 @@ class Computing:
             vocab_size=self.model.vocab_size,
             bytes_per_block=1,
             free_bytes=_ENOUGH,
-            default_batched_tokens=self.backend.default_batched_tokens,
+            **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )
         adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None
         with rehearsed(partial(self.runner, grammars=False), limits, adapters=adapters):
@@ -227,13 +229,64 @@ class Computing:
     def loaded(self) -> RankLoaded:
         """Load the weights, including those of a draft model, and return the device memory that is left."""
         bytes_per_block = self.bytes_per_block
-        if self._config.num_ranks == 1:
-            self.backend.rehearse(self._rehearsal())
+        self._fit_steps()
         shape = self.model.kv_shape(self._config.block_size)
         share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
         if self._config.pipeline_parallel_size > 1:
             share = (shape.first_layer, shape.first_layer + shape.num_layers)
-        return RankLoaded(self.backend.free_memory(), bytes_per_block, share, weights=self.model.weights)
+        return RankLoaded(
+            self.backend.free_memory(),
+            bytes_per_block,
+            share,
+            weights=self.model.weights,
+            halvings=self.backend.halvings,
+        )
+
+    def _fit_steps(self) -> None:
+        """Rehearse the largest steps, and halve default sizes until the steps leave enough memory for KV.
+
+        Raises `ConfigError` if the steps of the smallest default sizes, or of those in the settings, do not fit.
+        """
+        backend = self.backend
+        while True:
+            failure = ""
+            try:
+                if self._config.num_ranks == 1:
+                    backend.rehearse(self._rehearsal())
+                reserved = backend.reserved_memory
+                if reserved <= _STEP_SHARE * (reserved + backend.free_memory()):
+                    return
+            except MemoryError as error:
+                failure = str(error) or "out of memory"
+            before = self.requested
+            backend.halvings += 1
+            self.requested = requested_sizes(self._config, **backend.default_sizes)
+            if self.requested == before:
+                backend.halvings -= 1
+                break
+            self.__dict__.pop("drafter", None)  # made for more slots
+            gc.collect()
+        if failure:
+            raise ConfigError(
+                f"the largest step does not fit in memory with the weights: {failure}",
+                field="--max-num-batched-tokens",
+                hint="lower it or --max-num-seqs",
+            )
+
+    @property
+    def size_reasons(self) -> dict[str, str]:
+        """Reasons for `max_num_seqs` and `max_num_batched_tokens` where the settings have none."""
+        reasons = {}
+        for name, default in (
+            ("max_num_seqs", "default_num_seqs"),
+            ("max_num_batched_tokens", "default_batched_tokens"),
+        ):
+            if getattr(self._config, name) is None:
+                full = getattr(self.backend, default)
+                reasons[name] = f"default of {self.choice.name}"
+                if self.backend.default_sizes[default] < full:
+                    reasons[name] += f" is {full:,}, lowered to leave memory for KV"
+        return reasons
 
     def runner(self, limits: Limits, make: Callable[..., Runner] = Runner, *, grammars: bool = True) -> Runner:
         """Allocate the KV cache and return the runner."""

@@ -25,21 +25,29 @@ def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) 
 
 
 def prefill_plan(
-    step: int, gen: int, lengths: IntArray, params: Iterable[SamplingParams], tables: Iterable[IntArray]
+    step: int,
+    gen: int,
+    lengths: IntArray,
+    params: Iterable[SamplingParams],
+    tables: Iterable[IntArray],
+    computed: int = 0,
 ) -> StepPlan:
-    """Return a step that admits a prompt of each length, in slots from 0 on, and computes it in one chunk."""
+    """Return a step that admits a prompt of each length, in slots from 0 on, and computes it in one chunk.
+
+    The first `computed` tokens of each prompt are computed already.
+    """
     rows = np.arange(len(lengths), dtype=np.int32)
     return StepPlan(
         epoch=0,
         step=step,
         slots=rows,
         gens=np.full_like(rows, gen),
-        starts=np.zeros_like(rows),
-        num_tokens=lengths,
+        starts=np.full_like(rows, computed),
+        num_tokens=lengths - computed,
         num_drafts=np.zeros_like(rows),
         samples=np.ones(len(rows), np.bool_),
         admissions=tuple(
-            Admission(slot, gen, np.zeros(length, np.int32), length, each, eos_token_ids=(), computed=0)
+            Admission(slot, gen, np.zeros(length, np.int32), length, each, eos_token_ids=(), computed=computed)
             for slot, (length, each) in enumerate(zip(lengths.tolist(), params, strict=True))
         ),
         grants=tuple(BlockGrant(slot, 0, table) for slot, table in enumerate(tables)),

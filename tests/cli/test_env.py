@@ -26,3 +26,10 @@ def test_unreadable_cache_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert "/somewhere: permission denied" in shown.stdout
+
+
+def test_default_sizes_of_backends_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "default_num_seqs", 77)
+    shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
+    line = next(line for line in shown.stdout.splitlines() if " 77 " in line)
+    assert [cell.strip() for cell in line.split("│")[1:4]] == ["77", "512", "cpu"]

@@ -114,5 +114,5 @@ def answer(prompt: str) -> str:
     assert_type(results, list[Completion])
     assert_type(results[0].text, str)
     assert_type(fd_core.__version__, str)
-    assert_type(EngineConfig(model="smollm2").max_num_seqs, int)
+    assert_type(EngineConfig(model="smollm2").max_num_seqs, int | None)
     return results[0].text

@@ -12,15 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
+from fd_core.cli.plugins.conformance import _print as print_report
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes import layers, parts, pools, products, routing, sampling
 from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES
 from fd_core.testing.report.doctor.examine import copy_bandwidth, examine, examine_cases
-from fd_core.testing.report.doctor.runs import OpFinding
+from fd_core.testing.report.doctor.runs import DoctorReport, OpFinding
+from tests.ops.packs import PACKS
 from tests.plugin_sites import GOOD, Site
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +223,34 @@ class Chip(Backend):
     def free_memory(self):
         return 2**30
 """
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_composed_operations_are_named_with_their_calls(framework):
+    ops = PACKS[framework]()
+    found = {}
+    for name in ("rms_norm", "linear", "gather_rows"):
+        check = next(check for check in CHECKS if check.primitive == name)
+        found[name] = examine(ops, check, SIZES[-1], {}, None)
+        assert examine(ops, check, SMALL, {}, None).calls is None
+    assert found["rms_norm"].composed
+    assert {"mean", "rsqrt"} <= set(found["rms_norm"].calls)
+    assert not found["linear"].composed
+    assert found["gather_rows"].calls == ("index_select",)
+
+
+def test_composed_operations_are_listed_the_most_calls_first(capsys):
+    def finding(primitive: str, count: int, case: str = "") -> OpFinding:
+        calls = ("matmul",) * count
+        return OpFinding(primitive=primitive, case=case, dtype="float32", size="large", outcome="ok", calls=calls)
+
+    findings = [finding("add", 1), finding("moe", 5), finding("sample", 9, "drawn"), finding("linear", 3)]
+    report = DoctorReport(fd_core="1", machine="m", backend="chip", packs=[], findings=findings)
+    print_report(report, Console(width=200))
+    lines = capsys.readouterr().out.splitlines()
+    assert "composed of several framework calls, and therefore slow on a device: sample drawn (9), moe (5)" in lines
+    print_report(msgspec.structs.replace(report, findings=findings[:1]), Console(width=200))
+    assert "composed" not in capsys.readouterr().out
 
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -231,6 +231,7 @@ def _print(report: DoctorReport, console: Console) -> None:
     table.add_column("Operation", no_wrap=True)
     table.add_column("dtype")
     table.add_column("Is", overflow="fold")
+    table.add_column("Calls", justify="right")
     table.add_column("Time", justify="right")
     table.add_column("Ratio to floor", justify="right")
     groups: dict[tuple[str, str, str], list[OpFinding]] = {}
@@ -244,13 +245,18 @@ def _print(report: DoctorReport, console: Console) -> None:
         console.print(Text(f"{pack.dtype}: {plain(pack.device)}; copy bandwidth {speed}"))
         if pack.emulated:
             console.print(Text("  emulated: it did not run on its target hardware", "bold yellow"))
+    composed = {finding.label: len(finding.calls or ()) for finding in report.findings if finding.composed}
+    if composed:
+        parts = [f"{name} ({count})" for name, count in sorted(composed.items(), key=lambda each: -each[1])]
+        text = f"composed of several framework calls, and therefore slow on a device: {', '.join(parts)}"
+        console.print(Text(text, "yellow"), soft_wrap=True)
     bad = [finding for finding in report.findings if finding.bad]
     for finding in bad:
         where = " ".join(filter(None, (finding.primitive, finding.case, finding.dtype, finding.size)))
         console.print(Text(f"{where}: {finding.outcome}: {plain(finding.reason)}", "red"), soft_wrap=True)
     for reason in dict.fromkeys(finding.reason for finding in report.findings if finding.outcome == "limit"):
         console.print(Text(f"skipped: {plain(reason)}", "yellow"), soft_wrap=True)
-    names = dict.fromkeys(f"{finding.primitive} {finding.case}".removesuffix("cases").rstrip() for finding in bad)
+    names = dict.fromkeys(finding.label for finding in bad)
     verdict = f"missing or wrong: {', '.join(names)}" if names else "all operations are present and correct"
     if not names and not report.well:
         verdict = "nothing could be tested"
@@ -275,4 +281,5 @@ def _add_row(table: Table, name: str, dtype: str, findings: list[OpFinding]) -> 
         time = Text(f"{timed.seconds * 1e3:,.3f} ms")
         if timed.ratio is not None:
             ratio = Text(f"{timed.ratio:,.1f}{' slow' if timed.slow else ''}", "yellow" if timed.slow else "")
-    table.add_row(name, dtype, is_so, time, ratio)
+    calls = next((str(len(finding.calls)) for finding in findings if finding.calls is not None), "")
+    table.add_row(name, dtype, is_so, calls, time, ratio)

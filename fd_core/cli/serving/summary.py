@@ -32,11 +32,14 @@ def brief(
     requests = f"{seqs:,} request{'s' if seqs > 1 else ''} of {info.max_model_len:,} tokens"
     held = f"KV {_megabytes(info.kv_cache_bytes)} for {requests}"
     weights = sum(use.nbytes for use in info.weights)
+    reasons = sorted(set(info.size_reasons.values()))
+    batch = f"{info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens a step"
     why = info.backend_reason.partition(":")[0].partition(";")[0]
     return [
         ("Model", f"{info.model}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Device", f"{info.device.partition(' (')[0]} (backend {info.backend}, {why})"),
         ("Memory", f"weights {_megabytes(weights)}, {held}" if weights else held),
+        ("Batch", f"up to {batch}" + (f" ({'; '.join(reasons)})" if reasons else "")),
         *((label, value) for label, value in rows if label in _IF_SET or value.startswith(_LOUD)),
         ("API", f"{url}/v1, page: {url}/"),
         ("Try", _curl(info, server, url, chat=chat)),
@@ -83,6 +86,7 @@ def summary(
         ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
+        *(("Speed", _LOUD + warning) for warning in info.warnings),
         *([("Engines", _engines(info, server.data_parallel_size))] if server.data_parallel_size > 1 else []),
         ("Scheduler", info.scheduler),
         *([("Postprocess", info.postprocess)] if info.postprocess else []),
@@ -92,8 +96,8 @@ def summary(
         ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
         ("KV store", _store(info)),
         *([("Role", _role(info))] if info.role != "mixed" else []),
-        ("max_num_seqs", f"{info.max_num_seqs:,}" + (" in all" if server.data_parallel_size > 1 else "")),
-        ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
+        ("max_num_seqs", _size(info, "max_num_seqs", " in all" if server.data_parallel_size > 1 else "")),
+        ("max_num_batched_tokens", _size(info, "max_num_batched_tokens")),
         ("max_model_len", _context(info, max(1, server.data_parallel_size))),
         *([("Sampling", _defaults(info))] if info.generation.set_fields() else []),
         ("Tool calls", tools),
@@ -118,6 +122,12 @@ def _engines(info: EngineInfo, count: int) -> str:
         f"{count}, each with a share of the machine and {info.max_num_seqs // count:,} slots; placement by cached "
         "prefix and load"
     )
+
+
+def _size(info: EngineInfo, name: str, scope: str = "") -> str:
+    """Return a limit of the batch, and the reason if the settings have none."""
+    reason = info.size_reasons.get(name)
+    return f"{getattr(info, name):,}{scope}" + (f" ({reason})" if reason else "")
 
 
 def _context(info: EngineInfo, engines: int) -> str:

@@ -269,10 +269,15 @@ _SCHEDULING: Final = (
         "TOKENS",
         common=True,
     ),
-    Flag("max_num_seqs", "Most requests that run at the same time.", common=True),
+    Flag(
+        "max_num_seqs",
+        "Most requests that run at the same time; by default the backend's choice, which `fdcore env` lists.",
+        common=True,
+    ),
     Flag(
         "max_num_batched_tokens",
-        "Step token budget: most tokens computed in one step; by default the backend's choice.",
+        "Step token budget: most tokens computed in one step; by default the backend's choice, which `fdcore env` "
+        "lists.",
         "TOKENS",
     ),
     Flag("scheduler", "Scheduler: continuous or a plugin's."),

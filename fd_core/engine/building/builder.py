@@ -210,7 +210,8 @@ class _EngineBuilder:
     def _limits(self) -> Limits:
         model, longest = self._computing.model, self._scheduler_class.envelope.max_model_len
         tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
-        ops = self._computing.ops
+        ops, backend = self._computing.ops, self._computing.backend
+        backend.halvings = max(rank.halvings for rank in self._loaded)
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
             self._config,
@@ -218,8 +219,7 @@ class _EngineBuilder:
             vocab_size=model.vocab_size,
             bytes_per_block=tightest.bytes_per_block,
             free_bytes=tightest.free_memory - reserved,
-            default_pipeline_depth=self._computing.backend.default_pipeline_depth,
-            default_batched_tokens=self._computing.backend.default_batched_tokens,
+            **backend.default_sizes,
         )
 
     def _scheduler(self) -> Scheduler:
@@ -287,6 +287,7 @@ class _EngineBuilder:
             scheduler=config.scheduler,
             postprocess=None if config.postprocess == ops.framework else config.postprocess,
             device=self._device_line,
+            warnings=backend.warnings,
             dtype=ops.dtype,
             dtype_reason=backend.dtype_reason if config.dtype == "auto" else "requested",
             weights=self._weights,
@@ -302,6 +303,7 @@ class _EngineBuilder:
             model_max_len=model.max_positions,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            size_reasons=computing.size_reasons,
             block_size=limits.block_size,
             num_kv_blocks=limits.num_kv_blocks,
             kv_cache_bytes=limits.num_kv_blocks * sum(rank.bytes_per_block for rank in self._loaded),

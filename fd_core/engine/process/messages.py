@@ -38,6 +38,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """None for the default of the backend's framework."""
     device: str
     """A line about the device; it contains the word "emulated" if it is."""
+    warnings: tuple[str, ...] = ()
+    """What makes the backend slow on this machine, each with its remedy."""
     dtype: str
     dtype_reason: str = ""
     """Why this dtype was chosen; empty if the backend gives no reason."""
@@ -55,6 +57,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Context length that the model was trained for, in tokens; 0 if unknown."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    size_reasons: dict[str, str] = {}
+    """Reasons for the two sizes above where the settings have none, by name."""
     block_size: int
     num_kv_blocks: int
     kv_cache_bytes: int

@@ -59,6 +59,8 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     kv_share: tuple[int, int]
     """First and end of the model's KV heads that it stores; for stages the same of layers."""
     weights: tuple[WeightUse, ...] = ()
+    halvings: int = 0
+    """Number of times that it halved the default sizes of its backend."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):

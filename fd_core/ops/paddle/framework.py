@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -13,7 +15,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import paddle
 
-__all__ = ["free_device_memory", "paddle", "set_threads", "tensor_of"]
+__all__ = ["free_device_memory", "measured_memory", "paddle", "require_views", "set_threads", "tensor_of"]
+
+_log = logging.getLogger(__name__)
+_VIEWS: Final = "FLAGS_use_stride_kernel"
 
 _TAKEN_SIGNALS: Final = (
     signal.SIGTERM,
@@ -42,6 +47,35 @@ def free_device_memory(device: str) -> int:
     """Return the device memory not allocated by this process, in bytes; other processes are not visible."""
     total = paddle.device.get_device_properties(device).total_memory
     return max(int(total) - int(paddle.device.get_device_module(device).memory_reserved()), 0)
+
+
+def measured_memory(device: str, steps: AbstractContextManager[None]) -> int:
+    """Return the device memory in bytes that entering `steps` takes at most and leaving it frees again.
+
+    Raises `MemoryError` if they do not fit.
+    """
+    module = paddle.device.get_device_module(device)
+    module.empty_cache()
+    module.reset_max_memory_reserved()
+    with steps:
+        peak = int(module.max_memory_reserved())
+    module.empty_cache()
+    return max(peak - int(module.memory_reserved()), 0)
+
+
+def require_views() -> None:
+    """Enable views of tensors, which write KV, and try one on the current device. Raises `RuntimeError` if it fails."""
+    if not paddle.get_flags(_VIEWS)[_VIEWS]:
+        _log.warning("%s=0 is ignored: KV is written through views", _VIEWS)
+        paddle.set_flags({_VIEWS: True})
+    tensor, words = paddle.zeros([2, 2]), paddle.full([1, 2], 0x3F800000, "int32")
+    try:
+        paddle.scatter_(tensor.view("int32"), paddle.ones([1], "int64"), words)
+        written = tensor.numpy().tolist()
+    except Exception as error:
+        raise RuntimeError(f"a view of a float32 tensor as int32, which {_VIEWS}=1 enables, fails: {error}") from error
+    if written != [[0, 0], [1, 1]]:
+        raise RuntimeError(f"a view of a float32 tensor as int32 does not share its memory: wrote 1, read {written}")
 
 
 def tensor_of(array: npt.NDArray[Any], place: Any) -> Any:

@@ -3,7 +3,8 @@
 XPU, MetaX and others are Paddle devices: their backend is this class with a device name, plus overrides for
 hardware-specific kernels.
 
-Attention gathers each row's keys and values, then computes two products and a softmax. Sampling does not synchronize
+Attention gathers each row's keys and values, then computes two products and a softmax, for as many queries at a time as
+a fixed amount of memory allows. Sampling does not synchronize
 with the device. Paddle does not promote integers and rejects an empty scatter, hence the casts and the checks of
 shapes. Sums are int64: a weight is an integer, and devices without sums of float64 are common. Only the exponential is
 float64, by element.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from fd_core.ops.contract import (
     Array,
     Experts,
     Heads,
+    HostStep,
     KVCache,
     KVShape,
     Norm,
@@ -106,46 +108,61 @@ class PaddleKVCache(KVCache):
         return tensor_of(np.asarray(blocks, np.int64), self._place)
 
 
+functional = paddle.nn.functional
+
+_MOST_KEYS = 2**27
+"""Elements of keys, and of values, that are gathered at a time if rows are computed together."""
+_MOST_SCORES = 2**26
+"""Scores that are in memory at a time: 256 MiB, and as much for each of the mask's sum, the softmax and its result."""
+_HIDDEN = -1e30
+"""Added to the score of a key that a token does not attend to; its weight is then exactly 0."""
+
+
 class _PaddleGroup:
     """n rows with Q tokens each, computed together over L keys at most."""
 
-    def __init__(
-        self, step: tuple[IntArray, IntArray, IntArray], rows: IntArray, count: int, size: int, place: Any
-    ) -> None:
-        query_start, context_len, tables = step
-        context = context_len[rows, None].astype(np.int64)
-        keys = np.arange(context.max())
-        slots = tables[rows][:, keys // size].astype(np.int64) * size + keys % size
-        self.tokens = (query_start[rows, None] + np.arange(count)).reshape(-1)
+    def __init__(self, step: HostStep, rows: IntArray, count: int, size: int, place: Any) -> None:
+        context = step.context_len[rows, None].astype(np.int64)
+        self.count, self.longest = count, int(context.max())
+        keys = np.arange(self.longest)
+        slots = step.block_tables[rows][:, keys // size].astype(np.int64) * size + keys % size
+        self.tokens = (step.query_start[rows, None] + np.arange(count)).reshape(-1)
         """[n * Q], indices of the rows' tokens in the step."""
         self.kv_slots = tensor_of(np.where(keys < context, slots, 0).reshape(-1), place)
         """int64[n * L]"""
-        self.distance = (context - count + np.arange(count))[:, :, None] - keys
-        """[n, Q, L], distance from a key to a token; negative if the key is later."""
+        self._first = tensor_of((context[:, :, None] - count).astype(np.int32), place)
+        """int32[n, 1, 1], position of each row's first token."""
         self._place = place
         self._masks: dict[int | None, Array] = {}
 
-    def mask(self, window: int | None) -> Array:
-        """Return float32[n, 1, 1, Q, L]: 0 if a token attends to a key, else -inf."""
-        if window not in self._masks:
-            hidden = self.distance < 0 if window is None else (self.distance < 0) | (self.distance >= window)
-            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
-            self._masks[window] = tensor_of(mask, self._place)
-        return self._masks[window]
+    def mask(self, window: int | None, begin: int, end: int) -> Array:
+        """Return float32[n, 1, 1, end - begin, L] for some tokens of each row: 0 if a token attends to a key, else a
+        large negative number."""
+        if window in self._masks:
+            return self._masks[window]
+        tokens = paddle.arange(begin, end, dtype="int32", device=self._place).unsqueeze(1)
+        distance = self._first + tokens - paddle.arange(self.longest, dtype="int32", device=self._place)
+        hidden = distance < 0 if window is None else paddle.logical_or(distance < 0, distance >= window)
+        mask = (hidden.astype("float32") * _HIDDEN).unsqueeze([1, 2])
+        if end - begin == self.count:  # the other layers need the same
+            self._masks[window] = mask
+        return mask
 
 
 class PaddleAttentionPlan:
     """Attention inputs derived from a step's metadata, once for all layers; computed on the host."""
 
-    def __init__(self, step: StepInput, block_size: int, place: Any) -> None:
-        metadata = (step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+    def __init__(self, step: StepInput, layer: PaddleLayer, place: Any) -> None:
+        host = step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        width = int(np.prod(layer.keys.shape[1:]))
         by_count: defaultdict[int, list[int]] = defaultdict(list)
-        for row, count in enumerate(np.diff(metadata[0]).tolist()):
+        for row, count in enumerate(np.diff(host.query_start).tolist()):
             by_count[count].append(row)
         by_count.pop(0, None)
         self._groups = [
-            _PaddleGroup(metadata, np.array(rows, np.int32), count, size=block_size, place=place)
+            _PaddleGroup(host, np.array(part, np.int32), count, size=layer.block_size, place=place)
             for count, rows in by_count.items()
+            for part in _rows_at_a_time(rows, host.context_len, most=_MOST_KEYS // width)
         ]
         self._tokens: list[Array] = []
         """Tokens of each group; a single group has all, in order."""
@@ -166,24 +183,43 @@ class PaddleAttentionPlan:
         return paddle.index_select(paddle.concat(outputs), self._back)
 
 
+def _rows_at_a_time(rows: list[int], context_len: IntArray, most: int) -> Iterator[list[int]]:
+    """Yield rows of similar length whose padded contexts have at most `most` tokens; at least one at a time."""
+    part: list[int] = []
+    for row in sorted(rows, key=lambda row: int(context_len[row])):  # so the last one is the longest
+        if part and (len(part) + 1) * int(context_len[row]) > most:
+            yield sorted(part)
+            part = []
+        part.append(row)
+    yield sorted(part)
+
+
 def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> Array:
-    n, count, longest = group.distance.shape
+    longest, count = group.longest, group.count
+    n = q.shape[0] // count
     # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
-    grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4])
-    folded = grouped.reshape([n, heads.num_kv_heads, -1, heads.head_dim]) * heads.scale
+    grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4]) * heads.scale
     keys, values = (
         paddle.index_select(tensor, group.kv_slots)
         .reshape([n, longest, heads.num_kv_heads, heads.head_dim])
         .transpose([0, 2, 1, 3])
         for tensor in (layer.keys, layer.values)
     )
-    scores = paddle.matmul(folded, keys, transpose_y=True).astype("float32")
-    if heads.softcap is not None:
-        scores = paddle.tanh(scores / heads.softcap) * heads.softcap
-    scores = scores.reshape([n, heads.num_kv_heads, -1, count, longest]) + group.mask(heads.window)
-    weights = paddle.nn.functional.softmax(scores, axis=-1).astype(q.dtype)
-    result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
-    return result.reshape(grouped.shape).transpose([0, 3, 1, 2, 4]).reshape([n * count, -1])
+    most = max(1, _MOST_SCORES // (n * heads.num_heads * longest))
+    results = []
+    for begin in range(0, count, most):
+        end = min(begin + most, count)
+        part = grouped if end - begin == count else grouped[:, :, :, begin:end]
+        folded = part.reshape([n, heads.num_kv_heads, -1, heads.head_dim])
+        scores = paddle.matmul(folded, keys, transpose_y=True).astype("float32")
+        if heads.softcap is not None:
+            scores = paddle.tanh(scores / heads.softcap) * heads.softcap
+        scores = scores.reshape([n, heads.num_kv_heads, -1, end - begin, longest])
+        scores += group.mask(heads.window, begin, end)
+        weights = functional.softmax(scores, axis=-1).astype(q.dtype)
+        result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
+        results.append(result.reshape(part.shape).transpose([0, 3, 1, 2, 4]))
+    return (results[0] if len(results) == 1 else paddle.concat(results, axis=1)).reshape([n * count, -1])
 
 
 _SHARE_ONE = 2.0**40
@@ -282,8 +318,6 @@ def _likeliest(logits: Array, count: int, longest_sort: int | None) -> Array:
     return paddle.take_along_axis(ids, best, axis=1)
 
 
-functional = paddle.nn.functional
-
 _DTYPES = {"float32": paddle.float32, "bfloat16": paddle.bfloat16}
 
 
@@ -299,9 +333,10 @@ class PaddleOps(Ops):
     """Operations on Paddle tensors of one device; the device becomes the process's.
 
     `device` is Paddle's name, such as `cpu`, `gpu`, `xpu` or that of a custom device, `metax_gpu`. Selecting an absent
-    GPU crashes the process, so check first. Only `to_host`, the experts' sizes and, once a step, the attention plan
-    synchronize with the device. `longest_sort` is the maximum number of entries that the device sorts at once, None for
-    no limit; with a limit, filters search for their thresholds instead of sorting the vocabulary.
+    GPU crashes the process, so check first. Only `to_host`, the experts' sizes and, for a step that was not built on
+    the host, the attention plan synchronize with the device. `longest_sort` is the maximum number of entries that the
+    device sorts at once, None for no limit; with a limit, filters search for their thresholds instead of sorting the
+    vocabulary.
     """
 
     name = "paddle"
@@ -395,7 +430,7 @@ class PaddleOps(Ops):
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; the plan of a step is computed once for all layers."""
         if self._planned is None or self._planned[0] is not step:
-            self._planned = (step, PaddleAttentionPlan(step, layer.block_size, self.place))
+            self._planned = (step, PaddleAttentionPlan(step, layer, self.place))
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:

@@ -177,7 +177,7 @@ def make_drafter(
     check_drafter(drafter, speculative)
     return drafter(
         DraftContext(
-            num_slots=config.max_num_seqs,
+            num_slots=config.max_num_seqs or backend.default_sizes["default_num_seqs"],
             vocab_size=model.vocab_size,
             block_size=config.block_size,
             cheap_tokens=speculative.cheap_tokens,

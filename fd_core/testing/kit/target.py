@@ -196,7 +196,10 @@ class Target:
         """
         config, path = self.config(**settings), self.checkpoint(case)
         if self.cls.envelope.limits():
-            sizes = requested_sizes(config, self.cls.default_pipeline_depth, self.cls.default_batched_tokens)
+            cls = self.cls
+            sizes = requested_sizes(
+                config, cls.default_pipeline_depth, cls.default_batched_tokens, cls.default_num_seqs
+            )
             model = {} if path is None else spec_of_config(path).sizes()
             if beyond := self.cls.envelope.exceeded({**sizes, **model}):
                 lacks(f"its envelope has {', '.join(f'{name}={limit}' for name, limit in beyond.items())}")

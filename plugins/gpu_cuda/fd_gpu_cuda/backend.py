@@ -8,6 +8,9 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,8 +24,8 @@ from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_
 from fd_core.backends.onnx import OnnxBackend
 from fd_core.backends.paddle import PaddleBackend
 from fd_core.backends.probing import import_pack, missing, run_isolated
-from fd_core.config import EngineConfig, Limits, step_budget
-from fd_core.errors import ConfigError, PluginError
+from fd_core.config import EngineConfig, Limits, requested_sizes
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling.prompt_scores import SCORED_CELLS
@@ -62,6 +65,22 @@ def flash_infer() -> str:
         return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
     except importlib.metadata.PackageNotFoundError:
         return "FlashInfer of an unknown version"
+
+
+def compiler_problem() -> str:
+    """Return what Triton lacks to build the launchers of its kernels, and the remedy; "" if nothing."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does on Debian
+    headers = Path(sysconfig.get_paths(scheme)["include"])
+    named = os.environ.get("CC")
+    if named is not None and shutil.which(named) is None:
+        problem = f"the C compiler CC={named!r} is not found; unset CC or set it to one command"
+    elif named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        problem = "no C compiler; install gcc, or set CC"
+    elif not (headers / "Python.h").exists():
+        problem = f"no Python.h in {headers}; install the headers, such as python3.{sys.version_info.minor}-dev"
+    else:
+        return ""
+    return f"Triton cannot build kernels, and torch computes slowly in their place: {problem}"
 
 
 def device_problem() -> tuple[int, str]:
@@ -146,18 +165,19 @@ def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> R
     return ReservedMemory(max(taken - kept, 0), graphs, "measured")
 
 
-def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> ReservedMemory:
+def calculated(config: EngineConfig, model: Model | None, default_sizes: Mapping[str, int]) -> ReservedMemory:
     """Estimate it from sizes, without the device."""
     graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
     if model is None:
         return ReservedMemory(0, graphs, "calculated")
     width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
-    budget = step_budget(config, default_budget)
+    sizes = requested_sizes(config, **default_sizes)
+    budget = sizes["max_num_batched_tokens"]
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
     steps = step_bytes(
         tokens=budget,
         # In addition to the sampled rows, logits of prompts with log-probabilities.
-        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
+        rows=min(sizes["max_num_seqs"] * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
@@ -178,6 +198,8 @@ class CudaBackend(OnCuda):
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
+    default_num_seqs: ClassVar[int] = 256
+    default_batched_tokens: ClassVar[int] = 8192
     attention_backends: ClassVar[tuple[str, ...]] = ("triton", "flashinfer", "torch")
 
     def __init__(self, config: EngineConfig) -> None:
@@ -199,7 +221,8 @@ class CudaBackend(OnCuda):
         version, cuda = cuda_of_torch()
         if cuda is None:
             return Availability(False, f"torch {version} is built without CUDA; {_HINT}")
-        return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
+        found = f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}"
+        return Availability(True, "; ".join(filter(None, [found, compiler_problem()])))
 
     @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
@@ -259,6 +282,9 @@ class CudaBackend(OnCuda):
             config = self.config
             trial = ModelTrial(model, ops, providers.composed, config.block_size, config.kv_cache_dtype)
             ops.use(providers.settle(trial))
+            if providers.rejected and (problem := compiler_problem()):
+                self.warnings = (problem,)
+                logger.warning("%s", problem)
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:
         from fd_gpu_cuda.device import out_of_memory
@@ -271,19 +297,18 @@ class CudaBackend(OnCuda):
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise ConfigError(
-                f"the largest step does not fit in memory with the weights: {error}",
-                field="--max-num-batched-tokens",
-                hint="lower it or --max-num-seqs",
-            ) from error
+            raise MemoryError(str(error)) from error
         logger.info("%s", self._kept)
+
+    @property
+    def reserved_memory(self) -> int:
+        return (self._kept or calculated(self.config, self._model, self.default_sizes)).total
 
     def free_memory(self) -> int:
         """Return the device memory that is available for KV after the largest step and the graphs."""
         if self._cuda is None:
             return 0
-        kept = self._kept or calculated(self.config, self._model, self.default_batched_tokens)
-        return max(self._cuda.free_bytes() - kept.total, 0)
+        return max(self._cuda.free_bytes() - self.reserved_memory, 0)
 
     def describe(self) -> str:
         device = "CUDA device" if self._cuda is None else self._cuda.name

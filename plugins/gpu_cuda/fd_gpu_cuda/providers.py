@@ -92,6 +92,8 @@ class Providers:
         self._wanted = dict(wanted or {})
         self._left = {each.field: list(self._offered(each)) for each in operations}
         self._made: dict[str, Any] = {}
+        self.rejected = False
+        """True if a provider failed."""
         for each in operations:
             self._make_next(each)
 
@@ -157,7 +159,7 @@ class Providers:
     def _refuse(self, operation: Operation, why: str) -> None:
         """Reject the first remaining provider, with a log line."""
         left = self._left[operation.field]
-        refused = left.pop(0).name
+        refused, self.rejected = left.pop(0).name, True
         if self._wanted.get(operation.field) == refused:
             raise _unusable(operation, refused, why)
         logger.warning(

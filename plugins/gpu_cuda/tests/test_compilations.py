@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
 
+from fd_gpu_cuda.backend import CudaBackend
+
 
 def answer(script: str, *words: str, cache: Path) -> Any:
     """Run another script of this folder without the interpreter, and return the last line of its output."""
@@ -81,6 +83,14 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"kv_cache_dtype": "int8", **HELD}),
     ("llama", ITSELF),
     ("llama", {"attention_backend": "torch"}),
+    (
+        "llama",
+        {
+            "max_num_seqs": CudaBackend.default_num_seqs,
+            "max_num_batched_tokens": CudaBackend.default_batched_tokens,
+            "block_size": 32,
+        },
+    ),
 ]
 """Checkpoints and settings. Each generates texts, also with log-probabilities of prompts, and embeddings."""
 

@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 import torch
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.engine.computing import rehearsed
-from fd_core.errors import ConfigError
 from fd_core.ops.contract import StepInput
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.runner.runner import Runner
@@ -142,7 +141,7 @@ def test_backend_measures_once_and_reserves_the_result(folder: Path) -> None:
     assert "90 MiB measured for steps and graphs" in backend.describe()
 
 
-def test_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
+def test_step_that_does_not_fit_raises_memory_error(folder: Path) -> None:
     backend = Backed(EngineConfig(model=str(folder)))
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
 
@@ -151,9 +150,8 @@ def test_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    with pytest.raises(ConfigError, match="does not fit in memory with the weights") as caught:
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
         backend.rehearse(steps())
-    assert caught.value.field == "--max-num-batched-tokens"
 
 
 def test_estimate_grows_with_budget_logits_and_drafts(folder: Path) -> None:
@@ -166,10 +164,10 @@ def test_estimate_grows_with_budget_logits_and_drafts(folder: Path) -> None:
     drafting = EngineConfig(model=str(folder), max_num_batched_tokens=64, max_num_seqs=8, speculative=speculative)
     backend = Backed(config)
     model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
-    assert calculated(drafting, model, 2048).steps > calculated(config, model, 2048).steps
-    assert calculated(config, None, 2048).total == GRAPH_BYTES
+    assert calculated(drafting, model, {}).steps > calculated(config, model, {}).steps
+    assert calculated(config, None, {}).total == GRAPH_BYTES
     ranks = EngineConfig(model=str(folder), tensor_parallel_size=2)
-    assert calculated(ranks, None, 2048).total == GRAPH_BYTES + NCCL_BYTES
+    assert calculated(ranks, None, {}).total == GRAPH_BYTES + NCCL_BYTES
 
 
 def test_no_memory_is_left_if_the_reserve_does_not_fit(folder: Path) -> None:
@@ -177,3 +175,18 @@ def test_no_memory_is_left_if_the_reserve_does_not_fit(folder: Path) -> None:
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
     backend.processor.free = 2**20
     assert backend.free_memory() == 0
+
+
+def test_default_sizes_are_halved_until_steps_leave_memory_for_kv(folder: Path) -> None:
+    backend = Backed(EngineConfig(model=str(folder)))
+    backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    reserved = []
+    for halvings in range(5):
+        backend.halvings = halvings
+        reserved.append(backend.reserved_memory)
+    assert reserved[0] > reserved[1] > reserved[2] > reserved[3] == reserved[4]
+    assert backend.default_sizes == {
+        "default_pipeline_depth": 2,
+        "default_batched_tokens": 2048,
+        "default_num_seqs": 32,
+    }

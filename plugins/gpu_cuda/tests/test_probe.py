@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,9 +136,50 @@ def test_torch_without_cuda_differs_from_a_missing_driver(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
     assert CudaBackend.probe().reason == "no NVIDIA driver is installed"
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
+    monkeypatch.setattr(backend, "compiler_problem", lambda: "")
     found = CudaBackend.probe()
     assert (found.available, found.emulated) == (True, False)
     assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s); FlashInfer not installed"
+    monkeypatch.setattr(backend, "compiler_problem", lambda: "no C compiler")
+    assert CudaBackend.probe().available
+    assert CudaBackend.probe().reason == f"{found.reason}; no C compiler"
+
+
+@pytest.mark.parametrize(
+    ("commands", "headers", "environment", "expected"),
+    [
+        (["gcc"], True, {}, ""),
+        (["clang"], True, {}, ""),
+        (["icc"], True, {"CC": "icc"}, ""),
+        ([], True, {}, "no C compiler; install gcc, or set CC"),
+        (["cc"], True, {}, "no C compiler; install gcc, or set CC"),  # a name that Triton does not look for
+        (["gcc"], True, {"CC": "icc"}, "the C compiler CC='icc' is not found; unset CC or set it to one command"),
+        (["gcc"], True, {"CC": "gcc -m64"}, "CC='gcc -m64' is not found"),
+        (["gcc"], False, {}, f"install the headers, such as python3.{sys.version_info.minor}-dev"),
+    ],
+)
+def test_what_triton_lacks_to_build_kernels_is_reported(
+    commands: list[str],
+    headers: bool,
+    environment: dict[str, str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for command in commands:
+        (tmp_path / command).touch(mode=0o755)
+    if headers:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in {"PATH": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    problem = backend.compiler_problem()
+    if expected:
+        assert problem.startswith("Triton cannot build kernels, and torch computes slowly in their place: ")
+        assert expected in problem
+    else:
+        assert problem == ""
 
 
 def test_flashinfer_version_is_reported_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:

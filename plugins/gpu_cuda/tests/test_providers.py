@@ -258,6 +258,20 @@ def test_backend_reports_its_providers(tmp_path: Path, monkeypatch: pytest.Monke
         named.load_model(folder, named.make_ops(), lambda done, total: None)
 
 
+@pytest.mark.parametrize("problem", ["", "no C compiler"])
+def test_missing_compiler_is_reported_if_a_kernel_fails(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fd_gpu_cuda.device.Cuda", Device)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr("fd_gpu_cuda.kernels.attention.PagedAttention", lambda *_: raising)
+    monkeypatch.setattr("fd_gpu_cuda.backend.compiler_problem", lambda: problem)
+    folder = write_checkpoint("llama", tmp_path / "model")
+    backend = CudaBackend(EngineConfig(model=str(folder)))
+    backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    assert backend.warnings == ((problem,) if problem else ())
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3-moe"])
 def test_composed_torch_steps_are_correct_and_not_captured(case: str, tmp_path: Path) -> None:
     folder = write_checkpoint(case, tmp_path / case)

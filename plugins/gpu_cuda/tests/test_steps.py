@@ -225,7 +225,7 @@ def test_kv_cache_is_sized_from_free_memory(folder: Path) -> None:
     config = EngineConfig(model=str(folder), max_num_seqs=8, max_num_batched_tokens=64, gpu_memory_utilization=1.0)
     backend = OnProcessor(config)
     model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
-    kept = calculated(config, model, 2048)
+    kept = calculated(config, model, backend.default_sizes)
     shape = model.kv_shape(config.block_size)
     bytes_per_block = shape.bytes_per_block(4)
     backend.processor.free = kept.total + 5 * bytes_per_block + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fd_core.backends import paddle as backends
@@ -47,3 +48,20 @@ def test_without_a_device_it_is_emulated_only_by_name_with_a_warning(monkeypatch
     assert (backend.emulated, backend.place) == (True, "cpu")
     assert "emulated" in backend.describe()
     assert backend.free_memory() > 0
+
+
+def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paddle's own functions over a fake runtime; the properties are those that it selects for a MetaX device."""
+    pytest.importorskip("paddle")
+    from fd_core.ops.paddle.framework import paddle
+    from paddle.device import gpgpu_backend
+
+    runtime = paddle.base.core
+    monkeypatch.setattr(paddle.device, "get_device_properties", gpgpu_backend.get_device_properties)
+    properties = {("metax_gpu", 0): SimpleNamespace(total_memory=1000)}
+    monkeypatch.setattr(runtime, "get_device_properties", lambda *device: properties[device], raising=False)
+    monkeypatch.setattr(
+        runtime, "device_memory_stat_current_value", lambda kind, index: {"Reserved": 300}[kind] + index
+    )
+    seen(monkeypatch, "metax_gpu:0")
+    assert MetaxBackend(EngineConfig(model="m")).free_memory() == 700

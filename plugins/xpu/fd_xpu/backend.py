@@ -17,11 +17,9 @@ class XpuBackend(PaddleBackend):
     can_be_emulated: ClassVar[bool] = True
     auto_rank: ClassVar[int] = 50
 
-    def free_memory(self) -> int:
-        """Return the free memory of the XPU; the runtime includes the use of other processes."""
-        if self.emulated:
-            return super().free_memory()
+    def free_device_memory(self) -> int:
+        """Return the free memory of the current XPU; the runtime includes the use of other processes."""
         from fd_core.ops.paddle.framework import paddle
 
-        xpu = paddle.device.xpu
-        return max(int(xpu.memory_total(self.place)) - int(xpu.memory_used(self.place)), 0)
+        xpu = paddle.device.xpu  # its functions expect an index such as xpu:0, or nothing
+        return max(int(xpu.memory_total()) - int(xpu.memory_used()), 0)

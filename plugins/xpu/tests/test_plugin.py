@@ -47,3 +47,20 @@ def test_without_a_device_it_is_emulated_only_by_name_with_a_warning(monkeypatch
     assert (backend.emulated, backend.place) == (True, "cpu")
     assert "emulated" in backend.describe()
     assert backend.free_memory() > 0
+
+
+def test_free_memory_is_that_of_the_current_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paddle's own functions over a fake runtime: they reject names without an index."""
+    pytest.importorskip("paddle")
+    from fd_core.ops.paddle.framework import paddle
+
+    runtime = paddle.base.core
+    for name, value in {
+        "is_compiled_with_xpu": lambda: True,
+        "get_xpu_current_device_id": lambda: 1,
+        "get_xpu_device_total_memory": [0, 1000].__getitem__,
+        "get_xpu_device_used_memory": [0, 300].__getitem__,
+    }.items():
+        monkeypatch.setattr(runtime, name, value, raising=False)
+    seen(monkeypatch, "xpu:0", "xpu:1")
+    assert XpuBackend(EngineConfig(model="m")).free_memory() == 700

@@ -50,6 +50,13 @@ def test_shortened_context_is_explained(info: EngineInfo) -> None:
     assert rows_of(limited)["max_model_len"] == "512"
 
 
+def test_sizes_of_the_backend_are_explained(info: EngineInfo) -> None:
+    halved = {"max_num_batched_tokens": "default of chip, divided by 2 to leave memory for KV"}
+    rows = rows_of(msgspec.structs.replace(info, max_num_seqs=8, max_num_batched_tokens=4096, size_reasons=halved))
+    assert rows["max_num_seqs"] == "8"
+    assert rows["max_num_batched_tokens"] == "4,096 (default of chip, divided by 2 to leave memory for KV)"
+
+
 def test_loaded_adapters_are_named(info: EngineInfo) -> None:
     assert "LoRA adapters" not in rows_of(info)
     served = msgspec.structs.replace(
@@ -74,6 +81,12 @@ def test_store_is_described_and_a_failed_one_stands_out(info: EngineInfo) -> Non
         loud[name] = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
     assert loud["well"] == []
     assert "is unavailable" in "".join(loud["badly"])
+
+
+def test_warnings_of_the_backend_stand_out_in_both_summaries(info: EngineInfo) -> None:
+    slow = msgspec.structs.replace(info, warnings=("no C compiler; install gcc",))
+    assert rows_of(slow)["Speed"] == lines_of(slow, ServerConfig())["Speed"] == "WARNING: no C compiler; install gcc"
+    assert "Speed" not in rows_of(info)
 
 
 def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineInfo) -> None:
@@ -103,9 +116,11 @@ def lines_of(info: EngineInfo, server: ServerConfig, width: int = 60) -> dict[st
 
 def test_short_summary_has_a_line_for_each_first_question(info: EngineInfo) -> None:
     roomy = msgspec.structs.replace(info, num_kv_blocks=10_000, max_num_seqs=8, max_model_len=1024)
+    roomy = msgspec.structs.replace(roomy, size_reasons={"max_num_seqs": "default of chip"})
     lines = lines_of(roomy, ServerConfig())
-    assert list(lines) == ["Model", "Device", "Memory", "API", "Try", "Ready"]
+    assert list(lines) == ["Model", "Device", "Memory", "Batch", "API", "Try", "Ready"]
     assert lines["Memory"].endswith("for 8 requests of 1,024 tokens")
+    assert lines["Batch"] == "up to 8 requests and 64 tokens a step (default of chip)"
     assert lines["API"] == "http://127.0.0.1:8000/v1, page: http://127.0.0.1:8000/"
     assert lines["Ready"].startswith("in 2.4 s; Ctrl-C stops")
 

@@ -11,6 +11,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +68,10 @@ def examine(
         right = check.prepare(_ORACLE, size)
         _compare(ops, check, hosts, right=[np.array(each) for each in right.results(right.call())])
         if size is SIZES[-1] and prepared.moved:
+            if find_spec(calls := f"fd_core.ops.{ops.framework}.calls"):
+                with import_module(calls).recorded_calls() as names:
+                    prepared.call()
+                found = msgspec.structs.replace(found, calls=tuple(names))
             seconds, floor = _shortest(ops, prepared.call), prepared.moved / bandwidth if bandwidth else None
             ratio = seconds / floor if floor else None
             found = msgspec.structs.replace(found, seconds=seconds, floor_seconds=floor, ratio=ratio)

@@ -26,6 +26,9 @@ _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
 _TALKATIVE: Final = {"GLOG_vmodule": "kernel_factory=6"}
 """Makes Paddle log operations that fall back to the host for lack of a device kernel."""
 
+_COMPOSED: Final = 4
+"""Framework calls of a composed operation; a single kernel may need others to allocate and view its arrays."""
+
 Outcome = Literal["ok", "missing", "wrong", "crash", "hang", "limit"]
 """`missing`: raised; `wrong`: differs from the oracle; `crash`: ended the process; `hang`: timed out; `limit`: a
 declared limit of the backend, or an unsupported dtype."""
@@ -46,6 +49,8 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
     """Evidence that the host computed it; empty if there is none."""
     seconds: float | None = None
     """Minimum seconds of several calls, including synchronization."""
+    calls: tuple[str, ...] | None = None
+    """Calls of the framework, such as `matmul`, at the largest size; None if they were not recorded."""
     floor_seconds: float | None = None
     """Lower bound in seconds: the minimum bytes at the copy bandwidth of the device."""
 
@@ -53,9 +58,19 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
     """Time as a multiple of the floor."""
 
     @property
+    def label(self) -> str:
+        """Operation and variant, for users."""
+        return f"{self.primitive} {self.case}".removesuffix("cases").rstrip()
+
+    @property
     def slow(self) -> bool:
         # Below a millisecond, the overhead of the call dominates.
         return (self.ratio or 0.0) >= 10.0 and (self.seconds or 0.0) >= 1e-3
+
+    @property
+    def composed(self) -> bool:
+        """True if the framework composes it of several kernels, which one kernel of the device could replace."""
+        return len(self.calls or ()) >= _COMPOSED
 
     @property
     def bad(self) -> bool:
