@@ -298,7 +298,7 @@ class CudaBackend(OnCuda):
             if not out_of_memory(error):
                 raise
             raise MemoryError(str(error)) from error
-        logger.info("%s", self._kept)
+        logger.debug("%s", self._kept)
 
     @property
     def reserved_memory(self) -> int:

@@ -82,7 +82,7 @@ class Compilations:
     def begin_serving(self) -> None:
         """Log the cost of the start; from now on, compilations delay requests."""
         self.at_start = self.stats()
-        logger.info(
+        logger.debug(
             "compiled %d kernels and found %d in %s, which took %.1f s",
             self.compiled,
             self.read,

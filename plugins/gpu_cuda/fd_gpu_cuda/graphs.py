@@ -276,4 +276,4 @@ class GraphedForward:
         adapted = self._tables is not None
         self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block, adapted=adapted)
         shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache]) or "no number"
-        logger.info("captured decodes of %s tokens%s", shapes, " with adapters" if adapted else "")
+        logger.debug("captured decodes of %s tokens%s", shapes, " with adapters" if adapted else "")

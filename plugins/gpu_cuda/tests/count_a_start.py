@@ -16,7 +16,7 @@ from fd_gpu_cuda.compilations import Compilations, use_cache_folder
 def main() -> None:
     lines: list[str] = []
     log = logging.getLogger("fd_gpu_cuda.compilations")
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     log.addFilter(lambda record: bool(lines.append(f"{record.levelname} {record.getMessage()}")))
     folder = use_cache_folder()
     driver.set_active(FakeDriver())

@@ -52,7 +52,7 @@ def test_second_start_compiles_nothing_and_late_compilations_are_logged(tmp_path
     folder = str(tmp_path / "triton")
     assert [found[:3] for found in starts] == [[folder, [1, 0, 0], [2, 0, 1]], [folder, [0, 1, 0], [0, 2, 1]]]
     start, later = starts[0][3]
-    assert start.startswith(f"INFO compiled 1 kernels and found 0 in {folder}, which took ")
+    assert start.startswith(f"DEBUG compiled 1 kernels and found 0 in {folder}, which took ")
     assert later.startswith("WARNING the kernel _plain was compiled while requests were served, which delayed them by ")
 
 
