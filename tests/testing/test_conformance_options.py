@@ -89,6 +89,18 @@ def test_crash_without_workers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.error == "test_shared[2] ended the process with signal 9; later tests were not run"
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_interrupted_run_reports_what_was_tested(end: type[BaseException]) -> None:
+    def progress(target: str, done: int, failed: int) -> None:
+        if done == 2:
+            raise end
+
+    first, second = run_suite(["small", "other"], RunOptions(), "", progress, KIT).cards
+    assert len(first.results) == 2 and not first.passed and not second.passed
+    assert first.error == second.error == "interrupted; later tests were not run"
+    assert not second.results
+
+
 def test_soak_runs_only_cases_of_a_fresh_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = card(monkeypatch, soak_seconds=0.2)
     assert {result.function for result in found.results} == {"test_case", "test_other_case"}

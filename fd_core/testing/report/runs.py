@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -85,6 +86,7 @@ _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
 _NO_TESTS: Final = 5
 """Exit code of pytest if all tests were deselected."""
+_INTERRUPTED: Final = "interrupted; later tests were not run"
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
@@ -142,14 +144,21 @@ def run_suite(
 ) -> ConformanceReport:
     """Run the suite for each target, one after the other.
 
-    Raises `ConfigError` if the options name a case or an expected failure that matches no test.
+    An interrupt ends it: the card then has the results so far and an error, and later targets have one without
+    results. Raises `ConfigError` if the options name a case or an expected failure that matches no test.
     """
+    cards: list[Card] = []
+    for target in targets:
+        if cards and cards[-1].error == _INTERRUPTED:
+            cards.append(_card_of(kit, target, error=_INTERRUPTED, seconds=0.0))
+        else:
+            cards.append(_card(kit, target, options, progress=progress))
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
-        cards=[_card(kit, target, options, progress=progress) for target in targets],
+        cards=cards,
     )
 
 
@@ -166,24 +175,27 @@ def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> 
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment = inherited | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
         progress(target, 0, 0)
-        for arguments in options.processes():
-            run.begin(arguments)
-            results = folder / f"results{len(run.codes)}"
-            for event in follow(
-                [*_command(kit, target, folder, results=results), *options.arguments(), *arguments],
-                results,
-                RecordedEvent,
-                most_quiet_seconds=_QUIET_SECONDS,
-                output=folder / "output",
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            ):
-                if isinstance(event, RunMisused):
-                    raise ConfigError(event.message)
-                if run.add(event):
-                    progress(target, len(run.results), run.failed)
-            if run.is_broken:
-                break
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM while `follow` runs
+            run.interrupted = True
+            for arguments in options.processes():
+                run.begin(arguments)
+                results = folder / f"results{len(run.codes)}"
+                for event in follow(
+                    [*_command(kit, target, folder, results=results), *options.arguments(), *arguments],
+                    results,
+                    RecordedEvent,
+                    most_quiet_seconds=_QUIET_SECONDS,
+                    output=folder / "output",
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                ):
+                    if isinstance(event, RunMisused):
+                        raise ConfigError(event.message)
+                    if run.add(event):
+                        progress(target, len(run.results), run.failed)
+                if run.is_broken:
+                    break
+            run.interrupted = False
         output = (folder / "output").read_text(errors="replace")
     return run.card(kit, target, output, seconds=time.monotonic() - started)
 
@@ -211,6 +223,7 @@ class _Run:
     """Exit codes of the processes."""
     seeds: list[int] = field(default_factory=list)
     silent: bool = False
+    interrupted: bool = False
 
     @property
     def failed(self) -> int:
@@ -251,6 +264,8 @@ class _Run:
 
     def card(self, kit: Kit, target: str, output: str, seconds: float) -> Card:
         """Return the card of the run; `output` is the output of its processes."""
+        if self.interrupted:
+            return self._card(kit, target, error=_INTERRUPTED, seconds=seconds)
         error, code = None, min(self.codes, default=0)
         how = "timed out" if self.silent else "ended the process" + (f" with signal {-code}" if code < 0 else "")
         crashed = self.silent or code < 0
@@ -265,6 +280,9 @@ class _Run:
                 line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")
             ]
             error = (reasons or lines or ["pytest could not be run"])[-1]
+        return self._card(kit, target, error=error, seconds=seconds)
+
+    def _card(self, kit: Kit, target: str, error: str | None, seconds: float) -> Card:
         about = {} if self.about is None else msgspec.structs.asdict(self.about)
         return _card_of(
             kit,
