@@ -13,11 +13,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from extent import AT_LENGTH  # noqa: E402
-from fd_core.ops.contract import Heads, HostStep, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
+from fd_core.config import EngineConfig, requested_sizes  # noqa: E402 - only where both are installed
+from fd_core.ops.contract import Heads, HostStep, KVShape, Rope, StepInput  # noqa: E402
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
+from launches import counted  # noqa: E402
 from processor import make_ops, plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels import attention as kernels  # noqa: E402
@@ -101,10 +103,10 @@ class Batch:
 BATCHES = {
     "decodes": [(1, 5), (1, 20), (1, 1), (1, 300)],
     "decodes with drafts": [(3, 70), (3, 3), (3, 257), (3, 1300)],
-    "more drafts than a tile holds": [(8, 70), (8, 300)],
-    "prompts": [(9, 9), (70, 70)],
+    "more drafts than a tile holds": [(9, 70), (9, 600)],
+    "prompts": [(10, 10), (70, 70)],
     "chunks after a context": [(20, 30), (65, 310)],
-    "decodes between chunks": [(1, 9), (37, 40), (1, 1), (9, 600), (2, 300), (8, 8)],
+    "decodes between chunks": [(1, 9), (37, 40), (1, 1), (10, 600), (2, 300), (9, 9)],
 }
 
 
@@ -147,7 +149,7 @@ def test_every_type_of_elements(dtype: Any, kv: str) -> None:
 
 @pytest.mark.usefixtures("dots_in_order")
 def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
-    Batch([(1, 290), (9, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
+    Batch([(1, 290), (10, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
 
 
 @pytest.mark.parametrize(("width", "options"), [pytest.param(24, {}, marks=AT_LENGTH), (16, {"window": 1100})], ids=str)
@@ -201,6 +203,15 @@ def test_counters_end_at_zero() -> None:
     attend = attention((12, 99 * 1024))
     Batch([(1, 700), (1, 2100), (1, 3)], (2, 1, 16)).check(attend)
     assert not attend._counters.any()
+
+
+def test_default_drafts_of_a_grammar_are_a_decode() -> None:
+    tokens = 1 + requested_sizes(EngineConfig(model="any"))["max_drafts"]
+    batch = Batch([(tokens, 70), (tokens, 30)])
+    attend, step = attention(), batch.step()
+    with counted() as found:
+        attend(batch.q, batch.layer, batch.heads, step)
+    assert [name for name in found if name.startswith("triton")] == ["triton _decode"]
 
 
 @pytest.mark.parametrize(

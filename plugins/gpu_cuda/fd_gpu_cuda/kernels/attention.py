@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from fd_core.config import EngineConfig
 from fd_core.ops.contract import Array, Heads, HostStep, StepInput
 
 from fd_gpu_cuda.kernels.entry import kernel
@@ -47,8 +48,8 @@ CHUNK: Final = 256
 LARGE_CHUNK: Final = 1024
 LARGE_FROM: Final = 8192
 """Position from which chunks are larger, because long rows have enough of them, to fold fewer sums."""
-MOST_DRAFTED: Final = 8
-"""Tokens of a row up to which it counts as a decode: its chunks are divided among programs."""
+MOST_DRAFTED: Final = 1 + EngineConfig(model="any").max_forced_tokens
+"""Tokens of a row up to which it counts as a decode: one, and the drafts of a grammar unless set otherwise."""
 
 _LINES: Final = 16
 """Minimum number of lines of a tensor core product."""
