@@ -43,11 +43,11 @@ GEMMA_3_4B = Case(8, 4, 256, window=1024)
 MASKED = Case(32, 8, 96, torch.float16, kv="int8")
 EXACT = Case(32, 8, 128, torch.float32)
 SAMPLE = {
-    80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "prompt")),
-    89: ((GEMMA_2_9B, "divided prompt"), (MASKED, "whole prompt"), (QWEN3_30B, "whole")),
+    80: ((LLAMA_3_8B, "decode prompt"), (SMOLLM2_135M, "decode"), (EXACT, "decode prompt"), (QWEN3_30B, "prompt")),
+    89: ((GEMMA_2_9B, "decode prompt"), (MASKED, "decode prompt"), (QWEN3_30B, "decode")),
     90: (
-        (LLAMA_3_8B, "divided prompt"),
-        (QWEN3_30B, "whole prompt"),
+        (LLAMA_3_8B, "decode prompt"),
+        (QWEN3_30B, "decode prompt"),
         (LLAMA_2_7B, "prompt"),
         (LLAMA_3_70B, "prompt"),
         (LLAMA_3_1B, "prompt"),
@@ -65,10 +65,11 @@ def every_case() -> list[Case]:
     return plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
 
 
-PROMPT_SPILLS = 256
-"""Bytes of registers before Hopper: sums of all spans wait there while those of one span are computed."""
-KINDS = {"divided": (1, 1), "whole": (256, 1), "prompt": (1, 512)}
-"""Rows and their tokens: a decode that is divided, one that is not, and a prompt."""
+DECODE_SPILLS, PROMPT_SPILLS = 40, 256
+"""Bytes of registers. Of decodes, ptxas saves a few values of the share while keys are summed, to fit one more program.
+Of prompts before Hopper, sums of all spans wait there while those of one span are computed."""
+KINDS = {"decode": (1, 1), "prompt": (1, 512)}
+"""Rows and their tokens."""
 
 
 def step_of(kind: str) -> StepInput:
@@ -101,7 +102,7 @@ def instruction(capability: int, case: Case, *, prefill: bool) -> str:
 def main(capability: int) -> None:
     compiler = Compiler(capability).install()
     attend: Any = PagedAttention(torch.device("cpu"), MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
-    every = [(case, "divided whole prompt") for case in every_case()]
+    every = [(case, "decode prompt") for case in every_case()]
     for case, kinds in every if everything() else SAMPLE[capability]:
         shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv)
         layer = CudaKVCache(shape, BLOCKS, case.dtype, Processor()).layer(0)
@@ -112,7 +113,8 @@ def main(capability: int) -> None:
             "_prefill": instruction(capability, case, prefill=True),
         }
         for name in kinds.split():
-            compiler.spills = PROMPT_SPILLS if name == "prompt" and capability < 90 else 0
+            spills = {"decode": DECODE_SPILLS, "prompt": PROMPT_SPILLS if capability < 90 else 0}
+            compiler.spills = spills[name]
             compiler.case, step = f"{case}, {name}", step_of(name)
             attend(torch.empty(len(step.kv_slots), case.num_heads, case.width, dtype=case.dtype), layer, heads, step)
         k = torch.empty(3, case.num_kv_heads, case.width, dtype=case.dtype)

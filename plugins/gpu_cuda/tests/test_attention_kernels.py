@@ -13,11 +13,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from extent import AT_LENGTH  # noqa: E402
-from fd_core.ops.contract import Heads, HostStep, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
+from fd_core.config import EngineConfig, requested_sizes  # noqa: E402 - only where both are installed
+from fd_core.ops.contract import Heads, HostStep, KVShape, Rope, StepInput  # noqa: E402
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
+from launches import counted  # noqa: E402
 from processor import make_ops, plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels import attention as kernels  # noqa: E402
@@ -26,7 +28,7 @@ from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
 
 TYPES = {torch.float32: "float32", torch.float16: "float32", torch.bfloat16: "bfloat16"}
 H100, L4, LONE = (132, 227 * 1024), (58, 99 * 1024), (1, 227 * 1024)
-"""Multiprocessors, and shared memory of a program. A device with one multiprocessor divides no row."""
+"""Multiprocessors, and shared memory of a program."""
 
 
 def attention(device: tuple[int, int] = H100) -> PagedAttention:
@@ -101,10 +103,10 @@ class Batch:
 BATCHES = {
     "decodes": [(1, 5), (1, 20), (1, 1), (1, 300)],
     "decodes with drafts": [(3, 70), (3, 3), (3, 257), (3, 1300)],
-    "more drafts than a tile holds": [(8, 70), (8, 300)],
-    "prompts": [(9, 9), (70, 70)],
+    "more drafts than a tile holds": [(9, 70), (9, 600)],
+    "prompts": [(10, 10), (70, 70)],
     "chunks after a context": [(20, 30), (65, 310)],
-    "decodes between chunks": [(1, 9), (37, 40), (1, 1), (9, 600), (2, 300), (8, 8)],
+    "decodes between chunks": [(1, 9), (37, 40), (1, 1), (10, 600), (2, 300), (9, 9)],
 }
 
 
@@ -147,18 +149,20 @@ def test_every_type_of_elements(dtype: Any, kv: str) -> None:
 
 @pytest.mark.usefixtures("dots_in_order")
 def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
-    Batch([(1, 290), (9, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
+    Batch([(1, 290), (10, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
 
 
 @pytest.mark.parametrize(("width", "options"), [pytest.param(24, {}, marks=AT_LENGTH), (16, {"window": 1100})], ids=str)
 def test_long_context_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
-    """Over small and large chunks: by one program, by two, and by one for each chunk.
+    """Over small and large chunks: by one program a row, by two shares, and by one program for each chunk.
 
     A tile of a head that is masked has twice the keys of another in float32, and so the interpreter half the work.
     """
     batch = Batch([(1, 9301), (1, 700)], (4, 1, width), **options)
-    whole = batch.check(attention(LONE))
-    for device in (L4, H100):
+    undivided = attention(LONE)
+    undivided._programs = 1
+    whole = batch.check(undivided)
+    for device in (LONE, H100):
         assert torch.equal(batch.check(attention(device)), whole)
 
 
@@ -166,10 +170,10 @@ def test_long_context_has_the_same_bits_on_every_device(width: int, options: dic
 @pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
 def test_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
     """For a decode, drafts and a prompt, with any other rows in the batch."""
-    rows = [(1, 600), (19, 40), (1, 3), (3, 300), (40, 90)]
+    rows = [(1, 600), (19, 40), (1, 3), (3, 300), (40, 90), (9, 700)]
     batch, attend = Batch(rows, (4, 1, 16), **options), attention((12, 99 * 1024))
     together = batch.check(attend)
-    for rows in ((0,), (1,), (2,), (3,), (4,), (0, 2), (2, 3)):
+    for rows in ((0,), (1,), (2,), (3,), (4,), (5,), (0, 2), (2, 3), (3, 5)):
         parts = [batch.tokens(row) for row in rows]
         q, expected = (torch.cat([array[part] for part in parts]) for array in (batch.q, together))
         assert torch.equal(attend(q, batch.layer, batch.heads, batch.step(*rows)), expected), rows
@@ -203,37 +207,78 @@ def test_counters_end_at_zero() -> None:
     assert not attend._counters.any()
 
 
+def test_default_drafts_of_a_grammar_are_a_decode() -> None:
+    tokens = 1 + requested_sizes(EngineConfig(model="any"))["max_drafts"]
+    batch = Batch([(tokens, 70), (tokens, 30)])
+    attend, step = attention(), batch.step()
+    with counted() as found:
+        attend(batch.q, batch.layer, batch.heads, step)
+    assert [name for name in found if name.startswith("triton")] == ["triton _decode"]
+
+
+LONG_AMONG_SHORT = [*[(1, 200)] * 9, (1, 5120), *[(1, 256)] * 8]
+"""37 pieces of 256 keys, of which the long row has 20, in more rows than the device `FOUR` has programs."""
+FOUR = (4, 99 * 1024)
+"""Eight programs."""
+
+
+def counting_tiles(attend: PagedAttention, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[int]]:
+    """Return the result, and the number of tiles of keys that each program loads."""
+    found, load_tile = Counter[int](), kernels.load_tile
+
+    def counting(*arguments: Any) -> Any:
+        found[int(kernels.tl.program_id(0).handle.data.item())] += 1
+        return load_tile(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "load_tile", counting)
+        return batch.check(attend), found
+
+
+def test_long_row_among_many_is_divided_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight shares none has more than five pieces: a short row takes one, whatever its length."""
+    batch, attend, tiles_per_piece = Batch(LONG_AMONG_SHORT, (1, 1, 24)), attention(FOUR), 8
+    _, found = counting_tiles(attend, batch, monkeypatch)
+    assert found.total() == 9 * 7 + 28 * tiles_per_piece
+    assert max(found.values()) == 5 * tiles_per_piece
+    assert not attend._counters.any()
+
+
+def test_row_whose_sums_exceed_the_workspace_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 20 chunks that crosses the ends of four shares needs memory for five chunks in each."""
+    batch, attend, results = Batch(LONG_AMONG_SHORT, (1, 1, 24)), attention(FOUR), []
+    shares, chunk_elements, undivided = 8, 32 + 4, 20 * 8 + 4 * 7
+    for chunks, largest in ((5, 5 * 8), (4, undivided)):
+        attend._sums = attend._sums[: shares * chunks * chunk_elements].clone()
+        result, found = counting_tiles(attend, batch, monkeypatch)
+        assert max(found.values()) == largest
+        results.append(result)
+    assert torch.equal(*results)
+
+
+def test_bits_do_not_depend_on_the_rows_scanned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many rows, programs read the lengths in blocks."""
+    batch, attend = Batch(LONG_AMONG_SHORT, (1, 1, 24)), attention(FOUR)
+    expected = batch.check(attend)
+    monkeypatch.setattr(kernels, "_SCANNED", 4)
+    assert torch.equal(batch.check(attend), expected)
+
+
 @pytest.mark.parametrize(
-    ("rows", "context", "splits"),
-    [(1, 128, 1), (1, 32768, 33), (1, 4096, 16), (8, 32768, 4), (33, 32768, 1), (256, 131072, 1)],
+    ("rows", "context", "window", "shares"),
+    [
+        (1, 128, None, 1),
+        (1, 1024, None, 4),
+        (1, 32768, None, 33),
+        (1, 32768, 500, 6),
+        (256, 1024, None, 33),
+    ],
 )
-def test_rows_are_split_until_the_device_is_full(rows: int, context: int, splits: int) -> None:
+def test_shares_fill_the_device_or_hold_a_piece_each(rows: int, context: int, window: int | None, shares: int) -> None:
     """Of Llama-3.1-8B on an H100."""
-    from fd_gpu_cuda.kernels.attention import most_chunks
-
-    space = PagedAttention(torch.device("meta"), 132, 0)
-    assert space.splits(rows * 8, most_chunks(context, None, 1), 4 * 130) == splits
-
-
-def test_rows_are_not_divided_where_the_workspace_is_too_small() -> None:
-    space = PagedAttention(torch.device("meta"), 132, 0)
-    assert space.splits(64, 150, 130 * 4) > 1
-    assert space.splits(64, 150, 130 * 32) == 1
-
-
-def test_chunks_lie_at_fixed_places_and_a_window_sees_few() -> None:
-    from fd_gpu_cuda.kernels.attention import chunk_of, most_chunks
-
-    places = [chunk_of(key) for key in range(20000)]
-    starts = [key for key in range(20000) if key == 0 or places[key] != places[key - 1]]
-    assert starts == [*range(0, 8192, 256), *range(8192, 20000, 1024)]
-    for window in (1, 2, 255, 256, 257, 1000):
-        for queries in (1, 4):
-            seen = max(
-                chunk_of(last) - chunk_of(max(0, last - queries + 1 - window + 1)) + 1
-                for last in range(queries - 1, 9000)
-            )
-            assert seen <= most_chunks(9000, window, queries) <= seen + 1
+    space = PagedAttention(torch.device("meta"), *H100)
+    heads = Heads(32, 8, 128, 1.0, Rope(None, None), window=window)
+    assert space._shares(heads, rows, context) == shares
 
 
 DIVIDED = [(12, 1100), (3, 40), (11, 9301), (14, 14)]
@@ -326,7 +371,7 @@ def test_keys_of_prompts_are_divided_until_the_device_is_full(
 def test_keys_of_prompts_are_not_divided_where_the_workspace_is_too_small() -> None:
     space = PagedAttention(torch.device("meta"), *H100)
     assert division_of([(64, 120 * 1024)], None)(space).programs > 1
-    assert division_of([(256, 120 * 1024)], None)(space).programs == 1
+    assert division_of([(640, 120 * 1024)], None)(space).programs == 1
 
 
 def division_of(rows: list[tuple[int, int]], window: int | None) -> Any:

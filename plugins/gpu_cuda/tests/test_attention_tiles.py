@@ -28,9 +28,9 @@ def test_device_affects_only_the_number_of_loads_in_flight(cut: Callable[[HeadSi
 @pytest.mark.parametrize(
     ("width", "decode", "prefill"),
     [
-        (64, (8, 32, 128, 4), (32, 128, 64, 8)),
-        (128, (8, 32, 64, 4), (32, 128, 64, 8)),
-        (256, (8, 32, 32, 4), (16, 64, 32, 8)),
+        (64, (4, 16, 128, 4), (32, 128, 64, 8)),
+        (128, (4, 16, 64, 4), (32, 128, 64, 8)),
+        (256, (4, 16, 32, 4), (16, 64, 32, 8)),
     ],
 )
 def test_four_heads_of_a_power_of_two_take_all_registers(
@@ -45,10 +45,10 @@ def test_four_heads_of_a_power_of_two_take_all_registers(
 @pytest.mark.parametrize(
     ("form", "width", "decode"),
     [
-        ("16 bits", 96, (8, 32, 32, 4)),
-        ("16 bits", 192, (8, 32, 16, 4)),
-        ("KV of 8 bits", 96, (8, 32, 32, 8)),
-        ("KV of 8 bits", 192, (8, 32, 32, 8)),
+        ("16 bits", 96, (4, 16, 64, 4)),
+        ("16 bits", 192, (4, 16, 32, 4)),
+        ("KV of 8 bits", 96, (4, 16, 64, 4)),
+        ("KV of 8 bits", 192, (4, 16, 32, 4)),
         ("float32", 192, (4, 16, 32, 8)),
         ("float32 with KV of 8 bits", 192, (4, 16, 16, 8)),
     ],

@@ -7,9 +7,12 @@ Exponents are of base 2. For sums of two products, `fma` states which one is rou
 between kernels, and change the bits of a row that is computed in pieces.
 
 Decodes are known as flash-decoding (Dao, Haziza, Massa and Sizov, 2023): the context of a row is divided among
-programs. Keys are cut into chunks at fixed positions. Each chunk is summed from zero in float32, and sums of chunks are
-always folded in order: by the single program of an undivided row, or by the last of several to finish. So the bits of a
-row do not depend on the batch, nor on the number of programs or the device.
+programs. The keys of all rows are a list that is cut into equal shares, as in Stream-K (Osama et al., 2023), so a long
+row among short ones fills the device. Programs read the lengths, so a captured grid fits any.
+
+Keys are cut into chunks at fixed positions. Each chunk is summed from zero in float32, and sums of chunks are always
+folded in order: by the single program of an undivided row, or by the last of several to finish. So the bits of a row do
+not depend on the batch, nor on the number of programs or the device.
 
 The last program is determined by a counter (`logits` explains why it sees the stores of the others), which it resets
 for the next launch. Launches that share a workspace are on one stream, so they do not overlap.
@@ -36,6 +39,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from fd_core.config import EngineConfig
 from fd_core.ops.contract import Array, Heads, HostStep, StepInput
 
 from fd_gpu_cuda.kernels.entry import kernel
@@ -47,12 +51,11 @@ CHUNK: Final = 256
 LARGE_CHUNK: Final = 1024
 LARGE_FROM: Final = 8192
 """Position from which chunks are larger, because long rows have enough of them, to fold fewer sums."""
-MOST_DRAFTED: Final = 8
-"""Tokens of a row up to which it counts as a decode: its chunks are divided among programs."""
+MOST_DRAFTED: Final = 1 + EngineConfig(model="any").max_forced_tokens
+"""Tokens of a row up to which it counts as a decode: one, and the drafts of a grammar unless set otherwise."""
 
 _LINES: Final = 16
 """Minimum number of lines of a tensor core product."""
-_DECODE_LINES: Final = 32
 _PREFILL_LINES: Final = 128
 _TILE_BYTES: Final = 16 * 1024
 """Bytes of one tile of keys, or of values, of a decode."""
@@ -117,18 +120,16 @@ class HeadSizes(NamedTuple):
 def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
     """Return the tiling of a row of few tokens; `shared_memory` is the limit of a program in bytes.
 
-    Masked heads use fewer keys or lines, or more warps; the limits of registers were found by compiling.
+    Most rows have one token, so a tile has the fewest lines. The tiles of a row run at the same time and read its keys
+    from the L2 cache. The limits of registers were found by compiling.
     """
-    most = _LINES if sizes.masked and sizes.exact else _DECODE_LINES
-    queries = max(1, min(MOST_DRAFTED, most // sizes.shared))
+    queries = max(1, min(MOST_DRAFTED, _LINES // sizes.shared))
     lines = max(_LINES, triton.next_power_of_2(queries * sizes.shared))
     # 8-bit values are converted to the queries' type before products.
     keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
     warps = 8 if sizes.exact else 4
     if sizes.exact:
         keys = 32 if sizes.masked and not sizes.widened else _LINES
-    elif sizes.masked and lines > _LINES:
-        keys, warps = (min(keys, 32), 8) if sizes.widened else (keys // 2, 4)
     return Tile(queries, lines, keys, warps, _stages(sizes, lines, keys, shared_memory))
 
 
@@ -167,32 +168,11 @@ def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
     On Hopper, operands of products and queries need separate buffers while the next tiles load. Masked float32 loads
     are not pipelined, because pending masks would not fit in registers.
     """
-    if sizes.exact and sizes.masked:
+    if sizes.exact and (sizes.masked or (sizes.widened and sizes.padded > 128)):
         return 1
     pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
     needed = 3 * pair + queries if shared_memory >= _HOPPER_BYTES else max(2 * pair, queries)
     return _STAGES if needed + _RESERVED_BYTES <= shared_memory else 1
-
-
-def chunk_of(key: int) -> int:
-    """Return the chunk of a position."""
-    if key < LARGE_FROM:
-        return key // CHUNK
-    return LARGE_FROM // CHUNK + (key - LARGE_FROM) // LARGE_CHUNK
-
-
-def most_chunks(max_context: int, window: int | None, queries: int) -> int:
-    """Return the maximum number of chunks that some tokens of one row attend to."""
-    chunks = chunk_of(max_context - 1) + 1
-    return chunks if window is None else min(chunks, (window + queries - 2) // CHUNK + 2)
-
-
-def splits_of(units: int, chunks: int, multiprocessors: int) -> int:
-    """Return the number of programs per row, for `units` pairs of rows and heads.
-
-    Two programs per multiprocessor keep enough loads in flight.
-    """
-    return max(1, min(chunks, 2 * multiprocessors // units))
 
 
 LOG2_E = 1.4426950408889634
@@ -282,12 +262,17 @@ def fold(largest, total, sums, more_largest, more_total, more_sums):
     return higher, total, sums
 
 
-_WORKSPACE_BYTES = 64 * 2**20
-"""Workspace for sums of chunks; rows are not divided if theirs do not fit: at 128 Ki tokens, 128 query heads of 32 rows
-do."""
-_FOLDED_ELEMENTS = 2048
+_PROGRAMS: Final = 2
+"""Shares per multiprocessor, which keep enough loads in flight."""
+_SUMS_BYTES: Final = 2**20
+"""Workspace of a share for sums of chunks: of four heads of 128, 496 of one token, or 41 of nine. A row whose sums need
+more than its shares have is not divided.
+"""
+_FOLDED_ELEMENTS: Final = 4096
 """Elements of sums loaded at once for folding, limited by registers."""
-_MOST_FOLDED = 16
+_MOST_FOLDED: Final = 16
+_SCANNED: Final = 256
+"""Rows whose lengths a program reads at once."""
 
 _CHUNK = tl.constexpr(CHUNK)
 _LARGE_CHUNK = tl.constexpr(LARGE_CHUNK)
@@ -323,108 +308,163 @@ def _chunk_of(key):
 
 
 @triton.jit
-def _chunk_start(chunk):
-    small: tl.constexpr = _LARGE_FROM // _CHUNK
-    return tl.where(chunk < small, chunk * _CHUNK, _LARGE_FROM + (chunk - small) * _LARGE_CHUNK)
+def _origin(count, context, window):
+    """Return the start of the first chunk of a row."""
+    first = tl.maximum(0, context - count - window + 1) if window is not None else context * 0
+    return tl.where(first < _LARGE_FROM, first // _CHUNK * _CHUNK, first // _LARGE_CHUNK * _LARGE_CHUNK)
+
+
+@triton.jit
+def _pieces_of(count, context, window, most):
+    """Return the pieces of `CHUNK` keys that a row attends to: its share of the work. Prompts have none."""
+    pieces = tl.cdiv(context - _origin(count, context, window), _CHUNK)
+    return tl.where((count > 0) & (count <= most), pieces, 0)
+
+
+@triton.jit
+def _pieces(query_start_at, context_at, row, rows, window, most):
+    """Return the pieces of each row [n], 0 from `rows` on."""
+    known = row < rows
+    start = tl.load(query_start_at + row, mask=known, other=0)
+    count = tl.load(query_start_at + row + 1, mask=known, other=0) - start
+    return _pieces_of(count, tl.load(context_at + row, mask=known, other=0), window, most)
+
+
+@triton.jit
+def _whole_chunks(key):
+    """Return the start of the first chunk at or after the start of a piece."""
+    return tl.where(key < _LARGE_FROM, key, tl.cdiv(key, _LARGE_CHUNK) * _LARGE_CHUNK)
 
 
 @kernel(
-    do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"],
+    do_not_specialize=["table_stride", "rows", "tiles", "most", "capacity", "window"],
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _decode(
     q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
     query_start_at, context_at, tables_at, table_stride,
-    tiles, most, chunk_stride, line_stride, factor, cap, window,
-    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr,
-    divided: tl.constexpr, tile: tl.constexpr, m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, few: tl.constexpr,
-    folded: tl.constexpr,
+    rows, tiles, most, capacity, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr, scanned: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // tiles
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    start = tl.load(query_start_at + row)
-    count = tl.load(query_start_at + row + 1) - start
-    begin = tl.program_id(0) % tiles * tile
-    context = tl.load(context_at + row)
-    # Union of the keys that tokens of this tile attend to: [first, last).
-    last = tl.minimum(context, context - count + begin + tile)
-    first = tl.maximum(0, context - count + begin - window + 1) if window is not None else 0
-    first_chunk = _chunk_of(first)
-    chunks = _chunk_of(last - 1) + 1 - first_chunk
-    share = tl.cdiv(chunks, tl.num_programs(2))
-    programs = tl.cdiv(chunks, share)
-    if (begin < count) & (count <= most) & (split < programs):
-        line = tl.arange(0, m)
-        query = begin + line // shared
-        live = (line < tile * shared) & (query < count)
-        place = context - count + query
-        column = tl.arange(0, d)
-        inside = column < width
-        head = kv_head * shared + line % shared
-        q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
-        q_mask = live[:, None] & inside[None, :]
-        q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+    """Attend with one KV head and tile to one share of the keys. Grid: shares times KV heads times tiles of a row.
 
-        # Of all folded chunks, and of the current one.
-        all_largest = tl.full((m,), -float("inf"), tl.float32)
-        all_total = tl.zeros((m,), tl.float32)
-        all_sums = tl.zeros((m, d), tl.float32)
-        largest = tl.full((m,), -float("inf"), tl.float32)
-        total = tl.zeros((m,), tl.float32)
-        sums = tl.zeros((m, d), tl.float32)
-        table_at = tables_at + row.to(tl.int64) * table_stride
-        unit = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
-        lines_at = unit * chunk_stride * line_stride + line
-        # After the sums of all units: the largest exponents and the totals.
-        ends_at = sums_at + tl.num_programs(0).to(tl.int64) * kv_heads * chunk_stride * line_stride * d
-        from_key = tl.maximum(_chunk_start(first_chunk + split * share), first // n * n)
-        to_key = tl.minimum(_chunk_start(first_chunk + (split + 1) * share), last)
-        for base in range(from_key, to_key, n):
-            key = base + tl.arange(0, n)
-            # Table entries beyond the visible keys are undefined: indices are clamped.
-            known = tl.minimum(tl.maximum(key, first), last - 1)
-            keys, values, key_scale, value_scale = load_tile(
-                keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
-                block_size, kv_heads, width, d,
-            )  # fmt: skip
-            seen = key[None, :] <= place[:, None]
-            if window is not None:
-                seen = seen & (place[:, None] - key[None, :] < window)
-            largest, total, sums = attend_tile(
-                largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-                True, key_scales_at is not None,
-            )  # fmt: skip
-            end = base + n
-            if (end >= to_key) | (end % tl.where(end <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
-                if divided:  # noqa: SIM102 - a compile-time constant
-                    if programs > 1:
-                        entry = lines_at + (_chunk_of(base) - first_chunk) * line_stride
-                        tl.store(sums_at + entry[:, None] * d + column[None, :], sums, mask=live[:, None])
-                        tl.store(ends_at + entry * 2, largest, mask=live)
-                        tl.store(ends_at + entry * 2 + 1, total, mask=live)
-                all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
-                largest = tl.full((m,), -float("inf"), tl.float32)
-                total = tl.zeros((m,), tl.float32)
-                sums = tl.zeros((m, d), tl.float32)
-        if programs == 1:
-            result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-            tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
-        if divided:  # noqa: SIM102 - as above
-            if programs > 1:  # noqa: SIM102 - only divided rows count
-                if is_last(counters_at, unit, programs):
+    The keys of all rows are a list of pieces, which is cut into equal shares. A program computes the rows in its share
+    one after another, of which the first and the last may be parts.
+    """
+    units = kv_heads * tiles
+    unit = tl.program_id(0) % units
+    kv_head = unit // tiles
+    begin = unit % tiles * tile
+    shares = tl.num_programs(0) // units
+    index = tl.arange(0, scanned)
+    work = 0
+    for block in range(0, rows, scanned):
+        work += tl.sum(_pieces(query_start_at, context_at, block + index, rows, window, most), 0)
+    share = tl.cdiv(work, shares)
+    piece = tl.program_id(0) // units * share
+    end = tl.minimum(piece + share, work)
+    # The row of the first piece, and the pieces before that row.
+    row = 0
+    row_begin = 0
+    before = 0
+    for block in range(0, rows, scanned):
+        upto = before + tl.cumsum(_pieces(query_start_at, context_at, block + index, rows, window, most), 0)
+        past = (upto <= piece) & (block + index < rows)
+        row += tl.sum(past.to(tl.int32), 0)
+        row_begin = tl.maximum(row_begin, tl.max(tl.where(past, upto, 0), 0))
+        before = tl.max(upto, 0)
+    while piece < end:
+        start = tl.load(query_start_at + row)
+        count = tl.load(query_start_at + row + 1) - start
+        context = tl.load(context_at + row)
+        row_end = row_begin + _pieces_of(count, context, window, most)
+        # Union of the keys that tokens of this tile attend to: [first, last).
+        last = tl.minimum(context, context - count + begin + tile)
+        first = tl.maximum(0, context - count + begin - window + 1) if window is not None else 0
+        first_chunk = _chunk_of(first)
+        chunks = _chunk_of(last - 1) + 1 - first_chunk
+        # One row at most crosses the end of a share, so it has the counter and the workspace of that share, and the
+        # workspace of all others whose ends it crosses.
+        first_share = row_begin // share
+        crossed = (row_end - 1) // share - first_share
+        lines = tl.minimum(tile, count - begin) * shared
+        divided = (crossed > 0) & (chunks * lines <= crossed * capacity)
+        if (begin < count) & (row_end > row_begin) & (divided | (piece == row_begin)):
+            line = tl.arange(0, m)
+            query = begin + line // shared
+            live = (line < tile * shared) & (query < count)
+            place = context - count + query
+            column = tl.arange(0, d)
+            inside = column < width
+            head = kv_head * shared + line % shared
+            q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+            q_mask = live[:, None] & inside[None, :]
+            q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+
+            # Of all folded chunks, and of the current one.
+            all_largest = tl.full((m,), -float("inf"), tl.float32)
+            all_total = tl.zeros((m,), tl.float32)
+            all_sums = tl.zeros((m, d), tl.float32)
+            largest = tl.full((m,), -float("inf"), tl.float32)
+            total = tl.zeros((m,), tl.float32)
+            sums = tl.zeros((m, d), tl.float32)
+            table_at = tables_at + tl.cast(row, tl.int64) * table_stride
+            own = unit * shares + first_share
+            # Of each line: the sums, the largest exponent and the total, aligned to 16 bytes.
+            chunks_at = sums_at + own.to(tl.int64) * capacity * (d + 4)
+            origin = _origin(count, context, window)
+            to_piece = tl.where(divided, tl.minimum(end, row_end), row_end) - row_begin
+            from_key = tl.maximum(_whole_chunks(origin + (piece - row_begin) * _CHUNK), first // n * n)
+            to_key = tl.minimum(_whole_chunks(origin + to_piece * _CHUNK), last)
+            for base in range(from_key, to_key, n):
+                key = base + tl.arange(0, n)
+                # Table entries beyond the visible keys are undefined: indices are clamped.
+                known = tl.minimum(tl.maximum(key, first), last - 1)
+                keys, values, key_scale, value_scale = load_tile(
+                    keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
+                    block_size, kv_heads, width, d,
+                )  # fmt: skip
+                seen = key[None, :] <= place[:, None]
+                if window is not None:
+                    seen = seen & (place[:, None] - key[None, :] < window)
+                largest, total, sums = attend_tile(
+                    largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+                    True, key_scales_at is not None,
+                )  # fmt: skip
+                stop = base + n
+                if (stop >= to_key) | (stop % tl.where(stop <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
+                    if divided:
+                        line_at = chunks_at + ((_chunk_of(base) - first_chunk) * lines + line) * (d + 4)
+                        tl.store(line_at[:, None] + column[None, :], sums, mask=live[:, None])
+                        tl.store(line_at + d, largest, mask=live)
+                        tl.store(line_at + (d + 1), total, mask=live)
+                    else:
+                        all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
+                    largest = tl.full((m,), -float("inf"), tl.float32)
+                    total = tl.zeros((m,), tl.float32)
+                    sums = tl.zeros((m, d), tl.float32)
+            if divided:
+                if is_last(counters_at, own, crossed + 1):
                     for token in range(tl.minimum(tile, count - begin)):
                         token_line = (start + begin + token) * kv_heads + kv_head
                         _fold_chunks(
-                            sums_at, ends_at, output_at, unit * chunk_stride * line_stride + token * shared,
-                            chunks, line_stride, token_line.to(tl.int64) * (shared * width),
+                            chunks_at + token * (shared * (d + 4)), output_at,
+                            chunks, lines, token_line.to(tl.int64) * (shared * width),
                             shared, width, d, few, folded,
                         )  # fmt: skip
+            else:
+                result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+                result = result.to(output_at.dtype.element_ty)
+                tl.store(output_at + q_line[:, None] + column[None, :], result, mask=q_mask)
+        row += 1
+        row_begin = row_end
+        piece = row_end
 
 
 @triton.jit
 def _fold_chunks(
-    sums_at, ends_at, output_at, entry, chunks, line_stride, output_line,
+    chunks_at, output_at, chunks, lines, output_line,
     shared: tl.constexpr, width: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr,
 ):  # fmt: skip
     """Fold the chunks of one token in order, with several loads at once, and write the result."""
@@ -438,10 +478,10 @@ def _fold_chunks(
         for step in tl.static_range(folded):
             chunk = begin + step
             there = live & (chunk + line * 0 < chunks)
-            at = entry + chunk * line_stride + line
-            more_largest = tl.load(ends_at + at * 2, mask=there, other=-float("inf"))
-            more_total = tl.load(ends_at + at * 2 + 1, mask=there, other=0.0)
-            more = tl.load(sums_at + at[:, None] * d + column[None, :], mask=there[:, None], other=0.0)
+            line_at = chunks_at + (chunk * lines + line) * (d + 4)
+            more = tl.load(line_at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+            more_largest = tl.load(line_at + d, mask=there, other=-float("inf"))
+            more_total = tl.load(line_at + (d + 1), mask=there, other=0.0)
             largest, total, sums = fold(largest, total, sums, more_largest, more_total, more)
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     at = output_line + line[:, None] * width + column[None, :]
@@ -684,9 +724,9 @@ class PagedAttention:
 
     def __init__(self, device: torch.device, multiprocessors: int, shared_memory: int) -> None:
         """Allocate memory for sums of chunks; `shared_memory` is the limit of one program in bytes."""
-        self._multiprocessors, self._shared_memory = multiprocessors, shared_memory
-        self._sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
+        self._programs, self._shared_memory = _PROGRAMS * multiprocessors, shared_memory
+        self._sums = torch.empty(self._programs * _SUMS_BYTES // 4, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(self._programs * MOST_DRAFTED, dtype=torch.int32, device=device)
         """0 between launches."""
         self._prompt_counters = torch.zeros(_PROMPT_PROGRAMS * multiprocessors, dtype=torch.int32, device=device)
         """One per divided tile and KV head; 0 between launches."""
@@ -705,15 +745,14 @@ class PagedAttention:
         count, prompts = len(step.context_len), step.max_query > MOST_DRAFTED
         if not prompts or count > 1:
             tile = decode_tile(sizes, self._shared_memory)
-            queries = min(step.max_query, MOST_DRAFTED)
-            tiles, lines = triton.cdiv(queries, tile.queries), min(queries, tile.queries) * shared
-            chunks = most_chunks(step.max_context, heads.window, tile.queries)
+            tiles = triton.cdiv(min(step.max_query, MOST_DRAFTED), tile.queries)
             constants, few = _constants(layer, heads, tile), triton.next_power_of_2(shared)
-            splits = self.splits(count * tiles * heads.num_kv_heads, chunks, lines * (constants["d"] + 2))
             folded = max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * constants["d"])))
-            constants |= {"divided": splits > 1, "few": few, "folded": folded}
-            given = *arrays, self._sums, self._counters, *rows, tiles, MOST_DRAFTED, chunks, lines
-            _decode[(count * tiles, heads.num_kv_heads, splits)](*given, *_scaling(heads), **constants)
+            constants |= {"few": few, "folded": folded, "scanned": _SCANNED}
+            programs = heads.num_kv_heads * tiles * self._shares(heads, count, step.max_context)
+            capacity = len(self._sums) // (programs * (constants["d"] + 4))  # lines of sums
+            given = *arrays, self._sums, self._counters, *rows, count, tiles, MOST_DRAFTED, capacity
+            _decode[(programs,)](*given, *_scaling(heads), **constants)
         if prompts:
             tile = prefill_tile(sizes, self._shared_memory)
             if step is not self._step:
@@ -730,11 +769,10 @@ class PagedAttention:
             _prefill[grid](*given, division.share, division.spans, *scaling, **constants)
         return output.flatten(1)
 
-    def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
-        """Return the number of programs per unit; 1 if its sums would not fit."""
-        if units > len(self._counters) or units * chunks * chunk_elements > len(self._sums):
-            return 1
-        return splits_of(units, chunks, self._multiprocessors)
+    def _shares(self, heads: Heads, rows: int, max_context: int) -> int:
+        """Return the number of parts of the work of a KV head: as many as fill the device or can have work."""
+        visible = max_context if heads.window is None else min(max_context, heads.window + MOST_DRAFTED + LARGE_CHUNK)
+        return max(1, min(self._programs // heads.num_kv_heads, rows * triton.cdiv(visible, CHUNK)))
 
     def division(self, host: HostStep | None, heads: Heads, tile: Tile) -> Division:
         """Return how keys of prompts are divided: not if their lengths are unknown or their sums would not fit."""
