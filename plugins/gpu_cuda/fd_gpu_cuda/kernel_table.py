@@ -133,6 +133,9 @@ class Kernels:
     planned_attention: AttentionKernel | None = None
     """Attention of steps with metadata on the host; never captured, no 8-bit KV."""
 
+    add_ranks: Callable[[Array], Array] | None = None
+    """`fd_core.ops.torch.group.add_in_rank_order`."""
+
     @property
     def capturable(self) -> bool:
         """True if decodes may be captured: torch's composition of attention reads lengths on the host."""
