@@ -13,8 +13,8 @@ from fd_core.ops.contract import Array
 from fd_core.ops.torch.ops import TorchLinear
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor, Weight
 
-STEP = 128
-"""Inputs that the kernels multiply at a time; rows are padded to a multiple."""
+LINE_BYTES = 128
+"""Bytes of a cache line; rows of packed weights are padded to a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PackedPart:
     values: Array
     """int8[out, n], with the bits of FP8 values, if activations are quantized; else `interleaved` uint8[out, n].
 
-    For 4 bits uint8[out, n / 2]. Rows are zero-padded to a multiple of `STEP`.
+    For 4 bits uint8[out, n / 2]. Rows are zero-padded to a multiple of `LINE_BYTES`.
     """
     scales: Array
     """[out, groups]: float16 if exact, else float32."""
@@ -156,12 +156,12 @@ def _packed(
     fp8, bits, _, group = _form(first)
     rows = first.scales.shape[1] == 1
     # 8-bit products are scaled once per group, which does not pay off for short groups.
-    exact = bits == 8 and first.minima is None and (rows or group % STEP == 0) and eight(fp8)
+    exact = bits == 8 and first.minima is None and (rows or group % LINE_BYTES == 0) and eight(fp8)
     signed = not (fp8 or exact or (bits == 4 and first.minima is not None))
     middle = 2 ** (bits - 1) if signed else 0
     inputs = first.shape[1]
     values = np.concatenate([part.values for part in parts])
-    values = np.pad(values, ((0, 0), (0, -inputs % STEP)))
+    values = np.pad(values, ((0, 0), (0, -inputs % (LINE_BYTES * 8 // bits))))
     if not exact:
         values = interleaved(values.view(np.uint8) + np.uint8(middle), bits)
     minima = [part.minima for part in parts if part.minima is not None]
@@ -181,7 +181,7 @@ def _packed(
 
 
 def interleaved(values: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """Return rows [out, n] in the order of words of 32 bits, [out, n * bits / 8]; n is a multiple of `STEP`.
+    """Return rows [out, n] in the order of words of 32 bits, [out, n * bits / 8]; n is a multiple of 32.
 
     A thread's operand of tensor cores has inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16 in a row of 4 threads t. They
     are adjacent in a word, for 4 bits with those of the next 16.

@@ -159,6 +159,12 @@ def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
     assert packed is not None and not packed.parts[0].eight
 
 
+def test_more_tiles_of_tokens_than_run_together() -> None:
+    weight, x = packed_weight("int8", 70, 32, 32), rows_of(64 * 17 + 3, 32)
+    right = expected(x, weight)
+    assert torch.allclose(multiply(x, linear([weight])).double(), right, rtol=0, atol=1e-5 * right.abs().max())
+
+
 @pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize(
     ("inputs", "kind", "eight"),

@@ -21,14 +21,9 @@ import triton.language as tl
 from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.kernels.entry import kernel
-from fd_gpu_cuda.packed import STEP, PackedPart
+from fd_gpu_cuda.packed import LINE_BYTES, PackedPart
 
 _ROW_TILE = 1024
-_LINE_BYTES = 128
-"""Bytes of a cache line."""
-_SHORT_STEP = 64
-_EXACT_STEP = 32
-"""Inputs per step where registers do not suffice for `STEP`: before Hopper, and without tensor cores."""
 
 
 class Operands(NamedTuple):
@@ -308,9 +303,11 @@ EVERY_TILE = (1, 32, 64, MOST_TOKENS)
 """Numbers of tokens with different tiles."""
 _SHORTEST_CUT = 512
 """Inputs per cut; a multiple of every step."""
-_PROGRAMS_A_MULTIPROCESSOR = 2
+_PROGRAMS_A_MULTIPROCESSOR = 3
+"""At most, if some share an output."""
 _LEFT = 2048
 """Bytes of shared memory that the stages leave to the rest of a program."""
+_TILES_TOGETHER = tl.constexpr(16)
 _HOPPER_MEMORY = 200 * 1024
 """Bytes of shared memory that no device before Hopper has."""
 
@@ -339,13 +336,13 @@ class Tile(NamedTuple):
 
 
 def step_of(operand: Operands, tokens: int, device: ProductDevice) -> int:
-    """Return the inputs that a tile multiplies at a time: whole cache lines, as far as registers suffice."""
-    if operand.form["eight"] or operand.bits > 8:
-        return _LINE_BYTES // operand.values.element_size()
-    if operand.exact:
-        return _EXACT_STEP
+    """Return the inputs that a tile multiplies at a time: a cache line of weights, as far as registers suffice."""
+    if operand.exact and operand.bits <= 8:
+        return 32
+    if operand.form["eight"] or operand.bits > 8 or tokens <= _FEW_TOKENS:
+        return LINE_BYTES * 8 // operand.bits
     # Hopper's tensor cores read tokens from shared memory, those before it from registers.
-    return _SHORT_STEP if tokens > _FEW_TOKENS and device.shared_memory < _HOPPER_MEMORY else STEP
+    return 128 if device.shared_memory >= _HOPPER_MEMORY else 64
 
 
 def stages(operand: Operands, outputs: int, tokens: int, step: int, device: ProductDevice, most: int) -> int:
@@ -363,16 +360,21 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     outputs = 16 if operand.bits == 32 else 32 if operand.exact else 64
     columns = min(max(triton.next_power_of_2(tokens), 16), 64 if operand.exact else MOST_TOKENS)
     blocks = triton.cdiv(out, outputs)
-    cuts = min(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors // blocks, operand.inputs // _SHORTEST_CUT)
-    cut, splits = operand.inputs, 1
-    if cuts > 1:
-        cut = triton.cdiv(triton.cdiv(operand.inputs, cuts), _SHORTEST_CUT) * _SHORTEST_CUT
-        splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
+    cuts = [*range(_SHORTEST_CUT, operand.inputs, _SHORTEST_CUT), operand.inputs]
+
+    def load(cut: int) -> tuple[int, int, int]:
+        # Inputs of the multiprocessor with most programs; of equal ones, the most programs.
+        programs = blocks * triton.cdiv(operand.inputs, cut)
+        surplus = max(programs - _PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors, 0) if cut < operand.inputs else 0
+        return surplus, triton.cdiv(programs, device.multiprocessors) * cut, cut
+
+    cut = min(cuts, key=load)
+    splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
     # Four warps widen 64 outputs; eight would widen the same ones twice. 16-bit weights need no registers for that, so
     # four have twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
     outputs, step = outputs * (2 if many else 1), step_of(operand, columns, device)
-    count = stages(operand, outputs, columns, step, device, 5 if columns <= _FEW_TOKENS else 3)
+    count = stages(operand, outputs, columns, step, device, 5 if columns <= _FEW_TOKENS and step <= 128 else 3)
     return Tile(outputs, columns, cut, splits, step, 8 if many else 4, count)
 
 
@@ -408,7 +410,7 @@ def weight_product(device: ProductDevice) -> WeightProduct:
         split, places, partial = tile.splits > 1, counters(blocks, x.device), None
         if split:
             partial = x.new_empty((tile.splits, tokens, out), dtype=torch.float32)
-        grid = blocks, triton.cdiv(tokens, tile.tokens), tile.splits
+        grid = blocks * triton.cdiv(tokens, tile.tokens), tile.splits
         given = *operand.arrays, operand.bias, partial, places if split else None, y, y.stride(0)
         sizes = tokens, out, *operand.sizes, tile.cut
         cutting = {"whole": tile.cut >= operand.inputs, "n": tile.outputs, "m": tile.tokens}
@@ -427,8 +429,14 @@ def _multiply(
     has_minima: tl.constexpr, group: tl.constexpr, span: tl.constexpr, even: tl.constexpr, whole: tl.constexpr,
     n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    output = tl.program_id(0) * n + tl.arange(0, n)
-    token = tl.program_id(1) * m + tl.arange(0, m)
+    # Programs that run at the same time share weights and up to `_TILES_TOGETHER` tiles of tokens.
+    blocks = tl.cdiv(out, n)
+    before = tl.program_id(0) // (_TILES_TOGETHER * blocks) * _TILES_TOGETHER
+    tiles = tl.minimum(tl.cdiv(tokens, m) - before, _TILES_TOGETHER)
+    place = tl.program_id(0) - before * blocks
+    block = place // tiles
+    output = block * n + tl.arange(0, n)
+    token = (before + place % tiles) * m + tl.arange(0, m)
     # Outputs and tokens beyond the last are clamped to it, and not written.
     line = tl.minimum(output, out - 1).to(tl.int64)
     row = tl.minimum(token, tokens - 1).to(tl.int64)
@@ -443,7 +451,7 @@ def _multiply(
         minima_rows += line * groups
     none = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
     if partial_at is not None:
-        begin = tl.program_id(2) * cut
+        begin = tl.program_id(1) * cut
         end = tl.minimum(begin + cut, inputs)
     else:
         begin = 0
@@ -458,12 +466,12 @@ def _multiply(
         # The last program to arrive reads the sums of all cuts from memory. They are visible, because a barrier orders
         # the writes of a program's threads before its atomic count, which has release and acquire semantics, and
         # another barrier orders that before the reads (memory consistency model of PTX, causality order).
-        splits = tl.num_programs(2)
+        splits = tl.num_programs(1)
         at = partial_at + row[:, None] * out + line[None, :]
         jump = tokens.to(tl.int64) * out
-        tl.store(at + tl.program_id(2) * jump, total, mask=mask)
+        tl.store(at + tl.program_id(1) * jump, total, mask=mask)
         tl.debug_barrier()
-        count = counters_at + tl.program_id(0)
+        count = counters_at + block
         if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.debug_barrier()
             total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
