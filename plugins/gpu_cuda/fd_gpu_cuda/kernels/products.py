@@ -203,9 +203,9 @@ def _factors(
     """Return the scales or minima [n, parts] of the spans from input `at` on."""
     irregular: tl.constexpr = parts > 1 and span < group
     # Only copies of 4 bytes a thread are queued ahead: of float16, up to four factors are read for one.
-    fewest: tl.constexpr = 4 if rows.dtype.element_ty == tl.float16 and not irregular else 1
-    wide: tl.constexpr = max(parts, fewest)
-    step = at // max(group, span * parts)
+    fewest: tl.constexpr = 4 if rows.dtype.element_ty == tl.float16 else 1
+    wide: tl.constexpr = parts if irregular or parts > fewest else fewest
+    step = at // (span * parts if irregular or parts > 1 else group)
     if irregular:
         index = (at // span + tl.arange(0, parts)) * span // group
     else:
@@ -284,8 +284,8 @@ def _one_input(
             "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [moved, mask, exponent], tl.int32, is_pure=True, pack=1
         )
         number = code.to(tl.float32, bitcast=True)
-        if (scales.dtype == tl.float16) and not has_minima:
-            # Both products are exact, so this is rounded once.
+        rounded_once: tl.constexpr = False if has_minima else scales.dtype == tl.float16
+        if rounded_once:  # because both products are exact
             weight = number * factor - (base + middle) * factor
         else:
             weight = (number - (base + middle)) * factor
