@@ -177,8 +177,9 @@ def span_products(
                 sums += tl.dot(values, x).to(tl.float32) * scale.to(tl.float32)[:, None]
                 scale = later
             elif fp8:
-                # Tensor cores accumulate these products with few bits, so no sum is longer than a step.
-                sums = tl.dot(values, x, sums, max_num_imprecise_acc=k)
+                # Tensor cores accumulate these products with few bits, so no sum is longer than a step. With
+                # `max_num_imprecise_acc` Triton adds before it waits, and ptxas makes each instruction wait (C7515).
+                sums += tl.dot(values, x)
             else:
                 sums = tl.dot(values, x, sums, out_dtype=tl.int32)
         elif bits > 8:
@@ -339,10 +340,12 @@ def step_of(operand: Operands, tokens: int, device: ProductDevice) -> int:
     """Return the inputs that a tile multiplies at a time: a cache line of weights, as far as registers suffice."""
     if operand.exact and operand.bits <= 8:
         return 32
-    if operand.form["eight"] or operand.bits > 8 or tokens <= _FEW_TOKENS:
+    # With eight groups a step, ptxas makes the instructions of the smallest tile wait for each other (C7515).
+    few = tokens <= _FEW_TOKENS and (tokens > 16 or operand.form["group"] >= 64)
+    if operand.form["eight"] or operand.bits > 8 or few:
         return LINE_BYTES * 8 // operand.bits
     # Hopper's tensor cores read tokens from shared memory, those before it from registers.
-    return 128 if device.shared_memory >= _HOPPER_MEMORY else 64
+    return 128 if tokens <= _FEW_TOKENS or device.shared_memory >= _HOPPER_MEMORY else 64
 
 
 def stages(operand: Operands, outputs: int, tokens: int, step: int, device: ProductDevice, most: int) -> int:
