@@ -145,8 +145,8 @@ def span_products(
     """Add the products of inputs `begin` to `end` to sums [n, m], `k` at a time and in one order.
 
     `x_rows` [m], `values_rows` [n], `scales_rows` [n] and `minima_rows` [n] point to where rows begin; `begin` is a
-    multiple of k. Rows of x that are not `present` [m] are not read. With `eight`, the caller applies scales of rows
-    and of x.
+    multiple of k. Rows of x that are not `present` [m] are not read if few are, because they would take as long as the
+    weights. With `eight`, the caller applies scales of rows and of x.
     """
     lane = tl.arange(0, k)
     x_at = x_rows[None, :] + lane[:, None]
@@ -154,6 +154,7 @@ def span_products(
     a_word: tl.constexpr = 32 // bits if widened else 1
     parts: tl.constexpr = k // span
     n: tl.constexpr = sums.shape[0]
+    few: tl.constexpr = sums.shape[1] <= 32
     values_at = values_rows[:, None] + tl.arange(0, k // a_word)[None, :]
     if eight and grouped:
         # Loaded during the step before, because only copies of operands of products are queued ahead.
@@ -167,8 +168,10 @@ def span_products(
             values = tl.load(values_at + tl.multiple_of(at // a_word, k // a_word))
         else:
             values = tl.load(values_at + at, mask=at + lane[None, :] < inputs, other=0.0)
-        if even:
+        if even and few:
             x = tl.load(x_at + at, mask=present[None, :], other=0.0)
+        elif even:
+            x = tl.load(x_at + at)
         else:
             x = tl.load(x_at + at, mask=present[None, :] & (at + lane[:, None] < inputs), other=0.0)
         if eight:
