@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ _POLL_SECONDS: Final = 0.01
 """Poll interval in seconds for a rank that has not joined yet."""
 _WHOLE_BYTES: Final = 1 << 18
 """Bytes of a sum up to which all ranks exchange whole arrays; above, each rank sums one part for all."""
+
+_PART_ALIGN: Final = 16
+"""Elements of which a rank sums a multiple, so that kernels read all parts aligned."""
 
 
 class TorchGroup(RankGroup):
@@ -128,20 +132,24 @@ class TorchGroup(RankGroup):
 class TorchCollectives:
     """Sums and gathers of tensors over a process group, such as NCCL's; may be captured if the group supports it."""
 
-    def __init__(self, process_group: Any, parallel: Parallel) -> None:
+    def __init__(self, process_group: Any, parallel: Parallel, add: Callable[[Array], Array] | None = None) -> None:
+        """`add` is `add_in_rank_order`, or a kernel that computes the same."""
         self._group = process_group
         self._size = parallel.size
+        self._add = add_in_rank_order if add is None else add
 
     def all_reduce(self, x: Array) -> Array:
         """Return the sum over all ranks, computed in float32 in the order of ranks, and rounded once."""
         if self._size == 2 or x.nbytes <= _WHOLE_BYTES:
-            return self._sum(self._gather(x.flatten())).reshape(x.shape)
-        each = -(-x.numel() // self._size)
-        parts = x.new_zeros(self._size * each)
-        parts[: x.numel()] = x.flatten()
+            return self._add(self._gather(x.flatten())).reshape(x.shape)
+        each = -(-x.numel() // (self._size * _PART_ALIGN)) * _PART_ALIGN
+        parts = x.flatten()
+        if x.numel() < self._size * each:
+            parts = x.new_zeros(self._size * each)
+            parts[: x.numel()] = x.flatten()
         mine = torch.empty_like(parts)
         self._group.alltoall_base(mine, parts, [], []).wait()
-        total = self._gather(self._sum(mine.unflatten(0, (self._size, each))))
+        total = self._gather(self._add(mine.unflatten(0, (self._size, each))))
         return total.flatten()[: x.numel()].reshape(x.shape)
 
     def all_gather(self, x: Array) -> Array:
@@ -156,12 +164,13 @@ class TorchCollectives:
             self._group._allgather_base(whole, x).wait()
         return whole.unflatten(0, (self._size, len(x)))
 
-    def _sum(self, parts: Array) -> Array:
-        """[ranks, n] -> [n]"""
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        return total.to(parts.dtype)
+
+def add_in_rank_order(parts: Array) -> Array:
+    """[ranks, n] -> [n], in float32 in the order of ranks, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def shared_store(group: RankGroup) -> Any:

@@ -249,7 +249,7 @@ class CudaBackend(OnCuda):
             self._cuda = Cuda()
             dtype = wanted or self._fastest_dtype(self._cuda)
             self._providers = Providers(
-                operations_on(self._cuda, dtype, self.config.kv_cache_dtype),
+                operations_on(self._cuda, dtype, self.config.kv_cache_dtype, self.config.tensor_parallel_size),
                 wanted_providers(self.config.attention_backend),
             )
         except (ImportError, RuntimeError) as error:

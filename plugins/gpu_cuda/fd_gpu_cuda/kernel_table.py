@@ -15,7 +15,7 @@ from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 from torch.nn import functional
 
 from fd_gpu_cuda.kv_cache import CudaLayer
-from fd_gpu_cuda.packed import PackedPart, PackedProduct
+from fd_gpu_cuda.packed import PackedPart, PackedProduct, in_order
 
 _MOST_PARTS = 3
 """Queries, keys and values."""
@@ -133,6 +133,9 @@ class Kernels:
     planned_attention: AttentionKernel | None = None
     """Attention of steps with metadata on the host; never captured, no 8-bit KV."""
 
+    add_ranks: Callable[[Array], Array] | None = None
+    """`fd_core.ops.torch.group.add_in_rank_order`."""
+
     @property
     def capturable(self) -> bool:
         """True if decodes may be captured: torch's composition of attention reads lengths on the host."""
@@ -141,14 +144,8 @@ class Kernels:
 
 def expanded(part: PackedPart) -> Array:
     """Dequantize a packed weight: float32[out, in]."""
-    values = part.values
-    if part.fp8:
-        numbers = values.view(torch.float8_e4m3fn).float()
-    elif part.bits == 4:
-        spans = values.unflatten(1, (-1, part.span))
-        numbers = torch.stack((spans & 15, spans >> 4), dim=2).flatten(1).float() - part.middle
-    else:
-        numbers = values.float()
+    values = part.values if part.eight else in_order(part.values, part.bits)
+    numbers = (values.view(torch.float8_e4m3fn) if part.fp8 else values).float() - part.middle
     numbers = numbers[:, : part.inputs]
     weight = numbers * part.scales.float().repeat_interleave(part.group, 1)
     if part.minima is not None:

@@ -135,8 +135,15 @@ class CudaOps(TorchOps):
             from fd_core.ops.torch.group import TorchCollectives, shared_store
 
             connection = self._cuda.connect(shared_store(group), group.parallel, group.timeout)
-            self._collectives, self._cuda.ranks = TorchCollectives(connection, group.parallel), group
+            self._collectives = TorchCollectives(connection, group.parallel, self.add_ranks)
+            self._cuda.ranks = group
         return self._collectives
+
+    def add_ranks(self, parts: Array) -> Array:
+        """[ranks, n] -> [n], in float32 in the order of ranks, rounded once."""
+        from fd_core.ops.torch.group import add_in_rank_order
+
+        return (self._kernels.add_ranks or add_in_rank_order)(parts)
 
     def configure(self, limits: Limits) -> None:
         """Choose the shapes of decodes, and allocate what sampling needs."""

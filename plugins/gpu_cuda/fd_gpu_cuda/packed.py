@@ -13,8 +13,8 @@ from fd_core.ops.contract import Array
 from fd_core.ops.torch.ops import TorchLinear
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor, Weight
 
-_LONGEST_SPAN = 64
-_LONGEST_SPAN_OF_8_BITS = 128
+LINE_BYTES = 128
+"""Bytes of a cache line; rows of packed weights are padded to a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,9 @@ class PackedPart:
     """Rows of a packed linear with the same format: (value - middle) * scale + minimum."""
 
     values: Array
-    """int8[out, n], with the bits of FP8 values; for 4 bits uint8[out, n / 2].
+    """int8[out, n], with the bits of FP8 values, if activations are quantized; else `interleaved` uint8[out, n].
 
-    Rows are zero-padded to a multiple of spans, or of pairs of spans. A byte of 4-bit values holds one of a span in its
-    low half, and one of the next span in its high half.
+    For 4 bits uint8[out, n / 2]. Rows are zero-padded to a multiple of `LINE_BYTES`.
     """
     scales: Array
     """[out, groups]: float16 if exact, else float32."""
@@ -36,10 +35,8 @@ class PackedPart:
     """4 or 8."""
     fp8: bool
     middle: int
-    """8 if 4-bit values are signed, else 0."""
+    """The stored value of 0: half of the range if values are interleaved and signed, else 0."""
     group: int
-    span: int
-    """Values of a row that are multiplied at a time: a power of two that divides the group, or a row has one group."""
     inputs: int
     eight: bool
     """True if activations are quantized to the same 8-bit type, with one scale per row."""
@@ -104,7 +101,7 @@ def pack_linear(
 
     `eight` has the 8-bit types that the device multiplies: integers (False) or floating-point numbers (True).
     """
-    packed = [part for part in parts if isinstance(part, PackedTensor) and _span(part, _LONGEST_SPAN)]
+    packed = [part for part in parts if isinstance(part, PackedTensor) and _has_words(part)]
     if len(packed) < len(parts):
         return None
     found = [None] * len(packed) if biases is None else [bias.to_float32() for bias in biases]
@@ -122,7 +119,7 @@ def pack_stack(weights: Sequence[Weight], device: Any, eight: Callable[[bool], b
 
     They are uploaded one by one, to avoid a second copy of all of them on host or device.
     """
-    packed = [weight for weight in weights if isinstance(weight, PackedTensor) and _span(weight, _LONGEST_SPAN)]
+    packed = [weight for weight in weights if isinstance(weight, PackedTensor) and _has_words(weight)]
     if len(packed) < len(weights) or len({_form(weight) for weight in packed}) > 1:
         return None
     rows, row = sum(weight.shape[0] for weight in packed), 0
@@ -140,12 +137,9 @@ def pack_stack(weights: Sequence[Weight], device: Any, eight: Callable[[bool], b
     )
 
 
-def _span(part: PackedTensor, longest: int) -> int:
-    """Return the longest span that divides a group, 0 if that is below 16."""
-    if part.scales.shape[1] == 1:
-        return longest
-    span = min(part.group & -part.group, longest)
-    return span if span >= 16 else 0
+def _has_words(part: PackedTensor) -> bool:
+    """Return True if a group is a multiple of four words, see `interleaved`, or a row has one."""
+    return part.scales.shape[1] == 1 or part.group % (32 if part.bits == 4 else 16) == 0
 
 
 def _form(part: PackedTensor) -> tuple[Any, ...]:
@@ -162,15 +156,14 @@ def _packed(
     fp8, bits, _, group = _form(first)
     rows = first.scales.shape[1] == 1
     # 8-bit products are scaled once per group, which does not pay off for short groups.
-    exact = bits == 8 and first.minima is None and (rows or group % _LONGEST_SPAN_OF_8_BITS == 0) and eight(fp8)
-    span = _span(first, _LONGEST_SPAN_OF_8_BITS if exact else _LONGEST_SPAN)
-    middle = 8 if bits == 4 and first.minima is None else 0
+    exact = bits == 8 and first.minima is None and (rows or group % LINE_BYTES == 0) and eight(fp8)
+    signed = not (fp8 or exact or (bits == 4 and first.minima is not None))
+    middle = 2 ** (bits - 1) if signed else 0
     inputs = first.shape[1]
     values = np.concatenate([part.values for part in parts])
-    values = np.pad(values, ((0, 0), (0, -inputs % (2 * span if bits == 4 else span))))
-    if bits == 4:
-        pairs = (values + np.int8(middle)).view(np.uint8).reshape(len(values), -1, 2, span)
-        values = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(len(values), -1)
+    values = np.pad(values, ((0, 0), (0, -inputs % (LINE_BYTES * 8 // bits))))
+    if not exact:
+        values = interleaved(values.view(np.uint8) + np.uint8(middle), bits)
     minima = [part.minima for part in parts if part.minima is not None]
     bias = [each for each in biases if each is not None]
     return PackedPart(
@@ -182,10 +175,28 @@ def _packed(
         fp8,
         middle,
         group,
-        span,
         inputs,
         exact,
     )
+
+
+def interleaved(values: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """Return rows [out, n] in the order of words of 32 bits, [out, n * bits / 8]; n is a multiple of 32.
+
+    A thread's operand of tensor cores has inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16 in a row of 4 threads t. They
+    are adjacent in a word, for 4 bits with those of the next 16.
+    """
+    found = values.reshape(len(values), -1, 8 // bits, 2, 4, 2).transpose(0, 1, 4, 2, 3, 5)
+    if bits == 4:
+        found = found[..., 0] | (found[..., 1] << np.uint8(4))
+    return np.ascontiguousarray(found.reshape(len(values), -1))
+
+
+def in_order(values: Array, bits: int) -> Array:
+    """Return the rows [out, n] of `interleaved` values."""
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), 2).flatten(1)
+    return values.unflatten(1, (-1, 4, 8 // bits, 2, 2)).permute(0, 1, 3, 4, 2, 5).flatten(1)
 
 
 def _factors(parts: Sequence[npt.NDArray[np.float32]], device: Any) -> Array:

@@ -196,8 +196,8 @@ def _unusable(operation: Operation, name: str, why: str) -> PluginError:
 _FLAG = "--attention-backend"
 
 
-def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...]:
-    """Return the operations of a pack of `dtype` with KV in `kv_dtype`, `auto` for the same."""
+def operations_on(cuda: Cuda, dtype: str, kv_dtype: str, ranks: int = 1) -> tuple[Operation, ...]:
+    """Return the operations of a pack of `dtype` with KV in `kv_dtype`, `auto` for the same, on one of `ranks`."""
 
     def device(products: Any) -> Any:
         return products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
@@ -241,6 +241,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
             rounds=True,
         ),
         Operation("experts", "mixtures of experts", _triton("experts", mixture), rounds=True),
+        *([Operation("add_ranks", "sums of ranks", _triton("norms", attrgetter("add_ranks")))] if ranks > 1 else []),
         Operation("lora", "adapters", _triton("lora", lambda lora: lora.lora_addition())),
         Operation(
             "sampling",
@@ -504,6 +505,9 @@ class ModelTrial:
         yield Compared("written values", own.values, reference.values)
         a = plain.attention(q, heads, reference, step)
         yield Compared("attention", ops.attention(q.clone(), heads, reference, step), a)
+        if ops.parallel.size > 1:
+            parts = self._normal(ops.parallel.size, q.numel())
+            yield Compared("sums of ranks", ops.add_ranks(parts), plain.add_ranks(parts), "exact")
         if ops.adds_by_kernel:
             yield Compared("the adapters' terms", *(self._adapted(each, step, x) for each in (ops, plain)))
         y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))

@@ -13,7 +13,7 @@ from fd_core.ops.contract import Activation, Heads, Norm, Rope
 from fd_core.testing.models.arrays import step_input
 
 from fd_gpu_cuda.kernels.heads import rotate_and_store
-from fd_gpu_cuda.kernels.norms import add_norm, gate
+from fd_gpu_cuda.kernels.norms import add_norm, add_ranks, gate
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 SIXTEEN_BYTES = r"\A(?!(.|\n)*[.]global[^;]*[.]b16)(.|\n)*ld[.]global[^;]*[.]v4[.]b32(.|\n)*st[.]global[^;]*[.]v4[.]b32"
@@ -57,6 +57,7 @@ def launch(model: Model, dtype: torch.dtype) -> None:
     add_norm(x, None, y, post)
     add_norm(x, norm, y, post, torch.zeros(2, dtype=torch.int32))
     gate(torch.empty(3, 2 * model.inner, dtype=dtype), model.activation)
+    add_ranks(torch.empty(8, 3 * model.hidden, dtype=dtype))
     angles = torch.empty(64, (model.rotary or model.d) // 2)
     norms = (head_norm, head_norm) if model.head_norms else (None, None)
     heads = Heads(model.heads, model.kv_heads, model.d, 0.1, Rope(angles, angles, model.interleaved), *norms)
@@ -79,7 +80,8 @@ def main(capability: int) -> None:
         for dtype in DTYPES if everything() else DTYPES[:1]:
             compiler.case = f"{name} in {dtype}"
             pairs = "" if model.interleaved else SIXTEEN_BYTES  # neighbours are read one by one
-            compiler.wanted = {"_add_norm": SIXTEEN_BYTES, "_gate": SIXTEEN_BYTES, "_rotate_and_store": pairs}
+            compiler.wanted = dict.fromkeys(("_add_norm", "_gate", "_add_ranks"), SIXTEEN_BYTES)
+            compiler.wanted["_rotate_and_store"] = pairs
             launch(model, dtype)
     print("\n".join(compiler.failures))
 

@@ -13,20 +13,20 @@ from fd_gpu_cuda.kernels.products import ProductDevice, weight_product
 from fd_gpu_cuda.packed import PackedPart
 
 FORMS: dict[str, dict[str, Any]] = {
-    "int4, rows": {"bits": 4, "group": 0, "span": 64, "middle": 8},
-    "int4 of 32": {"bits": 4, "group": 32, "span": 32, "middle": 8},
-    "int4 of 32, minima": {"bits": 4, "group": 32, "span": 32, "minima": True},
-    "int4 of 64, minima": {"bits": 4, "group": 64, "span": 64, "minima": True},
-    "int4 of 128": {"bits": 4, "group": 128, "span": 64, "middle": 8},
-    "int8, rows": {"bits": 8, "group": 0, "span": 64},
-    "int8 of 32": {"bits": 8, "group": 32, "span": 32},
-    "int8 of 32, minima": {"bits": 8, "group": 32, "span": 32, "minima": True},
-    "int8, rows, by int8": {"bits": 8, "group": 0, "span": 128, "eight": True},
-    "int8 of 128, by int8": {"bits": 8, "group": 128, "span": 128, "eight": True},
-    "fp8, rows": {"bits": 8, "group": 0, "span": 64, "fp8": True},
-    "fp8 of 128": {"bits": 8, "group": 128, "span": 64, "fp8": True},
-    "fp8, rows, by fp8": {"bits": 8, "group": 0, "span": 128, "fp8": True, "eight": True},
-    "fp8 of 128, by fp8": {"bits": 8, "group": 128, "span": 128, "fp8": True, "eight": True},
+    "int4, rows": {"bits": 4, "group": 0, "middle": 8},
+    "int4 of 32": {"bits": 4, "group": 32, "middle": 8},
+    "int4 of 32, minima": {"bits": 4, "group": 32, "minima": True},
+    "int4 of 64, minima": {"bits": 4, "group": 64, "minima": True},
+    "int4 of 128": {"bits": 4, "group": 128, "middle": 8},
+    "int8, rows": {"bits": 8, "group": 0},
+    "int8 of 32": {"bits": 8, "group": 32},
+    "int8 of 32, minima": {"bits": 8, "group": 32, "minima": True},
+    "int8, rows, by int8": {"bits": 8, "group": 0, "eight": True},
+    "int8 of 128, by int8": {"bits": 8, "group": 128, "eight": True},
+    "fp8, rows": {"bits": 8, "group": 0, "fp8": True},
+    "fp8 of 128": {"bits": 8, "group": 128, "fp8": True},
+    "fp8, rows, by fp8": {"bits": 8, "group": 0, "fp8": True, "eight": True},
+    "fp8 of 128, by fp8": {"bits": 8, "group": 128, "fp8": True, "eight": True},
 }
 SAMPLE = {"int4 of 32, minima": 2048, "fp8 of 128, by fp8": 1}
 """Formats, and the tokens of their step."""
@@ -45,7 +45,6 @@ def part(out: int, inputs: int, form: dict[str, Any]) -> PackedPart:
         form.get("fp8", False),
         form.get("middle", 0),
         group,
-        form["span"],
         inputs,
         form.get("eight", False),
     )
@@ -59,7 +58,9 @@ def instruction(capability: int, dtype: torch.dtype, form: dict[str, Any]) -> st
     number = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     if form.get("eight"):
         number = "e4m3" if form.get("fp8") else "s8"
-    return f"{kind}[^;]*[.]{number}"
+    # Widened values are converted by exact sums, because conversions have a fraction of the rate.
+    conversions = "" if form.get("eight") or not form else r"(?s)\A(?!.*cvt[.]rn[.]f32[.][us]).*"
+    return f"{conversions}{kind}[^;]*[.]{number}"
 
 
 def main(capability: int) -> None:

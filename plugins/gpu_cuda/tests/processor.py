@@ -11,7 +11,7 @@ import torch
 from capture import RecordedGroup, record, require_no_capture
 from fd_core.ops.contract import Activation, Array, Experts, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
-from fd_core.ops.torch.group import gloo_group
+from fd_core.ops.torch.group import add_in_rank_order, gloo_group
 from fd_core.ops.torch.ops import TorchOps, route
 from plain_adapters import plain_lora
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
@@ -175,6 +175,7 @@ PLAIN = Kernels(
     gate=plain_gate,
     experts=plain_experts,
     lora=plain_lora,
+    add_ranks=add_in_rank_order,
 )
 
 

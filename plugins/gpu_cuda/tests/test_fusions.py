@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from fd_core.ops.contract import Heads, Norm, Ops, Rope  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.group import add_in_rank_order  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.testing.models.arrays import Values, activations, assert_near, on_device, raw, step_input  # noqa: E402
 from fd_core.testing.models.layers import Geometry, LayerOn  # noqa: E402
@@ -20,7 +21,7 @@ from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store  # 
 from processor import PLAIN, Processor  # noqa: E402
 
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
-from fd_gpu_cuda.kernels.norms import add_norm, gate  # noqa: E402
+from fd_gpu_cuda.kernels.norms import add_norm, add_ranks, gate  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaLayer  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps, Residual  # noqa: E402
 
@@ -82,6 +83,14 @@ def test_norms_of_the_oracle() -> None:
     expected = oracle.rms_norm(x, Norm(weight, 1e-6))
     found = add_norm(torch.from_numpy(x), Norm(torch.from_numpy(weight), 1e-6))
     assert_near(TorchOps(), found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (3, 1000), (8, 4096), (8, 0)])
+def test_ranks_are_added_in_order_and_rounded_once(ranks: int, count: int, dtype: Any) -> None:
+    """Without bfloat16, to which the interpreter does not round."""
+    parts = torch.from_numpy(Values(ranks)(ranks, count) * np.logspace(0, 4, ranks, dtype="f4")[:, None]).to(dtype)
+    assert torch.equal(add_ranks(parts), add_in_rank_order(parts))
 
 
 def test_empty_steps_launch_nothing_and_keep_their_shapes() -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
 from fd_core.models.loading.adapter import read_adapter  # noqa: E402
+from fd_core.ops.parallel import Parallel  # noqa: E402
+from fd_core.ops.torch.group import TorchCollectives  # noqa: E402
 from fd_core.runner.inputs.inputs import adapter_rows  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
@@ -32,7 +34,7 @@ from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
 from fd_gpu_cuda.kernels.experts import expert_mixture  # noqa: E402
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
 from fd_gpu_cuda.kernels.lora import lora_addition  # noqa: E402
-from fd_gpu_cuda.kernels.norms import add_norm, gate  # noqa: E402
+from fd_gpu_cuda.kernels.norms import add_norm, add_ranks, gate  # noqa: E402
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
 from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402
@@ -130,6 +132,32 @@ def test_whole_step_has_few_launches_outside_its_layers(temperature: float, samp
     with counted() as found:
         runner.execute(last)
     assert len(found) <= len(LAYER) + 1 + 3 + sampling + 4 + 3, found
+
+
+class _Loopback:
+    """Process group whose ranks all have the same part."""
+
+    def _allgather_base(self, whole: Any, part: Any) -> _Loopback:
+        whole.view(-1, len(part)).copy_(part)
+        return self
+
+    def alltoall_base(self, found: Any, parts: Any, *sizes: Any) -> _Loopback:
+        found.copy_(parts)
+        return self
+
+    def wait(self) -> None:
+        """Complete at once."""
+
+
+@pytest.mark.parametrize(("tokens", "exchanges"), [(3, 1), (100, 2)])
+def test_sum_of_eight_ranks_is_one_launch_between_exchanges(tokens: int, exchanges: int) -> None:
+    ops = CudaOps("float32", Processor(), replace(KERNELS, add_ranks=add_ranks))
+    collectives = TorchCollectives(_Loopback(), Parallel(0, 8), ops.add_ranks)
+    x = torch.ones(tokens, 4096)
+    with counted() as found:
+        total = collectives.all_reduce(x)
+    assert found == ["copy_", "triton _add_ranks", "copy_"][: 1 + exchanges]
+    assert total.shape == x.shape and (total[0] == 8).all()
 
 
 def test_without_kernels_each_operation_is_a_launch(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fd_core.config import EngineConfig  # noqa: E402 - only where torch is inst
 from fd_core.errors import PluginError  # noqa: E402
 from fd_core.models.decoder import DecoderModel  # noqa: E402
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402
+from fd_core.ops.parallel import Parallel  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
@@ -236,11 +237,19 @@ def test_explicit_flashinfer_without_support_ends_the_start() -> None:
 
 def test_every_field_has_an_operation_and_every_kernel_is_correct(models: Models) -> None:
     """Triton's own kernels, in the interpreter."""
-    operations = operations_on(Device(), "float32", "auto")
+    operations = operations_on(Device(), "float32", "auto", ranks=2)
     assert {each.field for each in operations} == {each.name for each in fields(Kernels)}
     providers = Providers(operations)
     settled(models("gemma3"), providers)
     assert providers.describe() == "computed by triton"
+
+
+def test_sums_of_ranks_are_tried_where_there_are_ranks(models: Models) -> None:
+    providers = table_with("add_ranks", lambda: lambda parts: parts[0])
+    ops = make_ops()
+    ops.parallel = Parallel(1, 2)
+    providers.settle(ModelTrial(models("llama"), ops, providers.composed, 4, "auto"))
+    assert providers.name("add_ranks") == "plain"
 
 
 def test_backend_reports_its_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from fd_gpu_cuda.kernels.products import (
     operands,
     span_products,
     stages,
+    step_constants,
+    step_of,
 )
 from fd_gpu_cuda.packed import StackedExperts
 
@@ -131,6 +133,7 @@ class GroupedTile(NamedTuple):
 
     outputs: int
     pairs: int
+    k: int
     num_warps: int
     num_stages: int
 
@@ -140,13 +143,12 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
 
     Instructions and the order of sums depend only on the weight and its device, as in `products`.
     """
-    exact = operand.values.element_size() == 4 or operand.x.element_size() == 4  # multiplied without tensor cores
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
-    columns = min(max(average, 16), 64 if exact else MOST_TOKENS)
-    wide = operand.bits == 16 and columns == MOST_TOKENS  # these need no registers for widening
-    outputs = 32 if exact else 128 if wide else 64
-    count = stages(operand, outputs, columns, device, 4 if columns <= 32 else 3)
-    return GroupedTile(outputs, columns, 8 if columns == MOST_TOKENS else 4, count)
+    columns = min(max(average, 16), 64 if operand.exact else MOST_TOKENS)
+    outputs = 32 if operand.exact else 128 if columns == MOST_TOKENS else 64
+    step = step_of(operand, columns, device)
+    count = stages(operand, outputs, columns, step, device, 4 if columns <= 32 else 3)
+    return GroupedTile(outputs, columns, step, 8 if columns == MOST_TOKENS else 4, count)
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
@@ -203,7 +205,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
             grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
             cutting = {"n": tile.outputs, "m": tile.pairs}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-            _multiply_pairs[grid](*given, **operand.form, **choice, **cutting, **options)
+            _multiply_pairs[grid](*given, **step_constants(operand, tile.k), **choice, **cutting, **options)
 
     return mixture
 
@@ -212,10 +214,10 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
 def _multiply_pairs(
     x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at,
     order_at, counts_at, y_at, y_stride,
-    experts, out, inputs, groups, group,
+    experts, out, inputs, groups,
     bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
-    has_minima: tl.constexpr, even: tl.constexpr, activation: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr,
-    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+    has_minima: tl.constexpr, group: tl.constexpr, span: tl.constexpr, even: tl.constexpr, activation: tl.constexpr,
+    top_k: tl.constexpr, size: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     every = tl.arange(0, size)
@@ -250,8 +252,8 @@ def _multiply_pairs(
         sums = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
         x_rows, values_rows = x_at + x_row * x_stride, values_at + line * values_stride
         sums = span_products(
-            sums, x_rows, values_rows, scales_rows, minima_rows, 0, inputs, inputs, groups, group, bits,
-            fp8, eight, middle, grouped, has_minima, even, k,
+            sums, x_rows, present, values_rows, scales_rows, minima_rows, 0, inputs, inputs, groups,
+            bits, fp8, eight, middle, grouped, has_minima, group, span, even, k,
         )  # fmt: skip
         total = tl.trans(sums.to(tl.float32))
         if eight:

@@ -1,4 +1,4 @@
-"""RMS norms in Triton, with the sum before them in the same launch, and gated activations.
+"""RMS norms in Triton, with the sum before them in the same launch, gated activations, and sums of ranks.
 
 One program computes one row of a norm in registers, with one read and one write. Sums are in float32, and results are
 rounded at the same points as in the separate operations. `width` is a constant of the kernel, so that rows are aligned
@@ -50,6 +50,26 @@ def activated(x, activation: tl.constexpr, element: tl.constexpr):
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x.to(element)
+
+
+def add_ranks(parts: Array) -> Array:
+    """[ranks, n] -> [n], in float32 in the order of ranks, rounded once; does not synchronize."""
+    ranks, count = parts.shape
+    out = torch.empty(count, dtype=parts.dtype, device=parts.device)
+    if count:
+        _add_ranks[(triton.cdiv(count, _TILE),)](parts, out, count, ranks=ranks, tile=_TILE)
+    return out
+
+
+@kernel
+def _add_ranks(parts_at, out_at, count, ranks: tl.constexpr, tile: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside, at = place < count, place
+    total = tl.load(parts_at + at, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, ranks):
+        at += count
+        total += tl.load(parts_at + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at + place, total.to(out_at.dtype.element_ty), mask=inside)
 
 
 def weight_and_eps(norm: Norm | None) -> tuple[Array | None, float]:

@@ -21,11 +21,9 @@ import triton.language as tl
 from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.kernels.entry import kernel
-from fd_gpu_cuda.packed import PackedPart
+from fd_gpu_cuda.packed import LINE_BYTES, PackedPart
 
 _ROW_TILE = 1024
-_PLAIN_SPAN_BYTES = 128
-"""Bytes of a cache line."""
 
 
 class Operands(NamedTuple):
@@ -42,7 +40,6 @@ class Operands(NamedTuple):
     bias: Array | None
     inputs: int
     groups: int
-    group: int
     form: dict[str, Any]
     """Constants of `span_products`."""
 
@@ -52,14 +49,19 @@ class Operands(NamedTuple):
         return int(self.form["bits"])
 
     @property
+    def exact(self) -> bool:
+        """True if it is multiplied without tensor cores."""
+        return self.bits == 32 or self.x.dtype == torch.float32
+
+    @property
     def arrays(self) -> tuple[Any, ...]:
         """Operands, except the bias, with row strides."""
         return self.x, self.x.stride(0), self.x_scales, self.values, self.values.stride(0), self.scales, self.minima
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int]:
         """Scalar arguments of `span_products`."""
-        return self.inputs, self.groups, self.group
+        return self.inputs, self.groups
 
 
 def operands(x: Array, weight: PackedPart | Array) -> Operands:
@@ -69,24 +71,29 @@ def operands(x: Array, weight: PackedPart | Array) -> Operands:
     is widened to it.
     """
     if not isinstance(weight, PackedPart):
-        inputs, span = weight.shape[1], _PLAIN_SPAN_BYTES // weight.element_size()
-        return Operands(x, None, weight, None, None, None, inputs, 1, inputs, _form(weight.itemsize * 8, span, inputs))
+        inputs = weight.shape[1]
+        return Operands(x, None, weight, None, None, None, inputs, 1, _form(weight.itemsize * 8, inputs))
     part, x_scales, groups = weight, None, weight.scales.shape[1]
-    values = part.values.view(torch.uint8) if part.fp8 and not part.eight else part.values
     if part.eight:
         x, x_scales = quantize_rows(x, torch.float8_e4m3fn if part.fp8 else torch.int8)
-        values = values.view(x.dtype)
-    form = _form(part.bits, part.span, part.inputs)
-    form |= {"fp8": part.fp8, "eight": part.eight, "middle": part.middle}
+    values = part.values.view(x.dtype if part.eight else torch.int32)
+    form = _form(part.bits, part.group) | {"fp8": part.fp8, "eight": part.eight, "middle": part.middle}
     form |= {"grouped": groups > 1, "has_minima": part.minima is not None}
-    return Operands(x, x_scales, values, part.scales, part.minima, part.bias, part.inputs, groups, part.group, form)
+    return Operands(x, x_scales, values, part.scales, part.minima, part.bias, part.inputs, groups, form)
 
 
-def _form(bits: int, span: int, inputs: int) -> dict[str, Any]:
-    """Return the constants for unpacked weights; `span` values of a row are multiplied at a time."""
-    even = inputs % (2 * span if bits == 4 else span) == 0
+def _form(bits: int, group: int) -> dict[str, Any]:
+    """Return the constants for unpacked weights."""
     none = {"fp8": False, "eight": False, "middle": 0, "grouped": False, "has_minima": False}
-    return {**none, "bits": bits, "even": even, "k": span}
+    return {**none, "bits": bits, "group": group}
+
+
+def step_constants(operand: Operands, k: int) -> dict[str, Any]:
+    """Return the constants of `span_products` for steps of `k` inputs."""
+    form = operand.form
+    # The largest power of two that divides a group, if a step has more than one.
+    span = min(form["group"] & -form["group"], k) if form["grouped"] else k
+    return {**form, "k": k, "span": span, "even": operand.inputs % k == 0}
 
 
 def quantize_rows(x: Array, dtype: torch.dtype) -> tuple[Array, Array]:
@@ -131,61 +138,164 @@ def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr,
 
 @triton.jit
 def span_products(
-    sums, x_rows, values_rows, scales_rows, minima_rows, begin, end, inputs, groups, group,
+    sums, x_rows, present, values_rows, scales_rows, minima_rows, begin, end, inputs, groups,
     bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
-    has_minima: tl.constexpr, even: tl.constexpr, k: tl.constexpr,
+    has_minima: tl.constexpr, group: tl.constexpr, span: tl.constexpr, even: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of inputs `begin` to `end` to sums [n, m], span by span and in one order.
+    """Add the products of inputs `begin` to `end` to sums [n, m], `k` at a time and in one order.
 
     `x_rows` [m], `values_rows` [n], `scales_rows` [n] and `minima_rows` [n] point to where rows begin; `begin` is a
-    multiple of a step. With `eight`, the caller applies scales of rows and of x.
+    multiple of k. Rows of x that are not `present` [m] are not read if few are, because they would take as long as the
+    weights. With `eight`, the caller applies scales of rows and of x.
     """
     lane = tl.arange(0, k)
     x_at = x_rows[None, :] + lane[:, None]
-    values_at = values_rows[:, None] + lane[None, :]
-    values_a_step: tl.constexpr = 2 * k if bits == 4 else k
-    for at in range(begin, end, values_a_step):
-        if bits == 4:
-            values = tl.load(values_at + at // 2)
-        elif bits == 8 or even:
-            values = tl.load(values_at + at)
+    widened: tl.constexpr = bits <= 8 and not eight
+    a_word: tl.constexpr = 32 // bits if widened else 1
+    parts: tl.constexpr = k // span
+    n: tl.constexpr = sums.shape[0]
+    few: tl.constexpr = sums.shape[1] <= 32
+    values_at = values_rows[:, None] + tl.arange(0, k // a_word)[None, :]
+    if eight and grouped:
+        # Loaded during the step before, because only copies of operands of products are queued ahead.
+        scale = tl.load(scales_rows + begin // group)
+    if widened and not grouped:
+        scale = tl.load(scales_rows)[:, None]
+        minimum = tl.load(minima_rows)[:, None] if has_minima else scale
+    for at in range(begin, end, k):
+        if bits <= 8 or even:
+            # Packed rows end with zeros; others do not.
+            values = tl.load(values_at + tl.multiple_of(at // a_word, k // a_word))
         else:
-            # Packed rows end with zeros; these do not.
             values = tl.load(values_at + at, mask=at + lane[None, :] < inputs, other=0.0)
-        for half in tl.static_range(values_a_step // k):
-            first = at + half * k
-            if even:
-                x = tl.load(x_at + first)
+        if even and few:
+            x = tl.load(x_at + at, mask=present[None, :], other=0.0)
+        elif even:
+            x = tl.load(x_at + at)
+        else:
+            x = tl.load(x_at + at, mask=present[None, :] & (at + lane[:, None] < inputs), other=0.0)
+        if eight:
+            if grouped:
+                later = tl.load(scales_rows + tl.minimum((at + k) // group, groups - 1))
+                sums += tl.dot(values, x).to(tl.float32) * scale.to(tl.float32)[:, None]
+                scale = later
+            elif fp8:
+                # Tensor cores accumulate these products with few bits, so no sum is longer than a step. With
+                # `max_num_imprecise_acc` Triton adds before it waits, and ptxas makes each instruction wait (C7515).
+                sums += tl.dot(values, x)
             else:
-                x = tl.load(x_at + first, mask=first + lane[:, None] < inputs, other=0.0)
-            if eight:
-                if grouped:
-                    scale = tl.load(scales_rows + first // group).to(tl.float32)
-                    sums += tl.dot(values, x).to(tl.float32) * scale[:, None]
-                elif fp8:
-                    # Tensor cores accumulate these products with few bits, so no sum is longer than a span.
-                    sums = tl.dot(values, x, sums, max_num_imprecise_acc=k)
-                else:
-                    sums = tl.dot(values, x, sums, out_dtype=tl.int32)
-            elif bits > 8:
-                sums = tl.dot(values, x.to(values.dtype), sums, input_precision="ieee")
+                sums = tl.dot(values, x, sums, out_dtype=tl.int32)
+        elif bits > 8:
+            sums = tl.dot(values, x.to(values.dtype), sums, input_precision="ieee")
+        else:
+            words = tl.reshape(values, (n, parts, k // a_word // parts))
+            if grouped:
+                scales = _factors(scales_rows, at, groups, group, span, parts, even)
+                minima = _factors(minima_rows, at, groups, group, span, parts, even) if has_minima else scales
+                weights = _widened(words, scales, minima, x.dtype, bits, fp8, middle, has_minima)
             else:
-                index = tl.minimum(first // group, groups - 1) if grouped else 0
-                scale = tl.load(scales_rows + index).to(tl.float32)
-                if fp8:
-                    # float16 with the same bits is 2^8 times smaller: its exponents begin at -14, not at -6.
-                    code = values.to(tl.uint16)
-                    number = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True)
-                    number = number.to(tl.float32) * 256.0
-                elif bits == 4:
-                    number = ((values >> 4) if half else (values & 15)).to(tl.float32) - middle
-                else:
-                    number = values.to(tl.float32)
-                weight = number * scale[:, None]
-                if has_minima:
-                    weight += tl.load(minima_rows + index).to(tl.float32)[:, None]
-                sums = tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
+                weights = _widened(words, scale, minimum, x.dtype, bits, fp8, middle, has_minima)
+            # One product a step: Triton gives a second one another layout of sums.
+            sums = tl.dot(tl.reshape(weights, (n, k)), x, sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def _factors(
+    rows, at, groups, group: tl.constexpr, span: tl.constexpr, parts: tl.constexpr, even: tl.constexpr
+):  # fmt: skip
+    """Return the scales or minima [n, parts] of the spans from input `at` on."""
+    irregular: tl.constexpr = parts > 1 and span < group
+    # Only copies of 4 bytes a thread are queued ahead: of float16, up to four factors are read for one.
+    fewest: tl.constexpr = 4 if rows.dtype.element_ty == tl.float16 else 1
+    wide: tl.constexpr = parts if irregular or parts > fewest else fewest
+    step = at // (span * parts if irregular or parts > 1 else group)
+    if irregular:
+        index = (at // span + tl.arange(0, parts)) * span // group
+    else:
+        index = tl.multiple_of(step * parts // wide * wide, wide) + tl.arange(0, wide)
+    if even:
+        found = tl.load(rows[:, None] + index[None, :])
+    else:
+        found = tl.load(rows[:, None] + index[None, :], mask=index[None, :] < groups, other=0.0)
+    if wide > parts:
+        each = tl.reshape(found.to(tl.float32), (rows.shape[0], wide // parts, parts))
+        mine = tl.arange(0, wide // parts) == step % (wide // parts)
+        found = tl.sum(tl.where(mine[None, :, None], each, 0.0), 1).to(found.dtype)
+    return found
+
+
+@triton.jit
+def _widened(
+    words, scales, minima, element: tl.constexpr,
+    bits: tl.constexpr, fp8: tl.constexpr, middle: tl.constexpr, has_minima: tl.constexpr,
+):  # fmt: skip
+    """Return the weights [n, k] of words int32[n, parts, words of a span], rounded to `element`.
+
+    Words become the operand of tensor cores without an exchange between threads, see `packed.interleaved`.
+    """
+    n: tl.constexpr = words.shape[0]
+    chunks: tl.constexpr = words.shape[1] * words.shape[2] // 4
+    first = _four_inputs(words, scales, minima, 0, element, bits, fp8, middle, has_minima)
+    if bits == 4:
+        second = _four_inputs(words, scales, minima, 4, element, bits, fp8, middle, has_minima)
+        weights = tl.reshape(tl.join(first, second), (n, chunks, 4, 2, 2, 2))
+        weights = tl.permute(weights, (0, 1, 5, 4, 2, 3))
+    else:
+        weights = tl.permute(tl.reshape(first, (n, chunks, 4, 2, 2)), (0, 1, 4, 2, 3))
+    return tl.reshape(weights, (n, chunks * 128 // bits))
+
+
+@triton.jit
+def _four_inputs(
+    words, scales, minima, first: tl.constexpr, element: tl.constexpr,
+    bits: tl.constexpr, fp8: tl.constexpr, middle: tl.constexpr, has_minima: tl.constexpr,
+):  # fmt: skip
+    """Return the weights [n, parts, words, 2, 2] of four values of each word, from value `first` on."""
+    return tl.join(
+        tl.join(
+            _one_input(words, scales, minima, first, element, bits, fp8, middle, has_minima),
+            _one_input(words, scales, minima, first + 1, element, bits, fp8, middle, has_minima),
+        ),
+        tl.join(
+            _one_input(words, scales, minima, first + 2, element, bits, fp8, middle, has_minima),
+            _one_input(words, scales, minima, first + 3, element, bits, fp8, middle, has_minima),
+        ),
+    )
+
+
+@triton.jit
+def _one_input(
+    words, scales, minima, place: tl.constexpr, element: tl.constexpr,
+    bits: tl.constexpr, fp8: tl.constexpr, middle: tl.constexpr, has_minima: tl.constexpr,
+):  # fmt: skip
+    factor = scales.to(tl.float32)[:, :, None]
+    if fp8:
+        # float32 with the same bits is 2^120 times smaller: its exponents begin at -126, not at -6.
+        number = (((words << (24 - 8 * place)) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+        weight = number * 1.329227995784916e36 * factor
+    else:
+        # Conversions have a fraction of the rate of other instructions. So a value becomes bits `to` and up of a
+        # float32 from `base` to 2 `base`, which is `base` larger. Two values of `to` save shifts of 4-bit words.
+        to: tl.constexpr = 15 if bits == 8 else 16 - place % 2 * 4
+        base: tl.constexpr = 2.0 ** (23 - to)
+        left: tl.constexpr = to - bits * place
+        moved = words << left if left >= 0 else words >> -left
+        mask: tl.constexpr = (2**bits - 1) << to
+        exponent: tl.constexpr = (150 - to) << 23
+        # (moved & mask) | exponent, which the assembler does not combine by itself.
+        code = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [moved, mask, exponent], tl.int32, is_pure=True, pack=1
+        )
+        number = code.to(tl.float32, bitcast=True)
+        rounded_once: tl.constexpr = False if has_minima else scales.dtype == tl.float16
+        if rounded_once:  # because both products are exact
+            weight = number * factor - (base + middle) * factor
+        else:
+            weight = (number - (base + middle)) * factor
+            if has_minima:
+                weight += minima.to(tl.float32)[:, :, None]
+    return weight.to(element)
 
 
 WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
@@ -197,9 +307,13 @@ EVERY_TILE = (1, 32, 64, MOST_TOKENS)
 """Numbers of tokens with different tiles."""
 _SHORTEST_CUT = 512
 """Inputs per cut; a multiple of every step."""
-_PROGRAMS_A_MULTIPROCESSOR = 2
+_PROGRAMS_A_MULTIPROCESSOR = 3
+"""At most, if some share an output."""
 _LEFT = 2048
 """Bytes of shared memory that the stages leave to the rest of a program."""
+_TILES_TOGETHER = tl.constexpr(16)
+_HOPPER_MEMORY = 200 * 1024
+"""Bytes of shared memory that no device before Hopper has."""
 
 
 class ProductDevice(NamedTuple):
@@ -219,13 +333,26 @@ class Tile(NamedTuple):
     """Inputs per cut, which is summed from zero."""
     splits: int
     """Programs that share the cuts of a tile of outputs; 1 computes all of them."""
+    k: int
+    """Inputs per step; sums do not depend on it."""
     num_warps: int
     num_stages: int
 
 
-def stages(operand: Operands, outputs: int, tokens: int, device: ProductDevice, most: int) -> int:
+def step_of(operand: Operands, tokens: int, device: ProductDevice) -> int:
+    """Return the inputs that a tile multiplies at a time: a cache line of weights, as far as registers suffice."""
+    if operand.exact and operand.bits <= 8:
+        return 32
+    # With eight groups a step, ptxas makes the instructions of the smallest tile wait for each other (C7515).
+    few = tokens <= _FEW_TOKENS and (tokens > 16 or operand.form["group"] >= 64)
+    if operand.form["eight"] or operand.bits > 8 or few:
+        return LINE_BYTES * 8 // operand.bits
+    # Hopper's tensor cores read tokens from shared memory, those before it from registers.
+    return 128 if tokens <= _FEW_TOKENS or device.shared_memory >= _HOPPER_MEMORY else 64
+
+
+def stages(operand: Operands, outputs: int, tokens: int, step: int, device: ProductDevice, most: int) -> int:
     """Return the number of pipeline stages of a tile, limited by the device's shared memory."""
-    step = operand.form["k"] * (2 if operand.bits == 4 else 1)  # values of a row per read
     step_bytes = outputs * step * operand.bits // 8 + tokens * step * operand.x.element_size()
     return max(1, min(most, (device.shared_memory - _LEFT) // step_bytes))
 
@@ -236,21 +363,25 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     The order of sums depends only on the weight and the device, never on the tokens. Tensor cores multiply 16 outputs
     at a time, Hopper's 64, so that no tile has fewer.
     """
-    exact = operand.bits == 32 or operand.x.dtype == torch.float32  # multiplied without tensor cores
-    outputs = 16 if operand.bits == 32 else 32 if exact else 64
-    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if exact else MOST_TOKENS)
+    outputs = 16 if operand.bits == 32 else 32 if operand.exact else 64
+    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if operand.exact else MOST_TOKENS)
     blocks = triton.cdiv(out, outputs)
-    cuts = min(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors // blocks, operand.inputs // _SHORTEST_CUT)
-    cut, splits = operand.inputs, 1
-    if cuts > 1:
-        cut = triton.cdiv(triton.cdiv(operand.inputs, cuts), _SHORTEST_CUT) * _SHORTEST_CUT
-        splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
-    few = columns <= _FEW_TOKENS
-    # 16-bit weights need no widening, so a thread has registers for twice the sums.
+    cuts = [*range(_SHORTEST_CUT, operand.inputs, _SHORTEST_CUT), operand.inputs]
+
+    def load(cut: int) -> tuple[int, int, int]:
+        # Inputs of the multiprocessor with most programs; of equal ones, the most programs.
+        programs = blocks * triton.cdiv(operand.inputs, cut)
+        surplus = max(programs - _PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors, 0) if cut < operand.inputs else 0
+        return surplus, triton.cdiv(programs, device.multiprocessors) * cut, cut
+
+    cut = min(cuts, key=load)
+    splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
+    # Four warps widen 64 outputs; eight would widen the same ones twice. 16-bit weights need no registers for that, so
+    # four have twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
-    return Tile(
-        outputs, columns, cut, splits, 8 if many else 4, stages(operand, outputs, columns, device, 5 if few else 3)
-    )
+    outputs, step = outputs * (2 if many else 1), step_of(operand, columns, device)
+    count = stages(operand, outputs, columns, step, device, 5 if columns <= _FEW_TOKENS and step <= 128 else 3)
+    return Tile(outputs, columns, cut, splits, step, 8 if many else 4, count)
 
 
 def weight_product(device: ProductDevice) -> WeightProduct:
@@ -285,12 +416,12 @@ def weight_product(device: ProductDevice) -> WeightProduct:
         split, places, partial = tile.splits > 1, counters(blocks, x.device), None
         if split:
             partial = x.new_empty((tile.splits, tokens, out), dtype=torch.float32)
-        grid = blocks, triton.cdiv(tokens, tile.tokens), tile.splits
+        grid = blocks * triton.cdiv(tokens, tile.tokens), tile.splits
         given = *operand.arrays, operand.bias, partial, places if split else None, y, y.stride(0)
         sizes = tokens, out, *operand.sizes, tile.cut
         cutting = {"whole": tile.cut >= operand.inputs, "n": tile.outputs, "m": tile.tokens}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        _multiply[grid](*given, *sizes, **operand.form, **cutting, **options)
+        _multiply[grid](*given, *sizes, **step_constants(operand, tile.k), **cutting, **options)
 
     return product
 
@@ -299,13 +430,19 @@ def weight_product(device: ProductDevice) -> WeightProduct:
 def _multiply(
     x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at, bias_at,
     partial_at, counters_at, y_at, y_stride,
-    tokens, out, inputs, groups, group, cut,
+    tokens, out, inputs, groups, cut,
     bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
-    has_minima: tl.constexpr, even: tl.constexpr, whole: tl.constexpr, n: tl.constexpr, m: tl.constexpr,
-    k: tl.constexpr,
+    has_minima: tl.constexpr, group: tl.constexpr, span: tl.constexpr, even: tl.constexpr, whole: tl.constexpr,
+    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    output = tl.program_id(0) * n + tl.arange(0, n)
-    token = tl.program_id(1) * m + tl.arange(0, m)
+    # Programs that run at the same time share weights and up to `_TILES_TOGETHER` tiles of tokens.
+    blocks = tl.cdiv(out, n)
+    before = tl.program_id(0) // (_TILES_TOGETHER * blocks) * _TILES_TOGETHER
+    tiles = tl.minimum(tl.cdiv(tokens, m) - before, _TILES_TOGETHER)
+    place = tl.program_id(0) - before * blocks
+    block = place // tiles
+    output = block * n + tl.arange(0, n)
+    token = (before + place % tiles) * m + tl.arange(0, m)
     # Outputs and tokens beyond the last are clamped to it, and not written.
     line = tl.minimum(output, out - 1).to(tl.int64)
     row = tl.minimum(token, tokens - 1).to(tl.int64)
@@ -320,14 +457,14 @@ def _multiply(
         minima_rows += line * groups
     none = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
     if partial_at is not None:
-        begin = tl.program_id(2) * cut
+        begin = tl.program_id(1) * cut
         end = tl.minimum(begin + cut, inputs)
     else:
         begin = 0
         end = cut
     sums = span_products(
-        none, x_rows, values_rows, scales_rows, minima_rows, begin, end, inputs, groups, group,
-        bits, fp8, eight, middle, grouped, has_minima, even, k,
+        none, x_rows, token < tokens, values_rows, scales_rows, minima_rows, begin, end, inputs, groups,
+        bits, fp8, eight, middle, grouped, has_minima, group, span, even, k,
     )  # fmt: skip
     total = sums.to(tl.float32)
     if partial_at is not None:
@@ -335,12 +472,12 @@ def _multiply(
         # The last program to arrive reads the sums of all cuts from memory. They are visible, because a barrier orders
         # the writes of a program's threads before its atomic count, which has release and acquire semantics, and
         # another barrier orders that before the reads (memory consistency model of PTX, causality order).
-        splits = tl.num_programs(2)
+        splits = tl.num_programs(1)
         at = partial_at + row[:, None] * out + line[None, :]
         jump = tokens.to(tl.int64) * out
-        tl.store(at + tl.program_id(2) * jump, total, mask=mask)
+        tl.store(at + tl.program_id(1) * jump, total, mask=mask)
         tl.debug_barrier()
-        count = counters_at + tl.program_id(0)
+        count = counters_at + block
         if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.debug_barrier()
             total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -352,8 +489,9 @@ def _multiply(
         if not whole:
             for later in range(cut, inputs, cut):
                 more = span_products(
-                    none, x_rows, values_rows, scales_rows, minima_rows, later, tl.minimum(later + cut, inputs), inputs,
-                    groups, group, bits, fp8, eight, middle, grouped, has_minima, even, k,
+                    none, x_rows, token < tokens, values_rows, scales_rows, minima_rows, later,
+                    tl.minimum(later + cut, inputs), inputs, groups,
+                    bits, fp8, eight, middle, grouped, has_minima, group, span, even, k,
                 )  # fmt: skip
                 total += more.to(tl.float32)
         total = tl.trans(total)
