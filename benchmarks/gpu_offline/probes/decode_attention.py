@@ -187,8 +187,9 @@ def varied(programs: int = 2, **options: int) -> Iterator[None]:
 def new_attention() -> PagedAttention:
     if CPU:
         return PagedAttention(torch.device("cpu"), 4, 227 * 1024)
-    facts = torch.cuda.get_device_properties(0)
-    return PagedAttention(torch.device(DEVICE), facts.multi_processor_count, facts.shared_memory_per_block_optin)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    limit = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
+    return PagedAttention(torch.device(DEVICE), multiprocessors, limit)
 
 
 def show(**facts: Any) -> None:
