@@ -311,7 +311,7 @@ class Runner:
             keys = ((slot, int(gens[slot])) for slot in plan.slots.tolist())
             errors = tuple((key[0], self._failed[key]) for key in keys if key in self._failed)
         logprobs, scores, vectors = launched.extras(more) if more else (None, None, None)
-        forced = self._grammars.take_accepted(len(gens))
+        forced = self._grammars.take_accepted(len(gens)) if rows.drafted else None
         return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors, forced)
 
     def mask_stats(self) -> MaskStats:

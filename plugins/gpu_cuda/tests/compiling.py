@@ -94,9 +94,14 @@ def assembler_log(made: Any, capability: int) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        command = [ptxas, "-lineinfo", "-v", *options, architecture, file.name, "-o", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        # Releases differ in the one they use; the older one reads only older code.
+        for ptxas in (tools / "ptxas", tools / "ptxas-blackwell"):
+            command = [ptxas, "-lineinfo", "-v", *options, architecture, file.name, "-o", os.devnull]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                return run.stderr
+    raise RuntimeError(run.stderr)
 
 
 def stack(log: str) -> int:
