@@ -33,7 +33,7 @@ def missing_imports(source: str) -> list[str]:
 
 
 def names_of(path: str) -> tuple[Callable[[str], bool], bool]:
-    """Return whether a module has a name, and whether it is a package; from its text if it imports an absent framework."""
+    """Return whether a module has a name, and whether it is a package; read from its text if a framework is absent."""
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
