@@ -32,6 +32,7 @@ from fd_gpu_cuda.kernels.products import (
     stages,
     step_constants,
     step_of,
+    widest,
 )
 from fd_gpu_cuda.packed import StackedExperts
 
@@ -145,7 +146,7 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
     """
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
     columns = min(max(average, 16), 64 if operand.exact else MOST_TOKENS)
-    outputs = 32 if operand.exact else 128 if columns == MOST_TOKENS else 64
+    outputs = 32 if operand.exact else widest(operand, device) if columns == MOST_TOKENS else 64
     step = step_of(operand, columns, device)
     count = stages(operand, outputs, columns, step, device, 4 if columns <= 32 else 3)
     return GroupedTile(outputs, columns, step, 8 if columns == MOST_TOKENS else 4, count)

@@ -323,6 +323,11 @@ class ProductDevice(NamedTuple):
     shared_memory: int
     """Shared memory of a block in bytes."""
 
+    @property
+    def reads_shared(self) -> bool:
+        """True if tensor cores read tokens from shared memory, as Hopper's do, not from registers."""
+        return self.shared_memory >= _HOPPER_MEMORY
+
 
 class Tile(NamedTuple):
     """Tiling of one product."""
@@ -344,11 +349,19 @@ def step_of(operand: Operands, tokens: int, device: ProductDevice) -> int:
     if operand.exact and operand.bits <= 8:
         return 32
     # With eight groups a step, ptxas makes the instructions of the smallest tile wait for each other (C7515).
-    few = tokens <= _FEW_TOKENS and (tokens > 16 or operand.form["group"] >= 64)
+    few = tokens <= (_FEW_TOKENS if device.reads_shared or operand.bits == 4 else 16)
+    few = few and (tokens > 16 or operand.form["group"] >= 64)
     if operand.form["eight"] or operand.bits > 8 or few:
         return LINE_BYTES * 8 // operand.bits
-    # Hopper's tensor cores read tokens from shared memory, those before it from registers.
-    return 128 if tokens <= _FEW_TOKENS or device.shared_memory >= _HOPPER_MEMORY else 64
+    return 128 if tokens <= 16 or device.reads_shared else 64
+
+
+def widest(operand: Operands, device: ProductDevice) -> int:
+    """Return the outputs of a tile of many tokens for eight warps.
+
+    Four warps widen 64 outputs; eight would widen the same ones twice.
+    """
+    return 128 if device.reads_shared or not operand.form["eight"] else 64
 
 
 def stages(operand: Operands, outputs: int, tokens: int, step: int, device: ProductDevice, most: int) -> int:
@@ -364,7 +377,8 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     at a time, Hopper's 64, so that no tile has fewer.
     """
     outputs = 16 if operand.bits == 32 else 32 if operand.exact else 64
-    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if operand.exact else MOST_TOKENS)
+    most = 32 if operand.exact and operand.bits <= 8 else 64 if operand.exact else MOST_TOKENS
+    columns = min(max(triton.next_power_of_2(tokens), 16), most)
     blocks = triton.cdiv(out, outputs)
     cuts = [*range(_SHORTEST_CUT, operand.inputs, _SHORTEST_CUT), operand.inputs]
 
@@ -376,10 +390,9 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
 
     cut = min(cuts, key=load)
     splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
-    # Four warps widen 64 outputs; eight would widen the same ones twice. 16-bit weights need no registers for that, so
-    # four have twice the sums.
+    # 16-bit weights need no registers for widening, so four warps have twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
-    outputs, step = outputs * (2 if many else 1), step_of(operand, columns, device)
+    outputs, step = widest(operand, device) if many else outputs, step_of(operand, columns, device)
     count = stages(operand, outputs, columns, step, device, 5 if columns <= _FEW_TOKENS and step <= 128 else 3)
     return Tile(outputs, columns, cut, splits, step, 8 if many else 4, count)
 
