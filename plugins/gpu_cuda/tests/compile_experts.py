@@ -47,7 +47,13 @@ def main(capability: int) -> None:
             for tokens in (1, 256, 1024, 4096) if everything() else (4096,):
                 compiler.case = f"{name or 'not packed'}, {dtype}, {tokens} tokens"
                 compiler.wanted = {"_multiply_pairs": instruction(capability, dtype, form)}
+                compiler.waits = name is not None  # weights that are widened in registers
                 mixture(torch.empty(tokens, HIDDEN, dtype=dtype), experts, "silu", None)
+    # Rows that are no multiple of a step have masks.
+    router, dtype = torch.empty(COUNT, HIDDEN), torch.float32
+    odd = stacked(None, 2 * (INNER + 8), HIDDEN, dtype), stacked(None, HIDDEN, INNER + 8, dtype)
+    compiler.case, compiler.wanted = "masked, float32", {}
+    mixture(torch.empty(9, HIDDEN, dtype=dtype), Experts(router, *odd, top_k=TOP_K, normalize=True), "silu", None)
     print("\n".join(compiler.failures))
 
 

@@ -41,6 +41,8 @@ class Compiler(FakeDriver):
         """By kernel the pattern of an instruction that has to be there."""
         self.spills = 0
         """Bytes of registers that may go to memory."""
+        self.waits = False
+        """True if products may wait for each other, where no form was found in which they do not."""
 
     def _compile(self, kernel: Any, asked: dict[str, Any], name: str) -> None:
         options = options_of(asked)
@@ -57,7 +59,7 @@ class Compiler(FakeDriver):
             self.failures.append(f"{label}: needs {shared} bytes of shared memory")
         if spilled > self.spills:
             self.failures.append(f"{label}: {spilled} bytes of registers go to memory")
-        if slow := re.search(r"\(C75\d\d\)[^\n]*", log):
+        if (slow := re.search(r"\(C75\d\d\)[^\n]*", log)) and not self.waits:
             self.failures.append(f"{label}: {slow[0]}")
         if register := leaking_lane(made.asm["ptx"]):
             self.failures.append(f"{label}: an unused lane reaches {register}")

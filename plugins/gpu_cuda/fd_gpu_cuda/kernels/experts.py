@@ -146,6 +146,8 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
     """
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
     columns = min(max(average, 16), 64 if operand.exact else MOST_TOKENS)
+    if operand.exact and columns == 32:
+        columns = 64  # Triton 3.6 compiles tiles of 32 x 32 wrongly if loads have masks; see `entry.leaking_lane`
     outputs = 32 if operand.exact else widest(operand, device) if columns == MOST_TOKENS else 64
     step = step_of(operand, columns, device)
     count = stages(operand, outputs, columns, step, device, 4 if columns <= 32 else 3)
