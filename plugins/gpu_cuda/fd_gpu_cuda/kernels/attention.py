@@ -42,7 +42,7 @@ import triton.language as tl
 from fd_core.config import EngineConfig
 from fd_core.ops.contract import Array, Heads, HostStep, StepInput
 
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 from fd_gpu_cuda.kernels.logits import is_last
 from fd_gpu_cuda.kv_cache import CudaLayer
 
@@ -98,7 +98,7 @@ class HeadSizes(NamedTuple):
     @property
     def padded(self) -> int:
         """Elements of a head in a tile."""
-        return max(_LINES, triton.next_power_of_2(self.width))
+        return max(_LINES, next_power_of_2(self.width))
 
     @property
     def masked(self) -> bool:
@@ -124,7 +124,7 @@ def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
     from the L2 cache. The limits of registers were found by compiling.
     """
     queries = max(1, min(MOST_DRAFTED, _LINES // sizes.shared))
-    lines = max(_LINES, triton.next_power_of_2(queries * sizes.shared))
+    lines = max(_LINES, next_power_of_2(queries * sizes.shared))
     # 8-bit values are converted to the queries' type before products.
     keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
     warps = 8 if sizes.exact else 4
@@ -147,7 +147,7 @@ def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
         keys = _LINES
     elif sizes.padded <= 128 and not sizes.windowed and not sizes.widened:
         lines = _PREFILL_LINES
-    lines = max(lines, triton.next_power_of_2(sizes.shared))
+    lines = max(lines, next_power_of_2(sizes.shared))
     return Tile(lines // sizes.shared, lines, keys, 8, _prefill_stages(sizes, lines, keys, shared_memory))
 
 
@@ -295,7 +295,7 @@ def _constants(layer: CudaLayer, heads: Heads, tile: Tile) -> dict[str, int]:
         "tile": tile.queries,
         "m": tile.lines,
         "n": tile.keys,
-        "d": max(16, triton.next_power_of_2(heads.head_dim)),
+        "d": max(16, next_power_of_2(heads.head_dim)),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -745,8 +745,8 @@ class PagedAttention:
         count, prompts = len(step.context_len), step.max_query > MOST_DRAFTED
         if not prompts or count > 1:
             tile = decode_tile(sizes, self._shared_memory)
-            tiles = triton.cdiv(min(step.max_query, MOST_DRAFTED), tile.queries)
-            constants, few = _constants(layer, heads, tile), triton.next_power_of_2(shared)
+            tiles = cdiv(min(step.max_query, MOST_DRAFTED), tile.queries)
+            constants, few = _constants(layer, heads, tile), next_power_of_2(shared)
             folded = max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * constants["d"])))
             constants |= {"few": few, "folded": folded, "scanned": _SCANNED}
             programs = heads.num_kv_heads * tiles * self._shares(heads, count, step.max_context)
@@ -772,7 +772,7 @@ class PagedAttention:
     def _shares(self, heads: Heads, rows: int, max_context: int) -> int:
         """Return the number of parts of the work of a KV head: as many as fill the device or can have work."""
         visible = max_context if heads.window is None else min(max_context, heads.window + MOST_DRAFTED + LARGE_CHUNK)
-        return max(1, min(self._programs // heads.num_kv_heads, rows * triton.cdiv(visible, CHUNK)))
+        return max(1, min(self._programs // heads.num_kv_heads, rows * cdiv(visible, CHUNK)))
 
     def division(self, host: HostStep | None, heads: Heads, tile: Tile) -> Division:
         """Return how keys of prompts are divided: not if their lengths are unknown or their sums would not fit."""
@@ -793,7 +793,7 @@ class PagedAttention:
         ranges = zip(firsts[divided], ends[divided], strict=True)
         spans = max(span_of(end - 1) - span_of(first) + 1 for first, end in ranges)
         total = int(units[divided].sum())
-        elements = total * spans * tile.lines * (max(16, triton.next_power_of_2(heads.head_dim)) + 2)
+        elements = total * spans * tile.lines * (max(16, next_power_of_2(heads.head_dim)) + 2)
         if total > len(self._prompt_counters) or elements > len(self._sums):
             return _UNDIVIDED
         return Division(share, int(programs.max()), int(spans))

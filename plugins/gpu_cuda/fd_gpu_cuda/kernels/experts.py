@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
 from fd_gpu_cuda.kernel_table import ExpertsKernel
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 from fd_gpu_cuda.kernels.norms import activated
 from fd_gpu_cuda.kernels.products import (
     EVERY_TILE,
@@ -49,7 +48,7 @@ def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
     tokens, count = logits.shape
     chosen = torch.empty((tokens, experts.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, experts.top_k), dtype=torch.float32, device=logits.device)
-    size, places = triton.next_power_of_2(count), triton.next_power_of_2(experts.top_k)
+    size, places = next_power_of_2(count), next_power_of_2(experts.top_k)
     constants = {"normalize": experts.normalize, "top_k": experts.top_k, "size": size, "places": places}
     given = logits, experts.correction_bias, chosen, weights, count, experts.norm_floor
     _choose[(tokens,)](*given, **constants)
@@ -144,7 +143,7 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
 
     Instructions and the order of sums depend only on the weight and its device, as in `products`.
     """
-    average = triton.next_power_of_2(triton.cdiv(pairs, experts))
+    average = next_power_of_2(cdiv(pairs, experts))
     columns = min(max(average, 16), 64 if operand.exact else MOST_TOKENS)
     if operand.exact and columns == 32:
         columns = 64  # Triton 3.6 compiles tiles of 32 x 32 wrongly if loads have masks; see `entry.leaking_lane`
@@ -181,7 +180,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         each = x.new_empty(len(pairs[0]), down.out)
         multiply(inner, down, pairs, each, None)
         y = x.new_empty(len(x), down.out)
-        grid = len(x), triton.cdiv(down.out, _COLUMNS)
+        grid = len(x), cdiv(down.out, _COLUMNS)
         _add_up[grid](each, weights, shared, y, down.out, top_k=experts.top_k, tile=_COLUMNS)
         return y
 
@@ -203,9 +202,9 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
             every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
             tiles = [*dict.fromkeys(every), *tiles]
         given = *operand.arrays, order, counts, y, y.stride(0), weight.experts, weight.out, *operand.sizes
-        choice = {"activation": activation, "top_k": top_k, "size": triton.next_power_of_2(weight.experts)}
+        choice = {"activation": activation, "top_k": top_k, "size": next_power_of_2(weight.experts)}
         for tile in tiles:
-            grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
+            grid = (cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
             cutting = {"n": tile.outputs, "m": tile.pairs}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
             _multiply_pairs[grid](*given, **step_constants(operand, tile.k), **choice, **cutting, **options)

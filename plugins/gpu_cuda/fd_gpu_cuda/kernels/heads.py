@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 from fd_gpu_cuda.kernels.norms import weight_and_eps
 from fd_gpu_cuda.kv_cache import CudaLayer
 
@@ -24,7 +24,7 @@ def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     if not tokens:
         return
     strides = k.stride(0), v.stride(0), k.stride(1), v.stride(1)
-    m, d = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(width)
+    m, d = next_power_of_2(num_kv_heads), next_power_of_2(width)
     _write_kv[(tokens, 2)](k, v, *layer.arrays, kv_slots, *strides, kv_heads=num_kv_heads, width=width, m=m, d=d)
 
 
@@ -97,9 +97,9 @@ def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput
     """
     rope, (q_weight, q_eps), (k_weight, k_eps) = heads.rope, weight_and_eps(heads.q_norm), weight_and_eps(heads.k_norm)
     q = torch.empty((len(qkv), heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
-    d = triton.next_power_of_2(heads.head_dim)
-    lines = min(max(_ELEMENTS // d, 1), triton.next_power_of_2(heads.num_heads))
-    groups = triton.cdiv(heads.num_heads, lines) + 2 * triton.cdiv(heads.num_kv_heads, lines)
+    d = next_power_of_2(heads.head_dim)
+    lines = min(max(_ELEMENTS // d, 1), next_power_of_2(heads.num_heads))
+    groups = cdiv(heads.num_heads, lines) + 2 * cdiv(heads.num_kv_heads, lines)
     if len(qkv):
         arrays = qkv.contiguous(), q, *layer.arrays, step.kv_slots, step.positions, rope.cos, rope.sin
         norms = q_weight, k_weight, q_eps, k_eps

@@ -18,7 +18,7 @@ import triton.language as tl
 from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.kernel_table import LoraTable
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 
 _RANK_TILE = 16
 _OUTPUT_TILE = 64
@@ -63,8 +63,8 @@ def lora_addition() -> Callable[[Array, Array, LoraTable, Array], None]:
 
 def _launch(y: Array, x: Array, table: LoraTable, places: Array, tokens: int, tile: _Tile) -> None:
     parts, width, exact = len(table.outs), table.width, x.element_size() == 4
-    cuts = triton.cdiv(table.inputs, _CUT) if tile.split else 1
-    blocks, shares = max(triton.cdiv(tokens, tile.tokens), 1), max(min(tile.shares, tokens), 1)
+    cuts = cdiv(table.inputs, _CUT) if tile.split else 1
+    blocks, shares = max(cdiv(tokens, tile.tokens), 1), max(min(tile.shares, tokens), 1)
     step = min(_LINE // x.element_size(), _CUT)
     sums = x.new_empty((cuts, max(tokens, 1), parts * width), dtype=torch.float32)
     found = places, table.entries, sums, tokens
@@ -73,9 +73,9 @@ def _launch(y: Array, x: Array, table: LoraTable, places: Array, tokens: int, ti
     grid = width // _RANK_TILE * parts * cuts, blocks, shares
     _shrink[grid](x, x.stride(0), *found, table.inputs, **constants, **cutting)
     n = _OUTPUT_TILE // 2 if exact else _OUTPUT_TILE
-    k = min(triton.next_power_of_2(width), _LONGEST_RANK_STEP)
+    k = min(next_power_of_2(width), _LONGEST_RANK_STEP)
     outs = (*table.outs, 0, 0)[:3]
-    grid = sum(triton.cdiv(out, n) for out in table.outs), blocks, shares
+    grid = sum(cdiv(out, n) for out in table.outs), blocks, shares
     _expand[grid](y, y.stride(0), *found, *outs, cuts, **constants, n=n, k=k)
 
 

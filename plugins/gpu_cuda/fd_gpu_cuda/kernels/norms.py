@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Norm
 
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 
 _TILE = 1024
 
@@ -22,7 +22,7 @@ def gate(gate_up: Array, activation: Activation) -> Array:
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        grid = (tokens, triton.cdiv(inner, _TILE))
+        grid = (tokens, cdiv(inner, _TILE))
         _gate[grid](gate_up.contiguous(), out, inner=inner, activation=activation, tile=_TILE)
     return out
 
@@ -57,7 +57,7 @@ def add_ranks(parts: Array) -> Array:
     ranks, count = parts.shape
     out = torch.empty(count, dtype=parts.dtype, device=parts.device)
     if count:
-        _add_ranks[(triton.cdiv(count, _TILE),)](parts, out, count, ranks=ranks, tile=_TILE)
+        _add_ranks[(cdiv(count, _TILE),)](parts, out, count, ranks=ranks, tile=_TILE)
     return out
 
 
@@ -95,7 +95,7 @@ def add_norm(
     count = len(x) if rows is None else len(rows)
     out = x if norm is None and rows is None else torch.empty((count, width), dtype=x.dtype, device=x.device)
     if count:
-        d = triton.next_power_of_2(width)
+        d = next_power_of_2(width)
         (weight, eps), (post_weight, post_eps) = weight_and_eps(norm), weight_and_eps(post_norm)
         y, warps = None if y is None else y.contiguous(), min(max(d // (32 * _ELEMENTS_PER_THREAD), 1), _MOST_WARPS)
         _add_norm[(count,)](x, y, rows, post_weight, weight, out, post_eps, eps, width=width, d=d, num_warps=warps)

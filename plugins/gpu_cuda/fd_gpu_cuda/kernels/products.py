@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
-from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
 from fd_gpu_cuda.packed import LINE_BYTES, PackedPart
 
 _ROW_TILE = 1024
@@ -378,18 +378,18 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     """
     outputs = 16 if operand.bits == 32 else 32 if operand.exact else 64
     most = 32 if operand.exact and operand.bits <= 8 else 64 if operand.exact else MOST_TOKENS
-    columns = min(max(triton.next_power_of_2(tokens), 16), most)
-    blocks = triton.cdiv(out, outputs)
+    columns = min(max(next_power_of_2(tokens), 16), most)
+    blocks = cdiv(out, outputs)
     cuts = [*range(_SHORTEST_CUT, operand.inputs, _SHORTEST_CUT), operand.inputs]
 
     def load(cut: int) -> tuple[int, int, int]:
         # Inputs of the multiprocessor with most programs; of equal ones, the most programs.
-        programs = blocks * triton.cdiv(operand.inputs, cut)
+        programs = blocks * cdiv(operand.inputs, cut)
         surplus = max(programs - _PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors, 0) if cut < operand.inputs else 0
-        return surplus, triton.cdiv(programs, device.multiprocessors) * cut, cut
+        return surplus, cdiv(programs, device.multiprocessors) * cut, cut
 
     cut = min(cuts, key=load)
-    splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
+    splits = cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
     # 16-bit weights need no registers for widening, so four warps have twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
     outputs, step = widest(operand, device) if many else outputs, step_of(operand, columns, device)
@@ -425,11 +425,11 @@ def weight_product(device: ProductDevice) -> WeightProduct:
 
     def launch(operand: Operands, tile: Tile, y: Array) -> None:
         x, (tokens, out) = operand.x, y.shape
-        blocks = triton.cdiv(out, tile.outputs)
+        blocks = cdiv(out, tile.outputs)
         split, places, partial = tile.splits > 1, counters(blocks, x.device), None
         if split:
             partial = x.new_empty((tile.splits, tokens, out), dtype=torch.float32)
-        grid = blocks * triton.cdiv(tokens, tile.tokens), tile.splits
+        grid = blocks * cdiv(tokens, tile.tokens), tile.splits
         given = *operand.arrays, operand.bias, partial, places if split else None, y, y.stride(0)
         sizes = tokens, out, *operand.sizes, tile.cut
         cutting = {"whole": tile.cut >= operand.inputs, "n": tile.outputs, "m": tile.tokens}

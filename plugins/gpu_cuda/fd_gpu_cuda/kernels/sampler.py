@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 from fd_gpu_cuda.kernel_table import SamplingKernels
+from fd_gpu_cuda.kernels.entry import cdiv, next_power_of_2
 from fd_gpu_cuda.kernels.logits import accept, add, count_before, mask, penalize, score, write_matrix
 from fd_gpu_cuda.kernels.sampling import BINS, BOUNDS, draw, fill_bins, find_cuts, find_peaks
 
@@ -49,7 +49,7 @@ class TritonSampling(SamplingKernels):
 
     def reserve(self, rows: int) -> None:
         """Allocate the workspace, 51 KiB a row."""
-        rows = min(triton.cdiv(rows, _ROW_ALIGN) * _ROW_ALIGN, _MOST_ROWS)
+        rows = min(cdiv(rows, _ROW_ALIGN) * _ROW_ALIGN, _MOST_ROWS)
 
         def zeros(*shape: int, dtype: Any = torch.int32) -> Array:
             return torch.zeros(rows, *shape, dtype=dtype, device=self._device)
@@ -101,14 +101,14 @@ class TritonSampling(SamplingKernels):
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
         x = _rows_of(x)
         if len(rows):
-            grid = (triton.cdiv(len(rows), 128),)
+            grid = (cdiv(len(rows), 128),)
             add[grid](x, x.stride(0), rows, ids, values, len(rows), tile=128, chunk=32)
         return x
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(penalties.rows):
-            grid = len(penalties.rows), triton.cdiv(vocabulary, _TILE)
+            grid = len(penalties.rows), cdiv(vocabulary, _TILE)
             counts = penalties.counts, penalties.counts.stride(0), penalties.counts_rows
             drafts = penalties.draft_rows, penalties.draft_ids
             columns = penalties.repetition, penalties.presence, penalties.frequency
@@ -119,7 +119,7 @@ class TritonSampling(SamplingKernels):
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(rows):
-            grid = len(rows), triton.cdiv(vocabulary, _TILE)
+            grid = len(rows), cdiv(vocabulary, _TILE)
             mask[grid](logits, logits.stride(0), rows, bits, bits.stride(0), vocabulary, tile=_TILE)
         return logits
 
@@ -131,10 +131,10 @@ class TritonSampling(SamplingKernels):
         wanted = min(top_n, vocabulary)
         top_ids = torch.empty(count, wanted, dtype=torch.int32, device=logits.device)
         top = torch.empty(count, wanted, dtype=torch.float32, device=logits.device)
-        tile = max(_TILE, triton.next_power_of_2(triton.cdiv(vocabulary, _MOST_TILES)))
-        tiles = triton.cdiv(vocabulary, tile)
+        tile = max(_TILE, next_power_of_2(cdiv(vocabulary, _MOST_TILES)))
+        tiles = cdiv(vocabulary, tile)
         constants = {"tile": tile, "most_tiles": _MOST_TILES, "most": _MOST_LISTED, "num_warps": 8}
-        constants["listed"] = _MOST_LISTED * triton.next_power_of_2(tiles)
+        constants["listed"] = _MOST_LISTED * next_power_of_2(tiles)
         workspace = self._peaks, self._masses, self._listed.view(torch.int64), self._counters
         for part in self._parts(count):
             found = chosen[part], top_ids[part], top[part]
@@ -156,14 +156,14 @@ class TritonSampling(SamplingKernels):
         accepted = torch.empty(count, dtype=torch.int32, device=drafts.device)
         if count:
             sampled, drafts = _rows_of(sampled), _rows_of(drafts)
-            grid = (triton.cdiv(count, 128),)
+            grid = (cdiv(count, 128),)
             accept[grid](sampled, sampled.stride(0), drafts, drafts.stride(0), num_drafts, accepted, count, k, tile=128)
         return accepted
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
         sampled, width = _rows_of(sampled), sampled.shape[1]
         matrix = torch.empty(num_slots, width, dtype=torch.int32, device=sampled.device)
-        grid = (triton.cdiv(num_slots, 32),)
+        grid = (cdiv(num_slots, 32),)
         arrays = sampled, sampled.stride(0), accepted, slots, revoked, matrix
         sizes = len(sampled), len(revoked), num_slots, width
         write_matrix[grid](*arrays, *sizes, empty=EMPTY_TOKEN_ID, preempted=PREEMPTED_TOKEN_ID, tile=32, chunk=128)
@@ -175,10 +175,10 @@ class TritonSampling(SamplingKernels):
 
     def _spans(self, rows: int, vocabulary: int) -> tuple[int, int]:
         """Return the tiles per program and the programs per row that fill the device."""
-        tiles = triton.cdiv(vocabulary, _TILE)
-        spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
-        of_each = triton.cdiv(tiles, spans)
-        return of_each, triton.cdiv(tiles, of_each)
+        tiles = cdiv(vocabulary, _TILE)
+        spans = min(tiles, _MOST_SPANS, cdiv(_WAVES * self._multiprocessors, rows))
+        of_each = cdiv(tiles, spans)
+        return of_each, cdiv(tiles, of_each)
 
 
 def _rows_of(x: Array) -> Array:
