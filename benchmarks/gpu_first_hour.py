@@ -4,7 +4,7 @@
 
 Needs a GPU. Weights are made here, so nothing is downloaded. Decodes of 1, 32 and 256 requests see 1,024 tokens each,
 two steps in flight; a prefill is 2,048 tokens. The result is written after each model, so that what was measured is
-kept when something fails; `gpu_roofline.py --measured FILE` compares it with the floors. Not run on hardware yet.
+kept when something fails; `gpu_roofline.py --measured FILE` compares it with the floors.
 """
 
 from __future__ import annotations

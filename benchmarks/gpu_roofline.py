@@ -43,7 +43,7 @@ SHOWN_KERNELS = 12
 PREAMBLE = """\
 # What a GPU takes at least for a step
 
-Calculated by `python benchmarks/gpu_roofline.py`, **nothing of it measured**. The floor of a step is the longer of
+Calculated by `python benchmarks/gpu_roofline.py`, **not measured** but for the launches. The floor of a step is the longer of
 moving its bytes and multiplying, at the maker's rates, and what launches add. No engine reaches it: 70 to 85 % of the
 bandwidth and 50 to 70 % of the operations are good.
 
@@ -52,7 +52,7 @@ bandwidth and 50 to 70 % of the operations are good.
 - `fp8` and `int4` are the weights of layers; embedding, output projection, KV and attention stay in bfloat16.
 - Launches: {dense} a dense layer, {experts} one with experts, {outside} outside. A decode is one graph: {graph:g} us,
   and {node:g} us a kernel. A prefill is launched by the host, {eager:g} us a kernel, ahead of the device. These three
-  are assumptions."""
+  were measured on an H100."""
 HEADINGS = ("step", "weights", "moved", "operations", "launches", "floor", "tokens/s", "binds")
 
 

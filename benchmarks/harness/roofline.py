@@ -31,12 +31,12 @@ LAUNCHES_OUTSIDE_LAYERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Launching:
-    """Seconds that launches cost. Assumed, not from any maker: `gpu_first_hour.py` measures all three."""
+    """Seconds that launches cost, as `gpu_first_hour.py` measured them on an H100 in a virtual machine."""
 
-    eager: float = 4e-6
-    """Of the host's time for a kernel that is launched by itself; 4 to 6 us are usual, Python not counted."""
-    graph: float = 5e-6
-    """From the launch of a graph until its first kernel begins."""
+    eager: float = 35e-6
+    """Of the host's time for a kernel of a step that is launched by itself: 10.3 ms for the 296 of a prefill."""
+    graph: float = 15e-6
+    """From the launch of a graph until its first kernel has ended."""
     node: float = 1e-6
     """Between the end of a small kernel and the beginning of the next one that needs its result."""
 

@@ -21,7 +21,7 @@ from tests.documents.reader import commands
 from tests.documents.test_pages import DONE
 
 MOST: Mapping[str, int] = {
-    "needs a GPU": 2,
+    "needs a GPU": 3,
     "needs the network": 10,
     "takes too long": 3,
     "needs another machine": 6,

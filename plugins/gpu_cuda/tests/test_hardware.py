@@ -1,4 +1,4 @@
-"""Tests that need a GPU. Not part of the default run, and not run on hardware yet: `pytest -m hardware`."""
+"""Tests that need a GPU. Not part of the default run: `pytest -m hardware`."""
 
 from __future__ import annotations
 
