@@ -63,7 +63,7 @@ FORMS = ("int4", "int8", FP8)
 
 
 class Device:
-    """Where the operations run, and how their time is taken."""
+    """Device of the operations, and its clock."""
 
     def __init__(self, ops: Any, form: str = "bfloat16") -> None:
         self.ops, self.form = ops, form

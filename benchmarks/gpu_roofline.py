@@ -43,9 +43,9 @@ SHOWN_KERNELS = 12
 PREAMBLE = """\
 # What a GPU takes at least for a step
 
-Calculated by `python benchmarks/gpu_roofline.py`, **not measured** but for the launches. The floor of a step is the longer of
-moving its bytes and multiplying, at the maker's rates, and what launches add. No engine reaches it: 70 to 85 % of the
-bandwidth and 50 to 70 % of the operations are good.
+Calculated by `python benchmarks/gpu_roofline.py`, **not measured** but for the launches. The floor of a step is the
+longer of moving its bytes and multiplying, at the maker's rates, and what launches add. No engine reaches it: 70 to
+85 % of the bandwidth and 50 to 70 % of the operations are good.
 
 - Decodes see {context:,} tokens. Weights are read once, keys and values once, logits written and read once.
 - Of experts, those that are hit are read, expected where routing is uniform: of 128, 8 for one token, 112 for 32.

@@ -138,7 +138,7 @@ class Backend(abc.ABC):
     """Reason for the dtype that `make_ops` chose under `--dtype auto`; set by `make_ops`, shown to the user."""
 
     warnings: tuple[str, ...] = ()
-    """What makes the backend slow on this machine, each with its remedy; shown at startup."""
+    """Reasons why the backend is slow on this machine, each with its remedy; shown at startup."""
 
     halvings: int = 0
     """Number of times that the engine has halved the default sizes, because the largest step took too much memory."""

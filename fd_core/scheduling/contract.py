@@ -106,7 +106,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestActivity(msgspec.Struct, frozen=True, array_like=True):
-    """What a request does inside an engine right now."""
+    """Activity of a request inside an engine."""
 
     state: str
     """`waiting`, `loading`, `running` or `draining`, as in `SchedulerHoldings`."""

@@ -39,7 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """A line about the device; it contains the word "emulated" if it is."""
     warnings: tuple[str, ...] = ()
-    """What makes the backend slow on this machine, each with its remedy."""
+    """Reasons why the backend is slow on this machine, each with its remedy."""
     dtype: str
     dtype_reason: str = ""
     """Why this dtype was chosen; empty if the backend gives no reason."""

@@ -49,7 +49,7 @@ class History:
     def __init__(self) -> None:
         self._samples: deque[HistorySample] = deque(maxlen=CAPACITY)
         self._last: tuple[float, EngineStats, Durations] | None = None
-        """What the last sample was made from; None after an interval without an engine."""
+        """Origin of the last sample; None after an interval without an engine."""
 
     async def run(self, read: Callable[[], tuple[EngineStats, Durations] | None]) -> None:
         """Record what `read` returns in each interval, None without an engine, until cancelled."""
