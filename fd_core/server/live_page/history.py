@@ -94,7 +94,7 @@ class History:
         )
 
     def shown(self, now: float) -> dict[str, Any]:
-        """Return the samples as the page reads them: the names of the columns, and rows that tell time by `now`."""
+        """Return the samples for the page: column names, rows, and the time `now` on the clock of the rows."""
         return {"now": now, "columns": HistorySample.__struct_fields__, "rows": tuple(self._samples)}
 
 
