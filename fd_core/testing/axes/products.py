@@ -11,7 +11,8 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
-from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
     Floats,
@@ -20,6 +21,7 @@ from fd_core.testing.models.arrays import (
     activations,
     assert_near,
     assert_same,
+    generator,
     heads_on,
     packed_weight,
     raw,
@@ -50,7 +52,7 @@ _EMBEDDING: Final = (
 def check_embedding(ops: Ops, case: Case) -> None:
     """Look up rows of a table, also where ids exceed 16 bits."""
     rows, vocabulary, hidden = (int_of(case, name) for name in ("rows", "vocabulary", "hidden"))
-    table, inputs, rng = _precise(Values(rows)(vocabulary, hidden), case), Inputs(ops), np.random.default_rng(rows)
+    table, inputs, rng = _precise(Values(rows)(vocabulary, hidden), case), Inputs(ops), generator(rows)
     ids = rng.integers(0, vocabulary, rows)
     if case["ids"] == "edges":
         edges = np.array([0, vocabulary - 1, *around(2**15, 2**16, 2**17), vocabulary // 2])
@@ -68,13 +70,12 @@ _EMBEDDING_EDGES: Final = {
     "vocab_size": Edge("vocabulary"),
     "hidden": Edge("hidden"),
 }
-EMBEDDING: Final[Part[Ops]] = Part(
+EMBEDDING: Final[Part[Ops]] = operation_part(
     "embedding",
     _EMBEDDING,
     check_embedding,
     lambda case: max(int_of(case, "vocabulary"), int_of(case, "rows")) * int_of(case, "hidden") < 3 * _MAX_ELEMENTS,
     _EMBEDDING_EDGES,
-    sizes_at(_EMBEDDING_EDGES),
 )
 
 
@@ -100,10 +101,8 @@ def check_norm(ops: Ops, case: Case) -> None:
     weight = make(width) if case["weight"] == "about 0" else 1 + make(width, scale=0.1)
     x = make(rows, max(count, 1) * width, scale=float(case["size"] or 0))
     well = np.ones(rows, np.bool_)
-    if case["odd"] == "zeros":
-        x[rows // 2] = 0.0
-    elif case["odd"] == "nan" and rows > 1:
-        x[rows // 2], well[rows // 2] = np.nan, False
+    if case["odd"] is not None and rows > 1:
+        x[rows // 2], well[rows // 2] = (0.0, True) if case["odd"] == "zeros" else (np.nan, False)
     device = heads_on(ops, x.reshape(rows, count, width))[0] if count else activations(ops, x)
     norm = Norm(ops.prepare_vector(weight), float(case["eps"] or 0))
     expected = ORACLE.rms_norm(x.reshape(rows, -1, width), Norm(weight, norm.eps))[well]
@@ -112,13 +111,12 @@ def check_norm(ops: Ops, case: Case) -> None:
 
 
 _NORM_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "hidden": Edge("width")}
-NORM: Final[Part[Ops]] = Part(
+NORM: Final[Part[Ops]] = operation_part(
     "rms_norm",
     _NORM,
     check_norm,
     lambda case: int_of(case, "rows") * int_of(case, "width") * max(1, int_of(case, "heads")) < _MAX_ELEMENTS,
     _NORM_EDGES,
-    sizes_at(_NORM_EDGES),
 )
 
 
@@ -195,13 +193,17 @@ def check_linear(ops: Ops, case: Case) -> None:
     # So that no row is small compared with the largest result.
     factor = (scale ** (-2 if gated else -1) if case["data"] == "apart" else np.ones_like(scale))[well]
     found, expected = (np.asarray(pack.to_host(each), np.float32)[well] * factor for pack, each in results)
-    assert_near(ops, ops.from_host(found), expected, tolerance, at_least=0.1 if gated else 0.5)
+    usual = 0.1 if gated else 0.5
+    if case["packed"]:
+        # The largest input determines how a pack rounds the others; a few results may all be small.
+        alike = x[well] / (scale[well] if case["data"] == "apart" else 1)
+        norms = [float(np.linalg.norm(part.to_float32(), axis=1).max()) for part in parts]
+        usual = 0.5 * float(np.abs(alike).max()) * (norms[0] * norms[1] * float(alike.std()) if gated else max(norms))
+    assert_near(ops, ops.from_host(found), expected, tolerance, at_least=usual)
 
 
 _LINEAR_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("inputs")}
-LINEAR: Final[Part[Ops]] = Part(
-    "linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, sizes_at(_LINEAR_EDGES), mixed=True
-)
+LINEAR: Final[Part[Ops]] = operation_part("linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, mixed=True)
 
 
 # Heads of a model ----------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def check_head(ops: Ops, case: Case) -> None:
     make, softcap = Values(rows), case["softcap"]
     table = _precise(make(vocabulary, hidden, scale=hidden**-0.5), {"source": "F32"})
     x, norm = make(2 * rows, hidden, scale=float(case["size"] or 0)), 1 + make(hidden, scale=0.1)
-    picked = np.random.default_rng(rows).permutation(2 * rows)[:rows].astype(np.int32)
+    picked = generator(rows).permutation(2 * rows)[:rows].astype(np.int32)
     packed = None if case["packed"] is None else str(case["packed"])
     weight = packed_weight(packed, vocabulary, hidden, scale=hidden**-0.5) if packed else raw(table)
     well = np.ones(rows, np.bool_)
@@ -265,7 +267,7 @@ def check_head(ops: Ops, case: Case) -> None:
 
 
 _HEAD_EDGES: Final = {"hidden": Edge("hidden"), "vocab_size": Edge("vocabulary")}
-HEAD: Final[Part[Ops]] = Part(
+HEAD: Final[Part[Ops]] = operation_part(
     "logits_of",
     _HEAD,
     check_head,
@@ -274,7 +276,6 @@ HEAD: Final[Part[Ops]] = Part(
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
     _HEAD_EDGES,
-    sizes_at(_HEAD_EDGES),
 )
 
 
@@ -292,7 +293,7 @@ _TRANSFER: Final = (
 def check_transfer(ops: Ops, case: Case) -> None:
     """Copy arrays to the device and back; a queued copy holds the values at the time of the call."""
     dtype = np.dtype(str(case["dtype"]))
-    values = np.random.default_rng(0).integers(0, 2**63, (int_of(case, "size"), int_of(case, "columns")))
+    values = generator(0).integers(0, 2**63, (int_of(case, "size"), int_of(case, "columns")))
     array = (values % 2**24).astype(dtype) if dtype.kind == "f" else values.astype(np.uint64).astype(dtype)
     if case["by"] == "states_from_host":
         array = Values(1)(*array.shape)
@@ -311,7 +312,7 @@ def check_transfer(ops: Ops, case: Case) -> None:
         assert_same(bits, array, what)
 
 
-TRANSFER: Final[Part[Ops]] = Part(
+TRANSFER: Final[Part[Ops]] = operation_part(
     "transfers",
     _TRANSFER,
     check_transfer,

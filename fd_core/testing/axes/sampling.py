@@ -11,8 +11,17 @@ import numpy.typing as npt
 from fd_core.ops.contract import Ops, PenaltyInput, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
-from fd_core.testing.axes.parts import Edge, Part, sizes_at
-from fd_core.testing.models.arrays import Floats, Inputs, activations, assert_same, penalty_input, sample_input
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
+from fd_core.testing.models.arrays import (
+    Floats,
+    Inputs,
+    activations,
+    assert_same,
+    generator,
+    penalty_input,
+    sample_input,
+)
 from fd_core.types import IntArray
 
 ORACLE: Final = NumpyOps()
@@ -168,7 +177,7 @@ def check_sample(ops: Ops, case: Case) -> None:
 
 
 _SAMPLE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SAMPLE: Final[Part[Ops]] = Part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES, sizes_at(_SAMPLE_EDGES))
+SAMPLE: Final[Part[Ops]] = operation_part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES)
 
 
 # Penalties -----------------------------------------------------------------------------------------------------------
@@ -235,13 +244,12 @@ def _few_counts(case: Case) -> bool:
 
 
 _PENALIZE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-PENALIZE: Final[Part[Ops]] = Part(
+PENALIZE: Final[Part[Ops]] = operation_part(
     "penalize",
     _PENALIZE,
     check_penalize,
     lambda case: _small(case) and _few_counts(case),
     _PENALIZE_EDGES,
-    sizes_at(_PENALIZE_EDGES),
 )
 
 
@@ -286,7 +294,7 @@ def check_mask(ops: Ops, case: Case) -> None:
 
 
 _MASK_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-MASK: Final[Part[Ops]] = Part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES, sizes_at(_MASK_EDGES))
+MASK: Final[Part[Ops]] = operation_part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES)
 
 
 # Log-probabilities ---------------------------------------------------------------------------------------------------
@@ -335,7 +343,7 @@ def check_scores(ops: Ops, case: Case) -> None:
 
 
 _SCORES_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SCORES: Final[Part[Ops]] = Part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES, sizes_at(_SCORES_EDGES))
+SCORES: Final[Part[Ops]] = operation_part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES)
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------
@@ -369,7 +377,7 @@ def check_verify(ops: Ops, case: Case) -> None:
     assert_same(np.asarray(found, np.int32), ORACLE.verify(sampled, drafts, num_drafts), "accepted drafts by row")
 
 
-VERIFY: Final[Part[Ops]] = Part("verify", _VERIFY, check_verify)
+VERIFY: Final[Part[Ops]] = operation_part("verify", _VERIFY, check_verify)
 
 
 # Cells and rows ------------------------------------------------------------------------------------------------------
@@ -476,7 +484,7 @@ def _cells_fit(case: Case) -> bool:
     return exact and int_of(case, "rows") * int_of(case, "width") <= 2 * _MAX_LOGITS
 
 
-CELLS: Final[Part[Ops]] = Part("cells", _CELLS, check_cells, _cells_fit)
+CELLS: Final[Part[Ops]] = operation_part("cells", _CELLS, check_cells, _cells_fit)
 
 PARTS: Final = (SAMPLE, PENALIZE, MASK, SCORES, VERIFY, CELLS)
 """In the order of the contract."""
@@ -484,7 +492,7 @@ PARTS: Final = (SAMPLE, PENALIZE, MASK, SCORES, VERIFY, CELLS)
 
 def _random(case: Case) -> np.random.Generator:
     """Return a generator with a seed that depends on the sizes only, so that a reduced case has similar data."""
-    return np.random.default_rng([int_of(case, "rows"), *(ord(letter) for letter in str(case.get("vocabulary")))])
+    return generator(int_of(case, "rows"), *(ord(letter) for letter in str(case.get("vocabulary"))))
 
 
 def _share(value: Value, rows: int) -> int:

@@ -10,6 +10,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from fd_core.engine.process.messages import (
+    ControlOrder,
+    PauseGeneration,
+    ResumeGeneration,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
@@ -109,6 +117,8 @@ AXES: Final = (
     Axis("arrivals", (0, 1, 4)),
     Axis("abort", (None, 0, 1, 2, 3, 5, 8)),
     Axis("poisoned", (False, True)),
+    Axis("ordered", (None, "pause", "sleep", "update")),
+    Axis("again", (False, True)),
     Axis("copies", (False, True), needs="kv_transfer"),
     Axis("company", ("none", "in turns", "in a thread")),
     Axis(
@@ -118,8 +128,10 @@ AXES: Final = (
     ),
 )
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
-request whose prompt is NaN inside the model; `company` is another engine of the same backend in this process; with
-`reloaded`, another adapter takes the place of the first one when all requests have ended."""
+request whose prompt is NaN inside the model; `ordered` is an order of an operator after a few steps, for which all
+requests are preempted; `again` submits all requests a second time, under the same names; `company` is another engine of
+the same backend in this process; with `reloaded`, another adapter takes the place of the first one when all requests
+have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
 EXCUSED: Final[Mapping[str, str]] = {
@@ -189,7 +201,8 @@ def allowed(case: Case) -> bool:
     prompts = _int(case, "requests") * (_int(case, "prompt") + _int(case, "shared_prefix"))
     texts = _int(case, "requests") * (_int(case, "max_tokens") + 5)
     steps = prompts / _budget(case) + texts / min(_int(case, "requests"), _int(case, "slots"), _budget(case))
-    return prompts + texts < _MOST_TOKENS and steps * (1 if case["company"] == "none" else 3) < _MOST_STEPS
+    steps *= (1 if case["company"] == "none" else 3) * (2 if case["again"] else 1)
+    return prompts + texts < _MOST_TOKENS and steps < _MOST_STEPS
 
 
 def settings_of(case: Case, longest: int) -> dict[str, Any]:
@@ -386,6 +399,8 @@ def check_steps(target: Target, case: Case) -> None:
             abort=None if case["abort"] is None else _int(case, "abort"),
             poison=VOCABULARY - 1 if case["poisoned"] else None,
             copies=bool(case["copies"]),
+            orders=_orders(target, case),
+            again=bool(case["again"]),
             in_thread=case["company"] == "in a thread",
             first_number=_int(case, "first_number"),
             eager=case["memory"] != "ample",
@@ -393,6 +408,17 @@ def check_steps(target: Target, case: Case) -> None:
             reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
         ),
     ).check()
+
+
+def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
+    """Return orders after which all texts are the same; a backend that cannot replace its weights pauses only."""
+    if case["ordered"] is None:
+        return ()
+    if case["ordered"] == "pause" or not target.cls.updates_weights:
+        return PauseGeneration(), ResumeGeneration()
+    if case["ordered"] == "sleep":
+        return Sleep(2), WakeUp()
+    return (UpdateWeights(str(target.checkpoint(STEP_CASE) or "scripted")),)
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 
 from fd_core.engine.core import Engine
+from fd_core.engine.process.messages import ControlOrder
+from fd_core.errors import FdError
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
@@ -26,6 +28,8 @@ from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, Sampli
 _MOST_STEPS: Final = 20_000
 _MOST_IDLE: Final = 1000
 """Consecutive steps that compute nothing while requests wait, 5 ms each."""
+_ORDERED_AT: Final = 4
+"""Step before which orders are given."""
 _SPARE_BLOCKS: Final = 4
 """Blocks that are copied while steps use the others."""
 
@@ -52,6 +56,10 @@ class Events:
     """Admit requests without reserving blocks for their output: much more preemption."""
     forgets_prefixes: bool = False
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
+    orders: Sequence[ControlOrder] = ()
+    """Orders of an operator, all given after a few steps of the requests."""
+    again: bool = False
+    """Submit the requests a second time under the same names, in reversed order, when all have ended."""
     reloaded: tuple[str, str, Path] | None = None
     """Name of the adapter that is unloaded when all requests have ended, and name and folder of the one that replaces
     it."""
@@ -124,11 +132,16 @@ class Scenario:
         victims = {specs[1 % len(specs)].request_id, specs[-1].request_id} if self.events.abort is not None else set()
         texts = Texts()
         with copying(engine) if self.events.copies else ExitStack():
-            yield from self._steps(engine, queue, texts, victims)
+            yield from self._steps(engine, queue, texts, victims, self.events.orders)
         for spec in poisoned:
             self._check_poisoned(spec, texts)
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
+        if self.events.again:
+            texts = Texts()
+            yield from self._steps(engine, resumed[::-1], texts, set())
+            for spec in resumed:
+                self._check(spec, texts)
         if self.events.reloaded is not None:
             before, after, folder = self.events.reloaded
             engine.unload_adapter(before)
@@ -139,9 +152,20 @@ class Scenario:
         for spec in self.full:
             self._check(spec, texts)
 
-    def _steps(self, engine: Engine, specs: Sequence[RequestSpec], texts: Texts, victims: set[str]) -> Generator[None]:
+    def _steps(
+        self,
+        engine: Engine,
+        specs: Sequence[RequestSpec],
+        texts: Texts,
+        victims: set[str],
+        orders: Sequence[ControlOrder] = (),
+    ) -> Generator[None]:
         waiting, idle = list(specs), 0
+        ended: list[FdError | None] = []
         for step in range(_MOST_STEPS):
+            if step == _ORDERED_AT:
+                for order in orders:
+                    engine.control(order, ended.append)
             if step == self.events.abort and victims:
                 for spec in waiting:  # an unknown request cannot be aborted
                     if spec.request_id in victims:
@@ -153,6 +177,7 @@ class Scenario:
                 if self.events.arrivals:
                     break
             if not engine.has_work and not waiting:
+                assert not any(ended), f"an order failed: {next(filter(None, ended))}"
                 return
             if engine.has_work:
                 before = texts.deltas
