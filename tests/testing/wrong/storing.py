@@ -142,3 +142,12 @@ class SharesAScaleAcrossTokens:
             steps = np.rint(x / np.where(scale == 0, np.float32(1), scale)).astype(np.int8)
             layer[side, blocks, offsets] = np.concatenate([steps, scale.view(np.int8)], axis=-1)
         return None
+
+
+@wrong("reference", "lifetime:test_sleeping_engine_frees_its_cache", spreads_to=("lifetime:*",))
+class HoldsTheLastCache:
+    """The pack keeps the cache for its plans, so that sleep frees no memory."""
+
+    def allocate_kv(self, shape, num_blocks):
+        self.planned = super().allocate_kv(shape, num_blocks)
+        return self.planned
