@@ -120,7 +120,7 @@ def test_projects_pass_plugins_check(projects, monkeypatch):
 )
 def test_operations_and_fusions_conform(projects, framework):
     project, name = projects[PluginKind.BACKEND, framework], name_of(PluginKind.BACKEND, framework)
-    card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "operations or fusions")
+    card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "attention or layer")
     assert f"{name} passes" in card
     assert "emulated" in card
 

@@ -9,9 +9,5 @@ from fd_core.testing.suite.kv.test_kv import (  # noqa: F401 -- the cases
 )
 from fd_core.testing.suite.kv.test_quantized_kv import (  # noqa: F401 -- the cases
     ops8,
-    test_a_scale_that_a_block_held_before_does_not_matter,
-    test_attention_reads_what_is_kept,
-    test_fusions_keep_and_read_what_their_composition_does,
     test_quantized_blocks_are_restored_bit_for_bit,
-    test_stored_kv_equals_the_oracles,
 )

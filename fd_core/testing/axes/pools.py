@@ -14,7 +14,8 @@ from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
-from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
     Floats,
     Inputs,
@@ -23,7 +24,9 @@ from fd_core.testing.models.arrays import (
     assert_same,
     assert_within,
     float32_of,
+    generator,
     heads_on,
+    no_rope,
     on_device,
     step_input,
 )
@@ -50,7 +53,7 @@ def check_rope(ops: Ops, case: Case) -> None:
     """Rotate heads by unrelated angles, so that each position of the table counts."""
     tokens, d, table = (int_of(case, name) for name in ("tokens", "head_dim", "table"))
     half = max(1, int(d * float(case["rotary"] or 0)) // 2)
-    x, rng = Values(tokens)(tokens, int_of(case, "heads"), d), np.random.default_rng(table)
+    x, rng = Values(tokens)(tokens, int_of(case, "heads"), d), generator(table)
     angles = rng.uniform(0, 6.28, (table, half))
     positions = {"first": np.zeros(tokens), "last": np.full(tokens, table - 1)}.get(
         str(case["positions"]), rng.integers(0, table, tokens)
@@ -71,7 +74,7 @@ _ROPE_EDGES: Final = {
     "max_model_len": Edge("table"),
     "head_dim": Edge("head_dim", step=2),
 }
-ROPE: Final[Part[Ops]] = Part(
+ROPE: Final[Part[Ops]] = operation_part(
     "rope",
     _ROPE,
     check_rope,
@@ -80,7 +83,6 @@ ROPE: Final[Part[Ops]] = Part(
         and int_of(case, "tokens") * int_of(case, "heads") * int_of(case, "head_dim") < 2e6
     ),
     _ROPE_EDGES,
-    sizes_at(_ROPE_EDGES),
 )
 
 
@@ -131,7 +133,7 @@ def check_kv(ops: Ops, case: Case) -> None:
     other = ops.allocate_kv(shape, count)
     other.import_blocks(every[::-1].copy(), after)
     _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
-    some = np.random.default_rng(count).permutation(every)[: 1 + count // 3]
+    some = generator(count).permutation(every)[: 1 + count // 3]
     _assert_bits(cache.export_blocks(some), expected[some], "some blocks exported")
 
 
@@ -150,7 +152,7 @@ def _slots_of(case: Case) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     blocks = np.arange(sum(used) + int_of(case, "spare_blocks"))
     match case["order"]:
         case "random":
-            blocks = np.random.default_rng(tokens).permutation(blocks)
+            blocks = generator(tokens).permutation(blocks)
         case "descending":
             blocks = blocks[::-1]
         case "last blocks":
@@ -195,7 +197,7 @@ _KV_EDGES: Final = {
     "block_size": Edge("block_size"),
     "head_dim": Edge("head_dim", step=2),
 }
-KV: Final[Part[Ops]] = Part(
+KV: Final[Part[Ops]] = operation_part(
     "kv",
     _KV,
     check_kv,
@@ -208,7 +210,6 @@ KV: Final[Part[Ops]] = Part(
         < 6e6
     ),
     _KV_EDGES,
-    sizes_at(_KV_EDGES),
 )
 
 
@@ -233,7 +234,7 @@ def check_pool(ops: Ops, case: Case) -> None:
     size, kv_heads, d = 128, 8, 128
     shape = KVShape(1, kv_heads, d, block_size=size, dtype=str(case["kv_dtype"]))
     count = bytes_of(case) // shape.bytes_per_block(ITEM_BYTES[ops.dtype]) + 41
-    cache, rng = ops.allocate_kv(shape, count), np.random.default_rng(count)
+    cache, rng = ops.allocate_kv(shape, count), generator(count)
     every = rng.permutation(count).astype(np.int32)
     # Steps of a scale of 1, which each format stores exactly; one element of each head is the largest.
     x = rng.integers(-8, 9, (count, 2 * kv_heads, d)).astype(np.float32)
@@ -242,8 +243,7 @@ def check_pool(ops: Ops, case: Case) -> None:
         some = slice(begin, begin + 4096)
         _, keys, values = heads_on(ops, x[some, :kv_heads], x[some, kv_heads:])
         ops.write_kv(cache.layer(0), keys, values, ops.from_host(every[some] * np.int32(size)))
-    table = ops.prepare_vector(np.ones((1, 1), np.float32))
-    heads = Heads(kv_heads, kv_heads, d, scale=1.0, rope=Rope(table, table))
+    heads = Heads(kv_heads, kv_heads, d, scale=1.0, rope=no_rope(ops))
     place = np.argsort(every)
     # If both ends share memory, what was written first is lost, at one of them or the other.
     for read in (place[:_ENDS], place[-_ENDS:], place[rng.permutation(count)[:_ENDS]]):

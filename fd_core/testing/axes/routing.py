@@ -13,9 +13,10 @@ from fd_core.ops.weights import WEIGHT_FORMATS, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
-from fd_core.testing.axes.parts import Edge, Part, sizes_at
-from fd_core.testing.axes.products import GROUPED
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
+    GROUPED,
     PACKED_TOLERANCE,
     TOLERANCE,
     Floats,
@@ -113,7 +114,7 @@ _MOE_EDGES: Final = {
     "hidden": Edge("hidden", step=2),
     "inner": Edge("inner", step=2),
 }
-MOE: Final[Part[Ops]] = Part(
+MOE: Final[Part[Ops]] = operation_part(
     "moe",
     _MOE,
     check_moe,
@@ -123,7 +124,6 @@ MOE: Final[Part[Ops]] = Part(
         and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2e6
     ),
     _MOE_EDGES,
-    sizes_at(_MOE_EDGES),
 )
 
 
@@ -226,6 +226,6 @@ _LORA_EDGES: Final = {
     "max_lora_rank": Edge("rank"),
     "inner": Edge("inputs"),
 }
-LORA: Final[Part[Ops]] = Part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES, sizes_at(_LORA_EDGES))
+LORA: Final[Part[Ops]] = operation_part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES)
 
 PARTS: Final = (MOE, LORA)

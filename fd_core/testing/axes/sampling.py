@@ -11,8 +11,17 @@ import numpy.typing as npt
 from fd_core.ops.contract import Ops, PenaltyInput, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
-from fd_core.testing.axes.parts import Edge, Part, sizes_at
-from fd_core.testing.models.arrays import Floats, Inputs, activations, assert_same, penalty_input, sample_input
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
+from fd_core.testing.models.arrays import (
+    Floats,
+    Inputs,
+    activations,
+    assert_same,
+    generator,
+    penalty_input,
+    sample_input,
+)
 from fd_core.types import IntArray
 
 ORACLE: Final = NumpyOps()
@@ -91,6 +100,9 @@ _TOP_P: Final = (1.0, 0.0, 1e-6, 0.1, 0.5, 0.9, 0.9999, MIXED)
 _MIN_P: Final = (0.0, 1e-6, 0.05, 0.6, 0.99, 1.0, MIXED)
 _SEEDS: Final = ("random", *(n for power in (31, 32, 63) for n in (2**power - 1, 2**power)), 0, 2**64 - 1)
 
+_OUTERMOST: Final = (12_121_362, 16_390_493)
+"""Seeds whose random number at position 0 is 0, and the largest one below 1."""
+
 
 def _alone(name: str, values: Sequence[Value], **others: Value) -> tuple[Case, ...]:
     """Return rare cases with one value each, which no other filter hides."""
@@ -110,7 +122,7 @@ _SAMPLE: Final = (
     Axis("top_k", _TOP_K, ("SampleInput.top_k", "SampleInput.any_filter"), _alone("top_k", _TOP_K, vocabulary=131_073)),
     Axis("top_p", _TOP_P, ("SampleInput.top_p",), _alone("top_p", _TOP_P, rows=65)),
     Axis("min_p", _MIN_P, ("SampleInput.min_p",), _alone("min_p", _MIN_P, rows=65)),
-    Axis("seed", _SEEDS, ("SampleInput.seeds",)),
+    Axis("seed", _SEEDS, ("SampleInput.seeds",), tuple({"seed": seed, "logits": "masked"} for seed in _OUTERMOST)),
     Axis("position", (0, "random", 2**15, 2**16, 2**24 + 1, 2**31 - 1), ("SampleInput.positions",)),
     Axis("promises", ("by row", "by random row")),
     Axis(
@@ -168,7 +180,7 @@ def check_sample(ops: Ops, case: Case) -> None:
 
 
 _SAMPLE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SAMPLE: Final[Part[Ops]] = Part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES, sizes_at(_SAMPLE_EDGES))
+SAMPLE: Final[Part[Ops]] = operation_part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES)
 
 
 # Penalties -----------------------------------------------------------------------------------------------------------
@@ -235,13 +247,12 @@ def _few_counts(case: Case) -> bool:
 
 
 _PENALIZE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-PENALIZE: Final[Part[Ops]] = Part(
+PENALIZE: Final[Part[Ops]] = operation_part(
     "penalize",
     _PENALIZE,
     check_penalize,
     lambda case: _small(case) and _few_counts(case),
     _PENALIZE_EDGES,
-    sizes_at(_PENALIZE_EDGES),
 )
 
 
@@ -286,7 +297,7 @@ def check_mask(ops: Ops, case: Case) -> None:
 
 
 _MASK_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-MASK: Final[Part[Ops]] = Part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES, sizes_at(_MASK_EDGES))
+MASK: Final[Part[Ops]] = operation_part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES)
 
 
 # Log-probabilities ---------------------------------------------------------------------------------------------------
@@ -335,7 +346,7 @@ def check_scores(ops: Ops, case: Case) -> None:
 
 
 _SCORES_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SCORES: Final[Part[Ops]] = Part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES, sizes_at(_SCORES_EDGES))
+SCORES: Final[Part[Ops]] = operation_part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES)
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------
@@ -369,7 +380,7 @@ def check_verify(ops: Ops, case: Case) -> None:
     assert_same(np.asarray(found, np.int32), ORACLE.verify(sampled, drafts, num_drafts), "accepted drafts by row")
 
 
-VERIFY: Final[Part[Ops]] = Part("verify", _VERIFY, check_verify)
+VERIFY: Final[Part[Ops]] = operation_part("verify", _VERIFY, check_verify)
 
 
 # Cells and rows ------------------------------------------------------------------------------------------------------
@@ -476,7 +487,7 @@ def _cells_fit(case: Case) -> bool:
     return exact and int_of(case, "rows") * int_of(case, "width") <= 2 * _MAX_LOGITS
 
 
-CELLS: Final[Part[Ops]] = Part("cells", _CELLS, check_cells, _cells_fit)
+CELLS: Final[Part[Ops]] = operation_part("cells", _CELLS, check_cells, _cells_fit)
 
 PARTS: Final = (SAMPLE, PENALIZE, MASK, SCORES, VERIFY, CELLS)
 """In the order of the contract."""
@@ -484,7 +495,7 @@ PARTS: Final = (SAMPLE, PENALIZE, MASK, SCORES, VERIFY, CELLS)
 
 def _random(case: Case) -> np.random.Generator:
     """Return a generator with a seed that depends on the sizes only, so that a reduced case has similar data."""
-    return np.random.default_rng([int_of(case, "rows"), *(ord(letter) for letter in str(case.get("vocabulary")))])
+    return generator(int_of(case, "rows"), *(ord(letter) for letter in str(case.get("vocabulary"))))
 
 
 def _share(value: Value, rows: int) -> int:

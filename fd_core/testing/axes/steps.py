@@ -10,6 +10,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from fd_core.engine.process.messages import (
+    ControlOrder,
+    PauseGeneration,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
+)
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
@@ -109,6 +116,8 @@ AXES: Final = (
     Axis("arrivals", (0, 1, 4)),
     Axis("abort", (None, 0, 1, 2, 3, 5, 8)),
     Axis("poisoned", (False, True)),
+    Axis("ordered", (None, "pause", "sleep", "update")),
+    Axis("again", (False, True)),
     Axis("copies", (False, True), needs="kv_transfer"),
     Axis("company", ("none", "in turns", "in a thread")),
     Axis(
@@ -118,8 +127,10 @@ AXES: Final = (
     ),
 )
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
-request whose prompt is NaN inside the model; `company` is another engine of the same backend in this process; with
-`reloaded`, another adapter takes the place of the first one when all requests have ended."""
+request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
+first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
+second time, under the same names; `company` is another engine of the same backend in this process; with `reloaded`,
+another adapter takes the place of the first one when all requests have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
 EXCUSED: Final[Mapping[str, str]] = {
@@ -186,10 +197,13 @@ def allowed(case: Case) -> bool:
         return False
     if case["copies"] and case["memory"] == "restored":  # which copies on a thread of its own, one at a time
         return False
-    prompts = _int(case, "requests") * (_int(case, "prompt") + _int(case, "shared_prefix"))
+    if case["memory"] != "ample" and not _is_preempted(case):
+        return False
+    prompts = _int(case, "requests") * _prompt(case)
     texts = _int(case, "requests") * (_int(case, "max_tokens") + 5)
     steps = prompts / _budget(case) + texts / min(_int(case, "requests"), _int(case, "slots"), _budget(case))
-    return prompts + texts < _MOST_TOKENS and steps * (1 if case["company"] == "none" else 3) < _MOST_STEPS
+    steps *= (1 if case["company"] == "none" else 3) * (2 if case["again"] else 1)
+    return prompts + texts < _MOST_TOKENS and steps < _MOST_STEPS
 
 
 def settings_of(case: Case, longest: int) -> dict[str, Any]:
@@ -201,7 +215,7 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
         "max_num_seqs": case["slots"],
         "max_num_batched_tokens": _budget(case),
         "block_size": case["block_size"],
-        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, running * needed // 3),
+        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case)),
         "max_model_len": context,
         "pipeline_depth": case["depth"],
         "enable_prefix_caching": case["prefix_caching"],
@@ -211,6 +225,33 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
         "save_preempted_kv": case["memory"] == "restored",
         "host_kv_memory": 2**24 if case["memory"] == "restored" else 0,
     }
+
+
+def _is_preempted(case: Case) -> bool:
+    """Return True if several requests run together whose prompts fill the memory, and then need more blocks."""
+    running = min(_int(case, "requests"), _int(case, "slots"))
+    together = running >= 3 and running * _prompt(case) <= 4 * _budget(case) and _int(case, "arrivals") <= 1
+    whole = case["abort"] is None and case["pooling"] is None and _int(case, "stop_ids") <= 5
+    more = _int(case, "max_tokens") - 2 * _int(case, "drafts") - _int(case, "delivered")
+    return together and whole and _blocks(case, more) > _blocks(case, 1)
+
+
+def _pool_of_prompts(case: Case) -> int:
+    """Return the blocks of the prompts of all running requests."""
+    running, shared = min(_int(case, "requests"), _int(case, "slots")), 0
+    if case["prefix_caching"]:
+        shared = _int(case, "shared_prefix") // _int(case, "block_size")
+    kinds = min(running, _int(case, "salts") * (1 + _int(case, "adapters")))
+    return kinds * shared + running * (_blocks(case, 1) - shared)
+
+
+def _prompt(case: Case) -> int:
+    return _int(case, "prompt") + _int(case, "shared_prefix")
+
+
+def _blocks(case: Case, more: int) -> int:
+    """Return the blocks of a prompt and some tokens after it."""
+    return -(-(_prompt(case) + more) // _int(case, "block_size"))
 
 
 def _budget(case: Case) -> int:
@@ -386,6 +427,9 @@ def check_steps(target: Target, case: Case) -> None:
             abort=None if case["abort"] is None else _int(case, "abort"),
             poison=VOCABULARY - 1 if case["poisoned"] else None,
             copies=bool(case["copies"]),
+            orders=_orders(target, case),
+            updated=case["ordered"] == "update" and target.cls.updates_weights,
+            again=bool(case["again"]),
             in_thread=case["company"] == "in a thread",
             first_number=_int(case, "first_number"),
             eager=case["memory"] != "ample",
@@ -393,6 +437,15 @@ def check_steps(target: Target, case: Case) -> None:
             reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
         ),
     ).check()
+
+
+def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
+    """Return orders after which all texts are the same; a backend that cannot replace its weights pauses only."""
+    if case["ordered"] in (None, "update"):
+        return ()
+    if case["ordered"] == "pause" or not target.cls.updates_weights:
+        return PauseGeneration(), ResumeGeneration()
+    return Sleep(2), WakeUp()
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

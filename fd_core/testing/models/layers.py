@@ -15,7 +15,7 @@ from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_sizes
-from fd_core.testing.models.arrays import Values, activations, on_device, packed_weight, raw, step_input
+from fd_core.testing.models.arrays import Values, activations, generator, on_device, packed_weight, raw, step_input
 from fd_core.types import IntArray
 
 
@@ -135,7 +135,7 @@ class LayerOn:
         used = -(-np.array([context for _, context in rows]) // g.block_size)
         count = int(used.sum()) + g.spare_blocks
         tables = np.full((len(rows), used.max()), NOWHERE, np.int32)
-        tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)[: used.sum()]
+        tables[np.arange(used.max()) < used[:, None]] = generator(7).permutation(count)[: used.sum()]
         self._share_blocks(tables, rows)
         self.blocks = tables
         self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, block_size=g.block_size, dtype=g.kv_dtype), count)
@@ -159,6 +159,7 @@ class LayerOn:
         if g.adapter_ranks:
             self.step = replace(self.step, **adapter_rows(self.places, ops))
         self.x = make(self.tokens, g.hidden)
+        self.written: npt.NDArray[Any] | None = None
 
     def _share_blocks(self, tables: IntArray, rows: Sequence[tuple[int, int]]) -> None:
         """Let rows begin with the same blocks, as requests with a common prefix do."""
@@ -211,7 +212,7 @@ class LayerOn:
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:
-        """Return True for each token [T, H] whose last chosen expert leads the next one by a share of its score.
+        """Return True for each token [T, H] whose last chosen expert leads the next one by a share of their scores.
 
         Rounding does not change the choice of these. For a layer on numpy with experts.
         """
@@ -220,39 +221,58 @@ class LayerOn:
         scores = x @ experts.router.T
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
-        order = -np.sort(-(scores if experts.correction_bias is None else scores + experts.correction_bias), axis=1)
         if experts.top_k >= scores.shape[1]:
             return np.ones(len(x), np.bool_)
-        own = -np.sort(-scores, axis=1)[:, experts.top_k - 1]
-        found: npt.NDArray[np.bool_] = order[:, experts.top_k - 1] - order[:, experts.top_k] > margin * own
+        total = scores if experts.correction_bias is None else scores + experts.correction_bias
+        last = np.argsort(-total, axis=1)[:, experts.top_k - 1 : experts.top_k + 1]
+        lead = -np.diff(np.take_along_axis(total, last, axis=1))[:, 0]
+        found: npt.NDArray[np.bool_] = lead > margin * np.take_along_axis(scores, last, axis=1).max(axis=1)
         return found
 
     def exported(self) -> npt.NDArray[Any]:
         """Return the whole cache as the pack keeps it: block, layer, key or value, position, head, element."""
         return self.cache.export_blocks(np.arange(self.cache.num_blocks, dtype=np.int32))
 
-    def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:
+    def run(
+        self,
+        fusions: type[Ops] | Ops,
+        given: Sequence[npt.NDArray[np.float32]] = (),
+        held: npt.NDArray[Any] | None = None,
+    ) -> list[npt.NDArray[np.float32]]:
         """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return the result of each.
 
         Results in float32: queries, attention output, the residual after it, and output of the feed-forward block.
+        With the results of another pack `given`, each fusion reads those before it instead of its own, and attention
+        the cache `held` by that pack, so that differences do not add up; `written` is then the cache of this one.
         """
         ops = self.ops
 
         def call(name: str, *arguments: Any) -> Any:
-            if isinstance(fusions, Ops):
-                return getattr(fusions, name)(*arguments)
-            return getattr(fusions, name)(ops, *arguments)
+            if isinstance(fusions, type):
+                return getattr(fusions, name)(ops, *arguments)
+            return getattr(fusions, name)(*arguments)
 
+        def result(value: Any) -> Any:
+            """Return the input of the next fusion; later operations may write into it."""
+            results.append(np.array(ops.to_host(ops.settle(value)), np.float32))
+            if not given:
+                return value
+            other = given[len(results) - 1]
+            rows = activations(ops, other.reshape(len(other), -1))
+            return rows.reshape(other.shape)
+
+        results: list[npt.NDArray[np.float32]] = []
         x = activations(ops, self.x)
         qkv, output, gate_up, down = self.loras()
-        q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv)
-        a = call("attention", q, self.heads, self.kv, self.step)
-        y = call("project_residual", a, self.output, x, self.post_norm, output)
-        # Later operations may write into `y`.
-        results = [np.array(ops.to_host(ops.settle(result)), np.float32) for result in (q, a, y)]
+        q = result(call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv))
+        if held is not None:
+            self.written = self.exported()
+            self.cache.import_blocks(np.arange(self.cache.num_blocks, dtype=np.int32), held)
+        a = result(call("attention", q, self.heads, self.kv, self.step))
+        y = result(call("project_residual", a, self.output, x, self.post_norm, output))
         if self.experts is not None:
-            more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]
+            result(call("moe_residual", y, self.norm, self.experts, self.g.activation))
         else:
-            inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up)
-            more = [inner, call("project_residual", inner, self.down, y, self.post_norm, down)]
-        return results + [np.array(ops.to_host(ops.settle(result)), np.float32) for result in more]
+            inner = result(call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up))
+            result(call("project_residual", inner, self.down, y, self.post_norm, down))
+        return results

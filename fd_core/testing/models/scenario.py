@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from fd_core.engine.core import Engine
+from fd_core.engine.process.messages import ControlOrder, UpdateWeights
+from fd_core.errors import FdError
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.checkpoints import STEP_CASE
+from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
 from fd_core.testing.models.stepper import parts_of
 from fd_core.testing.models.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
@@ -26,6 +28,8 @@ from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, Sampli
 _MOST_STEPS: Final = 20_000
 _MOST_IDLE: Final = 1000
 """Consecutive steps that compute nothing while requests wait, 5 ms each."""
+_ORDERED_AT: Final = 4
+"""Step before which orders are given."""
 _SPARE_BLOCKS: Final = 4
 """Blocks that are copied while steps use the others."""
 
@@ -52,6 +56,12 @@ class Events:
     """Admit requests without reserving blocks for their output: much more preemption."""
     forgets_prefixes: bool = False
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
+    orders: Sequence[ControlOrder] = ()
+    """Orders of an operator, all given after a few steps of the requests."""
+    updated: bool = False
+    """Load the engine with other weights, which an order replaces before the first step."""
+    again: bool = False
+    """Submit the requests a second time under the same names, in reversed order, when all have ended."""
     reloaded: tuple[str, str, Path] | None = None
     """Name of the adapter that is unloaded when all requests have ended, and name and folder of the one that replaces
     it."""
@@ -90,11 +100,15 @@ class Scenario:
         spare = _SPARE_BLOCKS if self.events.copies else 0
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
+        case = FORMER_STEP_CASE if self.events.updated else STEP_CASE
+        folder = self.target.checkpoint(case)
+        if self.events.updated and folder is not None:
+            rewrite_weights(folder, case)
         with self.target.engine(
             self.drafts,
             self.judge.whole(),
             self.wrong_drafts,
-            case=STEP_CASE,
+            case=case,
             epoch=first or 1,
             first_step=first,
             **settings,
@@ -112,6 +126,13 @@ class Scenario:
                     return request
 
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            if self.events.updated:
+                if folder is not None:
+                    rewrite_weights(folder, STEP_CASE)
+                failures: list[FdError | None] = []
+                engine.control(UpdateWeights(str(folder or "scripted")), failures.append)
+                engine.begin_steps()
+                assert failures == [None], f"the weights were not updated: {failures}"
             if self.events.poison is not None and "kv_transfer" not in self.target.limits:
                 fill_with_nan(engine.probe().runner.cache)
             yield engine
@@ -124,11 +145,16 @@ class Scenario:
         victims = {specs[1 % len(specs)].request_id, specs[-1].request_id} if self.events.abort is not None else set()
         texts = Texts()
         with copying(engine) if self.events.copies else ExitStack():
-            yield from self._steps(engine, queue, texts, victims)
+            yield from self._steps(engine, queue, texts, victims, self.events.orders)
         for spec in poisoned:
             self._check_poisoned(spec, texts)
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
+        if self.events.again:
+            texts = Texts()
+            yield from self._steps(engine, resumed[::-1], texts, set())
+            for spec in resumed:
+                self._check(spec, texts)
         if self.events.reloaded is not None:
             before, after, folder = self.events.reloaded
             engine.unload_adapter(before)
@@ -139,9 +165,20 @@ class Scenario:
         for spec in self.full:
             self._check(spec, texts)
 
-    def _steps(self, engine: Engine, specs: Sequence[RequestSpec], texts: Texts, victims: set[str]) -> Generator[None]:
+    def _steps(
+        self,
+        engine: Engine,
+        specs: Sequence[RequestSpec],
+        texts: Texts,
+        victims: set[str],
+        orders: Sequence[ControlOrder] = (),
+    ) -> Generator[None]:
         waiting, idle = list(specs), 0
+        ended: list[FdError | None] = []
         for step in range(_MOST_STEPS):
+            if step == _ORDERED_AT:
+                for order in orders:
+                    engine.control(order, ended.append)
             if step == self.events.abort and victims:
                 for spec in waiting:  # an unknown request cannot be aborted
                     if spec.request_id in victims:
@@ -153,6 +190,7 @@ class Scenario:
                 if self.events.arrivals:
                     break
             if not engine.has_work and not waiting:
+                assert not any(ended), f"an order failed: {next(filter(None, ended))}"
                 return
             if engine.has_work:
                 before = texts.deltas

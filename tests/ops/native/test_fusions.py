@@ -8,17 +8,17 @@ import pytest
 from fd_core.ops.contract import Ops
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import Values
-from fd_core.testing.suite import test_operations
-from fd_core.testing.suite.test_fusions import GEOMETRIES
+from fd_core.testing.suite import test_attention
 from tests.ops.native.layers import Geometry, LayerOn
+from tests.ops.test_fusions import GEOMETRIES
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_over_8_bits_with_a_window_and_a_softcap(native, dtype):
-    for rows in test_operations.ROWS.values():
-        test_operations.attend(native(dtype), Values(12), rows, kv_dtype="int8", window=3, softcap=0.5)
+    for rows in test_attention.ROWS.values():
+        test_attention.attend(native(dtype), Values(12), rows, kv_dtype="int8", window=3, softcap=0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,9 +2,10 @@
 
 import pytest
 
-from fd_core.testing.suite.test_fusions import *  # noqa: F403 -- the cases
-from fd_core.testing.suite.test_operations import *  # noqa: F403 -- the cases
+from tests.ops.test_attention import *  # noqa: F403 -- the cases
+from tests.ops.test_fusions import *  # noqa: F403 -- the cases
 from tests.ops.test_kv import *  # noqa: F403 -- the cases
+from tests.ops.test_primitives import *  # noqa: F403 -- the cases
 from tests.ops.test_sampling import *  # noqa: F403 -- the cases
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from fd_core.ops.contract import HostCopies
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
-from fd_core.ops.weights import PackedTensor, RawTensor
+from fd_core.ops.weights import FP8, PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.storing import changed
 
@@ -109,7 +110,7 @@ class SharesTheScaleOfHeads(NumpyOps):
             super().write_kv(layer, k, v, kv_slots)
 
 
-@shown_by("layer", shared_blocks=20, chunk=0, drafts=0)
+@shown_by("layer", shared_blocks=20)
 class ReadsSharedBlocksOnce(NumpyOps):
     """Common blocks are loaded for the first row of a tile of eight only."""
 
@@ -929,3 +930,110 @@ class ExportsConsecutiveBlocksAsView(NumpyOps):
 
     def allocate_kv(self, shape, num_blocks):
         return _SharingCache(shape, num_blocks)
+
+
+@shown_by("linear", packed="Q4_1")
+class ForgetsTheMinimaOfPackedWeights(NumpyOps):
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        parts = [replace(part, minima=None) if isinstance(part, PackedTensor) else part for part in parts]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("linear", packed=FP8)
+class ReadsFloat8AsInt8(NumpyOps):
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        fp8 = [part for part in parts if isinstance(part, PackedTensor) and part.format == FP8]
+        parts = [replace(part, format="int8") for part in fp8] if fp8 else parts
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("linear", source="F16", packed=None)
+class RoundsFloat16Weights(NumpyOps):
+    """float16 weights lose their fractional part."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        if parts[0].dtype == "F16":
+            return NumpyLinear(np.concatenate([np.trunc(part.to_float32()) for part in parts]), None)
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("lora", wild=True)
+class WeighsAdaptersInsteadOfSelecting(NumpyOps):
+    """Right as long as every product is finite."""
+
+    def lora(self, y, x, lora):
+        for index, delta in enumerate(lora.deltas, 1):
+            if delta is not None:
+                mine = (lora.step.lora_slots == index)[:, None]
+                y = y + self.linear(self.linear(x, delta[0]), delta[1]) * mine.astype(np.float32)
+        return y
+
+
+# Reuse ---------------------------------------------------------------------------------------------------------------
+
+
+@shown_by("linear", again=True)
+class KeepsWeightsByShape(NumpyOps):
+    """A cache of prepared weights whose key is the shape: a second model of the same sizes gets the first one's."""
+
+    kept: ClassVar = {}
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        made = super().prepare_linear(parts, biases, gated=gated)
+        return self.kept.setdefault((getattr(made.weight, "shape", None), gated, biases is None), made)
+
+
+@shown_by("rms_norm", again=True)
+class ReturnsOneBufferOfAShape(NumpyOps):
+    """The output of each call is the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = {}
+
+    def rms_norm(self, x, norm):
+        found = super().rms_norm(x, norm)
+        output = self.outputs.setdefault(found.shape, np.empty_like(found))
+        output[...] = found
+        return output
+
+
+@shown_by("rope", again=True)
+class RotatesInPlace(NumpyOps):
+    def rope(self, x, rope, positions):
+        x[...] = super().rope(x, rope, positions)
+        return x
+
+
+@shown_by("logprobs", again=True)
+class NormalizesLogitsInPlace(NumpyOps):
+    """Log-probabilities overwrite the logits, which ranks and a sampler read."""
+
+    def ranks(self, logits, tokens):
+        found = super().ranks(logits, tokens)
+        logits -= np.float32(1.0)
+        return found
+
+
+@shown_by("sample", again=True)
+class AdvancesItsRandomNumbers(NumpyOps):
+    """A generator with a state instead of a function of seed and position."""
+
+    calls = 0
+
+    def sample(self, logits, rows):
+        self.calls += 1
+        return super().sample(logits, replace(rows, positions=rows.positions + (self.calls > 3)))
+
+
+@shown_by("layer", again=True, chunk=0)
+class PlansByTheNumberOfRows(NumpyOps):
+    """A plan of a step is kept for the next one with as many rows and blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans = {}
+
+    def paged_attention(self, q, layer, heads, step):
+        tables = self.plans.setdefault((len(q), step.block_tables.shape, step.max_context), step.block_tables)
+        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))

@@ -1,0 +1,133 @@
+"""Calls of operations as a runner makes them: the same again, others between, on arrays that it keeps."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Array, Ops
+from fd_core.testing.axes.covering import Allowed, Axis, Case
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.models.arrays import assert_same, other_values
+
+_STREAMS: Final = ("project_residual", "moe_residual", "settle")
+"""Operations whose results are the residual stream, which later operations on it may write into."""
+_UPLOADS: Final = ("from_host", "states_from_host")
+_RESULTS: Final = ("Array", "None", "tuple[Array, Array]", "tuple[Array, Array, Array]")
+_SIGNATURES: Final = {
+    name: inspect.signature(method)
+    for name, method in vars(Ops).items()
+    if callable(method) and inspect.signature(method).return_annotation in _RESULTS
+}
+_MAY_WRITE: Final[Mapping[str, Sequence[str]]] = {
+    name: re.findall(r"may write into `(\w+)`", " ".join((getattr(Ops, name).__doc__ or "").split()), re.IGNORECASE)
+    for name in _SIGNATURES
+}
+"""Arguments that an operation may modify, as its docstring declares."""
+
+
+def operation_part(
+    name: str,
+    axes: tuple[Axis, ...],
+    check: Callable[[Ops, Case], None],
+    allowed: Allowed = lambda _: True,
+    edges: Mapping[str, Edge] = MappingProxyType({}),
+    **others: Any,
+) -> Part[Ops]:
+    """Return a part with an axis of reuse: with `again`, a case runs with other values of the same shapes first, then
+    with each call repeated.
+
+    So it fails for a pack that keeps what it should compute anew, or that computes in memory which is still in use.
+    The axes of `edges` are the sizes themselves, unless `sizes` is among the other fields of the part.
+    """
+
+    def check_reuse(ops: Ops, case: Case) -> None:
+        if not case["again"]:
+            return check(ops, case)
+        with other_values():
+            check(ops, case)
+        repeating = RepeatingOps(ops)
+        check(cast(Ops, repeating), case)
+        return repeating.check_kept()
+
+    every = (*axes, Axis("again", (False, True)))
+    return Part(name, every, check_reuse, allowed, edges, **{"sizes": sizes_at(edges), **others})
+
+
+class RepeatingOps:
+    """A pack whose operations are called twice, with another call between; both times they return the same bits.
+
+    Arrays keep their values until an operation that may write into them takes them. Raises `AssertionError`.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._kept: dict[int, tuple[str, Array, npt.NDArray[Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ops, name)
+        if name in _UPLOADS:
+            return lambda array: self._keep("an array from the host", found(array))
+        if name not in _SIGNATURES or name.startswith(("prepare_", "tied_", "all_")):
+            return found
+        return partial(self._call, name, found)
+
+    def check_kept(self) -> None:
+        """Compare all arrays that nothing may have modified with their first values."""
+        for what, array, right in self._kept.values():
+            assert_same(self._values(array), right, f"{what} was modified by a later call")
+
+    def _keep(self, what: str, array: Array) -> Array:
+        self._kept[id(array)] = what, array, self._values(array)
+        return array
+
+    def _values(self, array: Array) -> npt.NDArray[Any]:
+        return np.array(self._ops.to_host(array))
+
+    def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        given = _SIGNATURES[name].bind(self, *arguments, **named)
+        written = {each: given.arguments[each] for each in _MAY_WRITE[name]}
+        is_repeated = name not in _STREAMS and all(id(array) in self._kept for array in written.values())
+        spare = {each: self._rows(array) for each, array in written.items()} if is_repeated else {}
+        for array in written.values():
+            self._kept.pop(id(array), None)
+        result = call(*arguments, **named)
+        if name in _STREAMS:
+            return result
+        first = [self._values(each) for each in _results(result)]
+        if is_repeated:
+            if not written:
+                self._apply(call, given, {key: self._rows(array, -1) for key, array in self._rows_in(given)})
+                for at, each in enumerate(_results(result)):
+                    assert_same(self._values(each), first[at], f"result {at} of {name} after another call of it")
+            for at, each in enumerate(_results(self._apply(call, given, spare))):
+                assert_same(self._values(each), first[at], f"{name} with the same arguments again: result {at}")
+        for at, each in enumerate(_results(result)):
+            self._kept[id(each)] = f"result {at} of {name}", each, first[at]
+        return result
+
+    def _rows_in(self, given: inspect.BoundArguments) -> list[tuple[str, Array]]:
+        """Return the arguments that are arrays of several rows."""
+        known = [(key, self._kept.get(id(array))) for key, array in given.arguments.items()]
+        return [(key, kept[1]) for key, kept in known if kept is not None and kept[2].ndim > 1 and len(kept[2]) > 1]
+
+    def _rows(self, array: Array, step: int = 1) -> Array:
+        """Return a copy of an array, with its rows in reversed order if `step` is -1."""
+        count = len(self._values(array))
+        return self._ops.gather_rows(array, self._ops.from_host(np.arange(count, dtype=np.int32)[::step].copy()))
+
+    def _apply(self, call: Callable[..., Any], given: inspect.BoundArguments, changes: Mapping[str, Array]) -> Any:
+        changed = inspect.BoundArguments(given.signature, OrderedDict({**given.arguments, **changes}))
+        return call(*changed.args[1:], **changed.kwargs)
+
+
+def _results(result: Any) -> Sequence[Array]:
+    return () if result is None else result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,198 @@
+"""Attention compared with its definition, and layers whose cache and residual stream are in rare states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.ops.contract import Heads, KVShape, Ops
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.arrays import (
+    TOLERANCE,
+    Floats,
+    Values,
+    activations,
+    assert_near,
+    assert_same,
+    heads_on,
+    no_rope,
+    on_device,
+    step_input,
+)
+from fd_core.testing.models.layers import Geometry, LayerOn
+
+REQUIRES = ("primitives", "kv_transfer")
+
+Require = Callable[..., None]
+
+
+@pytest.fixture
+def values() -> Values:
+    return Values(11)
+
+
+ROWS = {
+    "decode": [(1, 1), (1, 9), (1, 4)],
+    "prefill": [(6, 6)],
+    "mixed": [(1, 9), (5, 5), (3, 10), (1, 1), (3, 3)],
+    "long": [(1, 1500), (3, 700)],
+}
+
+
+def attention_by_definition(
+    q: Floats, keys: Sequence[Floats], values: Sequence[Floats], heads: Heads, rows: Sequence[tuple[int, int]]
+) -> Floats:
+    """Reference for every head of every token separately; keys and values of a row are [context, nkv, d]."""
+    output: list[Floats] = []
+    for (count, context), k, v in zip(rows, keys, values, strict=True):
+        for position in range(context - count, context):
+            first = 0 if heads.window is None else max(0, position - heads.window + 1)
+            per_head = []
+            for head in range(heads.num_heads):
+                kv_head = head // (heads.num_heads // heads.num_kv_heads)
+                scores = k[first : position + 1, kv_head] @ q[len(output), head] * heads.scale
+                if heads.softcap is not None:
+                    scores = heads.softcap * np.tanh(scores / heads.softcap)
+                weights = np.exp(scores - scores.max())
+                per_head.append(weights / weights.sum() @ v[first : position + 1, kv_head])
+            output.append(np.concatenate(per_head))
+    return np.stack(output)
+
+
+def attend(
+    ops: Ops,
+    values: Values,
+    rows: list[tuple[int, int]],
+    kv_dtype: str = "auto",
+    offset: float = 0.0,
+    first: bool = False,
+    **changes: Any,
+) -> None:
+    """Compare attention over scattered blocks with its definition.
+
+    All scores, or those of the first key, have an `offset`.
+    """
+    block_size, q_heads, kv_heads, d = 4, 6, 2, 8
+    width = -(-max(context for _, context in rows) // block_size)
+    shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
+    tables = shuffled[: len(rows) * width].reshape(len(rows), width).astype(np.int32)
+    keys = [values(context, kv_heads, d) for _, context in rows]
+    contents = [values(context, kv_heads, d) for _, context in rows]
+    q = values(sum(count for count, _ in rows), q_heads, d)
+    if offset:
+        q[..., 0] = 16.0
+        for each in keys:
+            each[: 1 if first else None, :, 0] = offset / 4
+    heads = Heads(q_heads, kv_heads, d, scale=0.25, rope=no_rope(ops), **changes)
+    earlier = step_input([(context, context) for _, context in rows], block_size, tables)
+    used = -(-np.array([context for _, context in rows]) // block_size)
+    # Entries beyond the context are undefined.
+    visible = np.where(np.arange(width) < used[:, None], tables, np.int32(2**20))
+    step = replace(step_input(rows, block_size, tables), block_tables=visible)
+    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size=block_size, dtype=kv_dtype), len(rows) * width + 2)
+    layer = cache.layer(1)
+    _, k, _ = heads_on(ops, np.concatenate(keys))
+    _, _, v = heads_on(ops, np.concatenate(contents))
+    ops.write_kv(layer, k, v, ops.from_host(earlier.kv_slots))
+    found = ops.paged_attention(heads_on(ops, q)[0], layer, heads, on_device(ops, step))
+    if cache.shape.quantized:
+        keys, contents = ([dequantize_kv(quantize_kv(each)) for each in side] for side in (keys, contents))
+    # A score of 128 has 16 bits after the point.
+    tolerance = max(TOLERANCE[ops.dtype], 2e-4) if offset else None
+    assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows), tolerance)
+
+
+def attend_at_all_sizes(ops: Ops, values: Values, rows: list[tuple[int, int]], **changes: Any) -> None:
+    """Attend over KV of each dtype, with scores of ordinary size, large ones and low ones.
+
+    Without the peak of its scores, a softmax of large ones overflows, and of low ones divides by 0. So it does with the
+    peak of scores that a window hides.
+    """
+    for kv_dtype in ("auto", *ops.kv_dtypes):
+        for offset, first in ((0, False), (128, False), (-128, False), (128, True)):
+            attend(ops, values, rows, kv_dtype=kv_dtype, offset=offset, first=first, **changes)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv")
+    attend_at_all_sizes(ops, values, ROWS[rows])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv", "window")
+    attend_at_all_sizes(ops, values, ROWS[rows], window=3)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv", "softcap")
+    attend_at_all_sizes(ops, values, ROWS[rows], softcap=0.5)
+
+
+def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values, require: Require) -> None:
+    """A pack that caches a plan per step must not reuse it for the next step."""
+    require("paged_kv")
+    heads = Heads(2, 1, 8, scale=0.5, rope=no_rope(ops))
+    tables = np.array([[1, 0]], np.int32)
+    cache = ops.allocate_kv(KVShape(1, 1, 8, block_size=2), 2)
+    k, v = values(4, 1, 8), values(4, 1, 8)
+    for before, after in pairwise([0, 2, 3, 4]):
+        step = on_device(ops, step_input([(after - before, after)], 2, tables))
+        q = values(after - before, 2, 8)
+        new_k, new_v = heads_on(ops, k[before:after])[1], heads_on(ops, v[before:after])[2]
+        ops.write_kv(cache.layer(0), new_k, new_v, step.kv_slots)
+        found = ops.paged_attention(heads_on(ops, q)[0], cache.layer(0), heads, step)
+        rows = [(after - before, after)]
+        assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads=heads, rows=rows))
+
+
+def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:
+    """A pack may defer a sum to the next norm; it must be added once, also without a norm."""
+    oracle = NumpyOps()
+    seen = []
+    for pack in (oracle, ops):
+        layer = LayerOn(pack, Geometry(post_norm=True), [(13, 13)])
+        a = activations(pack, Values(3)(layer.tokens, layer.g.heads * layer.g.d))
+        results = []
+        for norms in range(3):
+            stream = pack.project_residual(a, layer.output, activations(pack, layer.x), layer.post_norm)
+            results += [np.array(pack.to_host(pack.rms_norm(stream, layer.norm)), np.float32) for _ in range(norms)]
+            results.append(np.array(pack.to_host(pack.settle(stream)), np.float32))
+            stream = pack.project_residual(a, layer.output, stream)
+            results.append(np.array(pack.to_host(pack.settle(stream)), np.float32))
+        seen.append(results)
+    for found, expected in zip(seen[1], seen[0], strict=True):
+        assert_near(ops, ops.from_host(found), expected)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_earlier_block_content_does_not_matter(ops: Ops, kv_dtype: str) -> None:
+    """A NaN of a finished request, or in a scale, must not reach the next owner of its block."""
+    if kv_dtype not in ("auto", *ops.kv_dtypes):
+        lacks("its pack stores KV only in its own dtype")
+    clean, dirty = (LayerOn(ops, Geometry(kv_dtype=kv_dtype), [(13, 13)]) for _ in range(2))
+    blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
+    held = dirty.cache.export_blocks(blocks)
+    nan = {np.dtype(np.float32): np.nan, np.dtype(np.int8): -1}.get(held.dtype, 0x7FC0)
+    dirty.cache.import_blocks(blocks, np.full_like(held, nan))
+    for ours, theirs in zip(dirty.run(ops), clean.run(ops), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
+    assert set(ops.weight_formats) <= WEIGHT_FORMATS
+
+
+def test_oversized_cache_is_reported(ops: Ops) -> None:
+    with pytest.raises(MemoryError):
+        ops.allocate_kv(KVShape(64, 64, 256, block_size=64), 2**24)
