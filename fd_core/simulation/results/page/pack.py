@@ -40,8 +40,8 @@ def page_of(report: Report) -> str:
     """Return the page as HTML text; raises `ConfigError` as `write_page` does."""
     # User-supplied names must not end the element that carries them.
     facts = msgspec.json.encode(facts_of(report)).decode().replace("<", "\\u003c")
-    scripts = ("plots.js", "view.js")
-    return assemble(__package__, shared=("theme.css", "curves.js"), own=("page.css", *scripts), values={"facts": facts})
+    own = ("page.css", "plots.js", "view.js")
+    return assemble(__package__, "fd_core simulation", own=own, values={"facts": facts})
 
 
 def facts_of(report: Report) -> dict[str, Any]:
