@@ -106,7 +106,6 @@ class World:
         self._accounts: dict[str, WaitAccount] = {}
         self._answers: dict[str, Piece] = {}
         self._every = deployment.sample_seconds
-        self._ticks = 0
         self._groups = [group for group in deployment.groups for _ in range(group.count)]
         """Pool of each worker."""
         self.workers = [
@@ -335,7 +334,6 @@ class World:
                 held = worker.client.engine.holdings()
                 counts = (held.waiting, held.running + held.loading, held.owned, held.cached)
             self.samples.append(WorkerSample(self.timeline.now, worker.index, *counts))
-        self._ticks += 1
         if len(self.samples) > max(_MAX_SAMPLES, 64 * len(self.workers)):
             count = len(self.workers)
             rounds = [self.samples[at : at + count] for at in range(0, len(self.samples), 2 * count)]
