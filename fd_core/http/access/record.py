@@ -23,6 +23,10 @@ _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{6
 CLIENT_LEFT: Final = 499
 """Status of a request whose client disconnected before the answer ended."""
 log = logging.getLogger(ACCESS_LOGGER)
+_LINE: Final = (
+    "%(client)s %(method)s %(path)s %(status)d %(seconds).3f s in=%(tokens_in)d out=%(tokens_out)d id=%(request_id)s "
+    "key=%(key)s"
+)
 USAGE_HEADER: Final = "X-FD-Usage"
 """Header with which a router requests the comment from a worker."""
 _COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)
@@ -76,7 +80,6 @@ def _mac(secret: bytes, *parts: str) -> str:
 
 def log_access(client: str, method: str, path: str, status: int, seconds: float, record: RequestRecord) -> None:
     """Write the line of a finished request; `path` is without its query, which may contain secrets."""
-    key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,
         "method": one_word(method, 16),
@@ -86,21 +89,9 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
         "tokens_in": record.tokens_in,
         "tokens_out": record.tokens_out,
         "request_id": record.request_id,
-        "key": key,
+        "key": record.key.name or "unnamed" if record.key is not None else "-",
     }
-    log.info(
-        "%s %s %s %d %.3f s in=%d out=%d id=%s key=%s",
-        fields["client"],
-        fields["method"],
-        fields["path"],
-        status,
-        seconds,
-        record.tokens_in,
-        record.tokens_out,
-        record.request_id,
-        key,
-        extra={"fields": fields},
-    )
+    log.info(_LINE, fields, extra={"fields": fields})
 
 
 class _Usage(msgspec.Struct):

@@ -256,7 +256,7 @@ def _not_ready(state: GatewayState) -> str | None:
 
 @cache
 def _page() -> str:
-    return assemble("fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js"))
+    return assemble("fd_core.router.gateway.live_page", "fd_core router", own=("page.css", "live.js"), served=True)
 
 
 class _RegisterRequest(msgspec.Struct):
