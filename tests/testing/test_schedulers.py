@@ -20,10 +20,9 @@ PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
 LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
 LATER = [
     LONG,
-    *[name for name in CASES if "test_batches_chunks_preemption_and_drafts" in name][1::2],
     *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
 ]
-"""Run in `nox -s soak` only: most cases of the parts, and every second combination of depth, drafts and budget."""
+"""Run in `nox -s soak` only: most cases of the parts."""
 
 
 @pytest.mark.timeout(120)
