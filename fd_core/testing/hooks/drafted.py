@@ -140,10 +140,11 @@ class _DraftSlots:
 
     def _event(self, number: int, slot: int) -> None:
         held = self.texts[slot]
-        count = max(0, len(held) - 12)
+        head = max(8, len(held) // 4)
+        count = max(0, len(held) - 4 - head)
         middle = np.resize([held[-1], held[-3:][0], number % self._vocab], count).tolist()
         text = {
-            "alike": [*held[:8], *middle, *held[8 + count :]],
+            "alike": [*held[:head], *middle, *held[head + count :]],
             "reused": self._text(slot + number),
             "shorter": held[: -(-len(held) // 2)],
             "moved": self.texts[(slot + 1) % len(self.texts)],

@@ -51,11 +51,11 @@ def require_bounded(instance: object, use: Callable[[int], object], count: int, 
     require(grown <= most, "3.6", f"it holds {grown:,} bytes more after {2 * count} calls than after {count}")
 
 
-def require_freed(make: Callable[[], object]) -> None:
+def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:
     """Fail if an instance is still referenced when its last user has dropped it."""
     left = weakref.ref(make())
     gc.collect()
-    require(left() is None, "3.6", "an instance is still referenced after its last use, such as by its class")
+    require(left() is None, rule, "an instance is still referenced after its last use, such as by its class")
 
 
 def holdings(instance: object) -> int:

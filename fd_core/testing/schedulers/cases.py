@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Final
 
 import msgspec
@@ -402,7 +403,7 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
 def _incidents(driver: Driver, kind: str) -> Iterator[None]:
     """Cause an incident now and then, to at most every third request."""
     harmed: set[str] = set()
-    while True:
+    for turn in count():
         requests = driver.auditor.requests
         state = {
             "abort_waiting": "waits",
@@ -423,11 +424,11 @@ def _incidents(driver: Driver, kind: str) -> Iterator[None]:
         if kind == "abort_all" and len(requests) > 2 and not harmed:
             harmed |= {name for name, each in requests.items() if each.end is None}
             driver.abort(*harmed)
-        if kind == "paused" and len(driver.plans) % 5 == 4:
-            waiting = [name for name, each in requests.items() if each.waits]
-            last = waiting[-1:] if 3 * len(harmed) < len(requests) else []
-            harmed.update(last)
-            driver.pause(*last)
+        if kind == "paused" and turn % 5 == 0:
+            left = sorted(driver.auditor.unfinished - harmed) if 3 * len(harmed) < len(requests) else []
+            aborted = left[turn % 2 - 1 :][:1]
+            harmed.update(aborted)
+            driver.pause(*aborted)
         if driver.in_flight and len(driver.plans) % 5 == 4:
             plan = driver.in_flight[0].plan
             slot = int(plan.slots[len(harmed) % len(plan.slots)]) if len(plan.slots) > 1 else -1

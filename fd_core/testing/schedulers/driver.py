@@ -260,16 +260,16 @@ class Driver:
     def pause(self, *aborted: str) -> None:
         """Pause, and resume once nothing is in a slot, as an engine does to apply an order, each time another one.
 
-        Requests `aborted`, which wait, are aborted in between. Does nothing if the scheduler cannot pause.
+        Requests `aborted` are aborted meanwhile. Does nothing if the scheduler cannot pause.
         """
         scheduler, auditor = self.scheduler, self.auditor
         try:
-            for _ in range(2):
-                scheduler.pause()
+            scheduler.pause()
         except BadRequest:
             return
         auditor.paused = True
-        self.abort(*(name for name in aborted if auditor.requests[name].waits))
+        self.abort(*aborted)
+        scheduler.pause()
         for _ in range(400):
             held = scheduler.held()
             if not (self.in_flight or held.running or held.loading or held.draining or held.fenced):

@@ -788,3 +788,45 @@ class ReusesNumbersOfOperations(Changed):
             return number
 
         instead(self._operations, "begin", begin)
+
+
+@breaks("3.6", "schedule:incident=paused")
+class PausesForgetAborts(Changed):
+    def pause(self):
+        super().pause()
+        self._aborting.clear()
+
+
+@breaks("1.2", "schedule:pairs=elsewhere,incident=paused")
+class PausesLoseLoads(Changed):
+    """Does not admit a request whose KV arrives in a pause, and preempts it."""
+
+    def complete(self, completion):
+        found = super().complete(completion)
+        if self._planner.paused:
+            self._running_batch.kv_loaded.clear()
+        return found
+
+
+@breaks("2.1", "schedule:caching=true,requests=12,ids=reused")
+class ReportsCachedTokensOncePerId(Changed):
+    def change(self):
+        self._told = set()
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        for at, delta in enumerate(deltas):
+            if delta.request_id in self._told:
+                deltas[at] = msgspec.structs.replace(delta, cached_tokens=None)
+            self._told.add(delta.request_id)
+        return deltas, effects
+
+
+@breaks("8", "schedule:schedulers=two")
+class ReturnsTheSameList(Changed):
+    def change(self):
+        self._deltas = []
+
+    def commit(self, plan, output):
+        self._deltas[:], effects = super().commit(plan, output)
+        return self._deltas, effects

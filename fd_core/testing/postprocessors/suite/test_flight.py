@@ -81,7 +81,7 @@ def test_it_is_freed_with_its_runner(target: PostprocessTarget) -> None:
         matrices.check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
         return matrices.postprocess
 
-    require_freed(used)
+    require_freed(used, "1")
 
 
 @pytest.mark.law("1")
