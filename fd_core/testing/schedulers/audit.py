@@ -109,6 +109,8 @@ class Followed:
     """Cached tokens at the first admission."""
     fetches: int = 0
     """Number of times that another worker was requested to compute the prompt."""
+    held: int = 0
+    """Cached tokens then; the scripted worker has none."""
     prefill: PrefillOutcome | None = None
     """Outcome of that computation."""
     sent: int = 0
@@ -667,6 +669,7 @@ class Auditor:
         spec, what = request.spec, f"operation {fetch.operation} for {request.name}"
         require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} fetches KV from {fetch.peer!r}")
         request.fetches += 1
+        request.held = job.held_blocks * size
         once = request.fetches == 1 and len(request.tokens) == len(spec.prompt)
         require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
@@ -928,9 +931,9 @@ class Auditor:
             found = None if scores is None else [*scores]
             what = f"prompt of {request.name}: expected {read}, got {found}"
             require(found == (read if request.scores_prompt else None), "4", what)
-            cached = f"{request.name}: expected {request.cached} cached tokens, got {delta.cached_tokens}"
-            counted = request.fetches and delta.cached_tokens is not None
-            require(counted or delta.cached_tokens == request.cached, "2.1", cached)
+            cached = request.held if request.fetches else request.cached
+            what = f"{request.name}: expected {cached} cached tokens, got {delta.cached_tokens}"
+            require(delta.cached_tokens == cached, "2.1", what)
             vector = (request.pooled[0] / max(request.pooled[1], 1)).astype("<f4").tobytes()
             pooled = vector if request.spec.pooling is not None else None
             require(

@@ -822,6 +822,15 @@ class ReportsCachedTokensOncePerId(Changed):
         return deltas, effects
 
 
+@breaks("2.1", "schedule:pairs=elsewhere")
+class CountsFetchedTokensAsCached(Changed):
+    def change(self):
+        def finish_load(part, right, request, num_tokens, num_cached):
+            right(request, num_tokens, num_tokens)
+
+        instead(self._running_batch, "finish_load", finish_load)
+
+
 @breaks("8", "schedule:schedulers=two")
 class ReturnsTheSameList(Changed):
     def change(self):

@@ -386,7 +386,7 @@ class FreesWhileALoadWrites(Changed):
         instead(self._pool, "unpin", lambda pool, right, blocks: None)
 
 
-@breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
+@breaks("3.3", "schedule:incident=abort_loading")
 class EvictsMatchedBlocks(Changed):
     """Allocates new blocks before it acquires those of the cached prefix."""
 

@@ -14,21 +14,6 @@ from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, 
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_one_drains
 
 
-@pytest.mark.law("3.3")
-def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
-    """Fill the pool with free cached prefixes; a request that matches one needs most of the other blocks."""
-    target.require("prefix_caching")
-    old, other = prompt_of(28, 1), prompt_of(29, 2)
-    driver = drive(target, max_num_seqs=1)
-    for name, prompt in (("old", old), ("other", other)):
-        driver.submit(greedy(name, prompt, 1))
-        driver.run()
-    driver.submit(greedy("again", [*old, *prompt_of(30, 3)], 4))
-    driver.run()
-    shared = driver.computed_before("again")[:1]
-    require(shared == [28], "3.3", f"28 tokens are cached, {sum(shared)} shared")
-
-
 @pytest.mark.law("3.4")
 @pytest.mark.parametrize("depth", [2, 3])
 def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarget, depth: int) -> None:

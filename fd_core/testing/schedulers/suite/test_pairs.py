@@ -156,17 +156,6 @@ def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: 
     require(job.is_over, "6.1", "the job was aborted, but its lease is still active")
 
 
-@pytest.mark.law("6.1", "1.3")
-def test_a_job_whose_step_failed_is_given_up(target: SchedulerTarget) -> None:
-    driver = drive(target, job_for("job", prompt_of(37)), paired=True, max_num_batched_tokens=7)
-    for _ in range(3):
-        plan = driver.must_plan()
-        driver.answer(*(plan.slots.tolist() if len(driver.plans) == 3 else ()))
-    driver.run()
-    require(driver.texts.ends == {"job": FinishReason.ERROR}, "1.3", f"it failed, and ended with {driver.texts.ends}")
-    require(driver.auditor.requests["job"].is_over, "6.1", "the job failed, but its lease is still active")
-
-
 @pytest.mark.law("6.1", "6.2", "6.3", "3.2", "4")
 def test_hostile_orders_of_a_pair(target: SchedulerTarget, examples: int) -> None:
     run_hostile_orders(target, examples // 2, paired=True)

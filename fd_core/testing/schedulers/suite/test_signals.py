@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -52,19 +51,6 @@ def until_one_drains_in_flight(driver: Driver, depth: int) -> Occupancy:
     if not occupancy.in_flight:
         lacks("victims of this scheduler have no rows in flight")
     return occupancy
-
-
-@pytest.mark.law("1.3", "1.7")
-def test_error_and_release_in_one_step_are_both_delivered(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(3, 12), depth=1, num_kv_blocks=48)
-    driver.run_until(lambda: len(driver.auditor.live) == 3)
-    driver.answer_all()
-    driver.abort("r1")
-    plan = driver.must_plan()
-    driver.answer(int(plan.slots[0]))
-    ends = Counter(driver.texts.ends.values())
-    require(ends[FinishReason.ABORT] == ends[FinishReason.ERROR] == 1, "1.3", f"one failed, one was aborted: {ends}")
-    driver.run()
 
 
 @pytest.mark.law("1.5")
