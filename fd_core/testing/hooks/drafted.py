@@ -66,10 +66,11 @@ AXES: Final = (
     Axis("accepted", ("random", "none", "all", "one"), ("Drafter.extend.tokens", "Drafter.extend.counts")),
     Axis("steps", (6, 1, 2, 40)),
     Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
-    Axis("events", ("none", "reused", "shorter", "moved"), ("Drafter.admit.slot",)),
+    Axis("events", ("none", "reused", "shorter", "moved", "alike"), ("Drafter.admit.slot",)),
     Axis("instances", ("one", "in-turn", "threads")),
 )
-"""`events` are admissions to a slot in use: of another text, of the beginning of its text, and of another slot's."""
+"""`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, and
+of one of the same length that begins and ends as its text."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Drafter.context": "its fields are varied",
     "Drafter.allocate.limits": "they follow from slots, drafts and the vocabulary",
@@ -129,18 +130,23 @@ class _DraftSlots:
 
     def step(self, number: int) -> None:
         """Deliver tokens to some slots, and check their drafts."""
-        if self._case["events"] != "none" and number % 3 == 1:
-            self._event(number)
         count = {"all": len(self.texts), "one": 1}.get(str(self._case["rows"]), -(-len(self.texts) // 2))
-        slots = self._rng.permutation(len(self.texts))[:count].astype(np.int32)
+        slots = self._rng.permutation(len(self.texts)).astype(np.int32)
+        if self._case["events"] != "none" and number % 3 == 1:
+            self._event(number, int(slots[0]))
+        slots = slots[:count]
         self._extend(slots)
         self._propose(slots)
 
-    def _event(self, number: int) -> None:
-        slot = number % len(self.texts)
+    def _event(self, number: int, slot: int) -> None:
+        held = self.texts[slot]
+        head = max(8, len(held) // 4)
+        count = max(0, len(held) - 4 - head)
+        middle = np.resize([held[-1], held[-3:][0], number % self._vocab], count).tolist()
         text = {
+            "alike": [*held[:head], *middle, *held[head + count :]],
             "reused": self._text(slot + number),
-            "shorter": self.texts[slot][: -(-len(self.texts[slot]) // 2)],
+            "shorter": held[: -(-len(held) // 2)],
             "moved": self.texts[(slot + 1) % len(self.texts)],
         }[str(self._case["events"])]
         self.admit(slot, text)

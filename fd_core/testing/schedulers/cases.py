@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
+from fd_core.testing.schedulers.twins import reusing_ids, twins
 from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
 AXES: Final = (
@@ -141,7 +143,7 @@ AXES: Final = (
     ),
     Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
     Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),
-    Axis("ids", ("short", "long", "unicode"), ("RequestSpec.request_id",)),
+    Axis("ids", ("short", "long", "unicode", "reused"), ("RequestSpec.request_id",)),
     Axis(
         "incident",
         (
@@ -150,14 +152,17 @@ AXES: Final = (
             "abort_loading",
             "abort_running",
             "abort_draining",
+            "abort_ending",
             "abort_all",
             "error",
             "stale",
             "repeated",
+            "paused",
         ),
     ),
     Axis("operations", ("first", "last", "late", "at_once")),
     Axis("outcome", ("well", "in_part", "badly")),
+    Axis("schedulers", ("one", "two")),
 )
 """Axes of a scheduler's settings, requests and incidents."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -253,7 +258,7 @@ def _with(spec: RequestSpec, **params: Any) -> RequestSpec:
 
 def _spec(case: Case, index: int, length: int) -> RequestSpec:
     block_size = _int(case, "block_size")
-    name = {"short": f"r{index}", "long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
+    name = {"long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
     rng = np.random.default_rng(0 if case["shared"] == "same" else 1 + index)
     common = length * 3 // 4 if case["shared"] == "prefix" else 0
     prompt = np.concatenate([np.arange(common) % 250, rng.integers(0, 256, length - common)]).tolist()
@@ -269,7 +274,7 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
     job = case["pairs"] == "jobs" and index % 3 == 0 and not pooling
     most = 1 if pooling or job else _int(case, "output")
     spec = RequestSpec(
-        request_id=name[str(case["ids"])],
+        request_id=name.get(str(case["ids"]), f"r{index}"),
         prompt=tuple(prompt),
         params=SamplingParams(
             max_tokens=most, ignore_eos=True, min_tokens=min(_int(case, "min_tokens"), most), **params
@@ -337,6 +342,10 @@ def _ending(kind: str, spec: RequestSpec, text: Sequence[int], index: int) -> Re
 
 def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec]) -> Driver:
     """Return a scheduler with the settings of a case, without requests."""
+    if case["ids"] == "reused":
+        target = replace(target, make=reusing_ids(target.make))
+    if case["schedulers"] == "two":
+        target = replace(target, make=twins(target.make))
     size, k = _int(case, "block_size"), _int(case, "k")
     policy = POLICIES[str(case["policy"])]()
     return drive(
@@ -370,7 +379,7 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
     specs = specs_of(case)
     driver, depth = driver_of(target, case, specs), _int(case, "depth")
     incidents = _incidents(driver, str(case["incident"]))
-    waiting = list(specs)
+    waiting = specs[: -(-len(specs) // 2)] if case["ids"] == "reused" else list(specs)
     for number in range(3 * len(specs) + 40):
         if waiting and not number % 2:
             count = 1 + len(specs) // 3
@@ -385,6 +394,8 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
         _end_operations(driver, case)
     driver.submit(*waiting)
     driver.run(depth)
+    driver.submit(*specs[len(driver.auditor.requests) :])
+    driver.run(depth)
     driver.check_policy()
     driver.check_capacity(driver_of(target, case, ()))
 
@@ -392,18 +403,20 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
 def _incidents(driver: Driver, kind: str) -> Iterator[None]:
     """Cause an incident now and then, to at most every third request."""
     harmed: set[str] = set()
-    while True:
+    for turn in count():
         requests = driver.auditor.requests
         state = {
             "abort_waiting": "waits",
             "abort_loading": "loads",
             "abort_running": "runs",
             "abort_draining": "drains",
+            "abort_ending": "runs",
         }
         candidates = [
             name
             for name, each in requests.items()
             if each.end is None and not each.abort_requested and each.where == state.get(kind)
+            if kind != "abort_ending" or (each.occupancy and each.occupancy.num_planned >= each.limit)
         ]
         if candidates and 3 * len(harmed) < len(requests) + 2:
             harmed.add(candidates[-1])
@@ -411,10 +424,15 @@ def _incidents(driver: Driver, kind: str) -> Iterator[None]:
         if kind == "abort_all" and len(requests) > 2 and not harmed:
             harmed |= {name for name, each in requests.items() if each.end is None}
             driver.abort(*harmed)
+        if kind == "paused" and turn % 5 == 0:
+            left = sorted(driver.auditor.unfinished - harmed) if 3 * len(harmed) < len(requests) else []
+            aborted = left[turn % 2 - 1 :][:1]
+            harmed.update(aborted)
+            driver.pause(*aborted)
         if driver.in_flight and len(driver.plans) % 5 == 4:
             plan = driver.in_flight[0].plan
-            if kind == "error" and len(plan.slots) > 1 and 3 * len(harmed) < len(requests):
-                slot = int(plan.slots[len(harmed) % len(plan.slots)])
+            slot = int(plan.slots[len(harmed) % len(plan.slots)]) if len(plan.slots) > 1 else -1
+            if kind == "error" and slot in driver.auditor.occupancies and 3 * len(harmed) < len(requests):
                 harmed.add(driver.auditor.occupancies[slot].request.name)
                 driver.answer(slot)
             elif kind == "stale":
