@@ -3,6 +3,9 @@
 import random
 import struct
 import time
+import zlib
+from collections import OrderedDict
+from functools import lru_cache
 from time import monotonic
 
 import numpy as np
@@ -204,6 +207,47 @@ class SharesHomes(SessionAffinity):
         self._homes = self.homes.setdefault(config.max_sessions, self._homes)
 
 
+class SweepsToTheLatest(SessionAffinity):
+    """A sweep keeps only the session that was used last."""
+
+    def sweep(self, now):
+        super().sweep(now)
+        while len(self._homes) > 1:
+            self._homes._entries.popitem(last=False)
+
+
+class HashesPromptsByIdentity(RouterPolicy):
+    """Hashes an array once; when it is freed, another prompt may have its address."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.hashes = OrderedDict()
+
+    def choose(self, context):
+        if id(context.tokens) not in self.hashes:
+            self.hashes[id(context.tokens)] = zlib.crc32(context.tokens.tobytes())
+        if len(self.hashes) > 64:
+            self.hashes.popitem(last=False)
+        return context.candidates[self.hashes[id(context.tokens)] % len(context.candidates)]
+
+
+@lru_cache(maxsize=64)
+def points_of(workers):
+    """Return the points of a ring, computed with the settings of the policy that needs it first."""
+    return []
+
+
+class SharesARing(RouterPolicy):
+    """Policies with other settings have the same workers."""
+
+    def choose(self, context):
+        points = points_of(context.candidates.workers)
+        points[1:] = []
+        points.append(self.config.cache_block_size)
+        head = context.tokens[: points[0]]
+        return context.candidates[zlib.crc32(head.tobytes()) % len(context.candidates)]
+
+
 class ImportsTheClock(RouterPolicy):
     def choose(self, context):
         return context.candidates[int(monotonic() / 3600) % len(context.candidates)]
@@ -307,6 +351,9 @@ def without_shrinking(monkeypatch):
         (RotatesWhatWasWorkedOut, "plain", ()),
         (SweepsEarly, "session=s,pace=1000.0,calls=40,swept=before each call", ()),
         (SharesHomes, "session=s", ()),
+        (SweepsToTheLatest, "session=four in turn,calls=40,swept=before each call", ()),
+        (HashesPromptsByIdentity, "calls=40", ()),
+        (SharesARing, OTHER, ()),
         (ImportsTheClock, OTHER, ()),
         (RemembersLoads, FORGETS, ()),
         (KeepsSessionsInItsClass, "test_the_process_holds_nothing_of_past_requests", ()),

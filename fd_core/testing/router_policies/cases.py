@@ -45,7 +45,7 @@ _URLS: Final[dict[str, Callable[[int], str]]] = {
     "long": lambda at: f"https://{'w' * 60}.{at}.cluster.local:8443/{'path/' * 30}",
     "unordered": lambda at: f"http://w{at * 7919 % 10_007}",
 }
-_SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "each its own")
+_SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "four in turn", "each its own")
 
 AXES: Final = (
     Axis("workers", (3, 1, 2, 4, 5, 8, 9, 64, 65, 255, 256, 257, 1000), ("RoutingContext.candidates",)),
@@ -113,14 +113,17 @@ def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
 def check_policy(policy: PolicyUnderTest, case: Case) -> None:
     """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`.
 
-    For the second one, `Candidates.once` works everything out again in each call, which changes no choice. A third one,
-    for the workers of another role, is called in between: instances share no state.
+    For the second one, `Candidates.once` works everything out again in each call, which changes no choice, and no call
+    reuses the memory of an earlier one. A third one, for the workers of another role, is called in between: instances
+    share no state.
     """
     one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case, works_out_again=True)
     urls = "names" if case["urls"] == "ports" else "ports"
     of_another_role = _PolicyInstance(policy, {**case, "urls": urls, "change": "none"})
+    held = list[object]()
     with ThreadPoolExecutor(1) as pool:
         for number, (call, again) in enumerate(zip(one.calls, other.calls, strict=True)):
+            held.append(again)
             chosen = one.choose(*call)
             of_another_role.choose(*next(of_another_role.calls))
             with another_world(shift=77 + number):
@@ -164,7 +167,6 @@ def _contexts(
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
     draw, once = draws(count), dict[Callable[..., Any], Any]()
     now, pace = float(case["now"] or 0), float(case["pace"] or 0)
-    prompts = [_prompt(str(case["token_ids"]), _int(case, "tokens"), number) for number in range(min(3, calls))]
     for call in range(calls):
         gone: list[RouterWorker] = []
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
@@ -172,12 +174,15 @@ def _contexts(
             once = {}
         if works_out_again:
             once = {}
-        tokens = prompts[call % len(prompts)]
+        prompt = call * call % 11  # some are new, others as before, without a period; each is a new object
+        tokens = _prompt(str(case["token_ids"]), _int(case, "tokens"), prompt)
         blocks = len(tokens) // config.cache_block_size
         candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once, call)
-        keys = tuple(b"%d/%d" % (call % 3, block) for block in range(blocks)) if cls.uses_prefix else ()
+        keys = tuple(b"%d/%d" % (prompt, block) for block in range(blocks)) if cls.uses_prefix else ()
         number = case["random"] if call >= calls - 3 else draw.random()
-        session = f"s{call}" if case["session"] == "each its own" else case["session"]
+        session = {"each its own": f"s{call}", "four in turn": f"s{call % 4}"}.get(
+            str(case["session"]), case["session"]
+        )
         yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
 
 

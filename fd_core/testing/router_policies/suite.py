@@ -97,7 +97,7 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.2")
     def test_another_process_chooses_the_same(self) -> None:
-        """Compare with a process whose hashes of strings differ, such as another replica of the router."""
+        """Compare with a process whose hashes of strings differ, and in which no instance has other settings."""
         cls = self.policy_class()
         policy = PolicyUnderTest(cls, self.router_config())
         if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
@@ -116,7 +116,10 @@ class RouterPolicySuite:
             check=False,
         )
         assert ended.returncode == 0, ended.stderr
-        here = [choices(policy, ROUTING.case(text).values) for text in texts]
+        cases = [ROUTING.case(text).values for text in texts]
+        for case in cases:
+            choices(policy, {**case, "block_size": 16, "max_sessions": 2})
+        here = [choices(policy, case) for case in cases]
         assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
 
     @pytest.mark.timing
