@@ -303,8 +303,7 @@ class OfAnotherKind(RouterPolicy):
 
 
 EQUAL = "calls=40,loads=rising"
-ONLY = "test_only_candidate_is_chosen_under_any_load"
-FORGETS = "test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past"
+FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
@@ -326,8 +325,8 @@ def without_shrinking(monkeypatch):
         (SharedState, EQUAL, ()),
         (Invented, EQUAL, ()),
         (RemembersPrompts, EQUAL, ()),
-        (OutOfRange, ONLY, (1 - 2**-53,)),
-        (RefusesLoad, ONLY, (0.0,)),
+        (OutOfRange, f"random={1 - 2**-53}", ()),
+        (RefusesLoad, "loads=near 2^31", ()),
         (KeepsSessions, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
         (ServesMixedOnly, SERVES, (True,)),
@@ -356,7 +355,7 @@ def without_shrinking(monkeypatch):
         (SharesARing, OTHER, ()),
         (ImportsTheClock, OTHER, ()),
         (RemembersLoads, FORGETS, ()),
-        (KeepsSessionsInItsClass, "test_the_process_holds_nothing_of_past_requests", ()),
+        (KeepsSessionsInItsClass, FORGETS, ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

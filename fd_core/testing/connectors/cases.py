@@ -292,7 +292,6 @@ class _Transfer:
             self._over.append(lease)
             for _ in range(1 + number % (2 * self._window + 1)):
                 self._move(lease, number)
-            lease.taken.clear()
 
 
 def _as_sent(piece: PutResult) -> PutResult:

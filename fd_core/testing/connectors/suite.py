@@ -331,15 +331,6 @@ class ConnectorSuite:
             assert bytes(inbox.take(index, *each)) == value_of(index, VALUE_BYTES)
 
     @pytest.mark.law("6.1")
-    def test_a_lease_may_end_with_pieces_on_their_way(self, open_both: OpenBoth) -> None:
-        inbox, outbox = open_both()
-        there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
-        held = inbox.take(4, *there[1])
-        inbox.close()
-        outbox.close()
-        del held
-
-    @pytest.mark.law("6.1")
     def test_nothing_is_held_of_leases_that_are_over(self, recipe: Recipe) -> None:
         decode, prefill = recipe.make(), recipe.make()
 

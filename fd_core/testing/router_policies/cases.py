@@ -15,7 +15,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import ROLES, RouterWorker
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.stores.values import draws
@@ -99,8 +99,8 @@ class PolicyUnderTest:
 
 def allowed(case: Case) -> bool:
     """Return True if a case takes less than about a second."""
-    calls, workers, tokens = (_int(case, name) for name in ("calls", "workers", "tokens"))
-    blocks = tokens // _int(case, "block_size")
+    calls, workers, tokens = (int_of(case, name) for name in ("calls", "workers", "tokens"))
+    blocks = tokens // int_of(case, "block_size")
     return calls * workers <= _MAX_SHOWN and calls * (tokens / 20 + blocks) <= 3e5
 
 
@@ -162,7 +162,7 @@ def _contexts(
     cls: type[RouterPolicy], config: RouterConfig, case: Case, *, works_out_again: bool
 ) -> Iterator[tuple[list[RouterWorker], RoutingContext, list[RouterWorker]]]:
     """Yield the workers, the context and the departed workers of each call, all of them new objects."""
-    count, calls, role = _int(case, "workers"), _int(case, "calls"), str(case["role"])
+    count, calls, role = int_of(case, "workers"), int_of(case, "calls"), str(case["role"])
     url, incarnation = _URLS[str(case["urls"])], itertools.count()
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
     draw, once = draws(count), dict[Callable[..., Any], Any]()
@@ -175,7 +175,7 @@ def _contexts(
         if works_out_again:
             once = {}
         prompt = call * call % 11  # some are new, others as before, without a period; each is a new object
-        tokens = _prompt(str(case["token_ids"]), _int(case, "tokens"), prompt)
+        tokens = _prompt(str(case["token_ids"]), int_of(case, "tokens"), prompt)
         blocks = len(tokens) // config.cache_block_size
         candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once, call)
         keys = tuple(b"%d/%d" % (prompt, block) for block in range(blocks)) if cls.uses_prefix else ()
@@ -234,12 +234,6 @@ def _prompt(kind: str, length: int, number: int) -> Any:
             tokens = (np.arange(length, dtype=np.int32) + 17 * number) % 32_000
     tokens.flags.writeable = False
     return tokens
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 ROUTING: Final[Part[PolicyUnderTest]] = Part("router", AXES, check_policy, allowed)

@@ -244,7 +244,9 @@ class _Batch:
                 self._let_time_out(values, store.delete, self.keys)
         else:
             self.put(writer, values)
-            self.run(writer.get, self.keys, 1 << 28, self.timeout)
+            for store in (writer, self.place.store):
+                self.run(store.get, self.keys, 1 << 28, self.timeout)
+                self.run(store.longest_prefix, self.keys, 1 << 28, self.timeout)
             if before == "deleted":
                 found = self.run(writer.delete, self.keys, self.timeout)
                 assert found == len(values), f"delete of {len(values)} values returned {found}"
@@ -311,6 +313,9 @@ class _Batch:
             assert_value(f"value {at} after a delete, behind the store", self.place.door.read(key), left.get(key))
         for at, value in enumerate(self.run(store.get, self.keys, 1 << 28, self.timeout)):
             assert_value(f"value {at} after a delete", value, left.get(self.keys[at]))
+        first = next((at for at, key in enumerate(self.keys) if key not in left), len(self.keys))
+        counted = self.run(store.longest_prefix, self.keys, 1 << 28, self.timeout)
+        assert counted == first, f"longest_prefix after a delete: expected {first}, got {counted}"
         self._check_stats(store, {**left, **self.others})
 
 

@@ -334,33 +334,6 @@ class StoreSuite:
                 STORES.case(f"value_bytes={size},count=1").check(place, "pytest", option="--fd-case")
         case.with_only(can).check(place, "pytest", option="--fd-case")
 
-    @pytest.mark.law("5.2")
-    @pytest.mark.parametrize("change", ["put", "put by another store", "written", "deleted", "deleted in its place"])
-    def test_every_change_is_visible_to_the_next_read(
-        self, store: KVStore, make_store: MakeStore, back_door: BackDoor, change: str
-    ) -> None:
-        """Overwrite each of many values right after a read: no read may return the old value."""
-        if change == "put by another store":
-            self.sharing.require()
-        writer = make_store() if change == "put by another store" else store
-        for number in range(1, 101):
-            key, before, after = key_of(number), value_of(key_of(number)), value_of(key_of(number + 1), 2000)
-            store.put([(key, [before])], TIMEOUT)
-            assert as_bytes(store.get([key], LIMIT, TIMEOUT)) == [before], number
-            assert store.longest_prefix([key], LIMIT, TIMEOUT) == 1
-            match change:
-                case "written":
-                    back_door.write(key, after)
-                case "deleted":
-                    assert store.delete([key], TIMEOUT) == 1
-                case "deleted in its place":
-                    back_door.delete(key)
-                case _:
-                    assert writer.put([(key, [after])], TIMEOUT) == 1
-            expected = None if change.startswith("deleted") else after
-            assert as_bytes(store.get([key], LIMIT, TIMEOUT)) == [expected], number
-            assert store.longest_prefix([key], LIMIT, TIMEOUT) == (0 if expected is None else 1), number
-
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
         others = [key_of(number) for number in range(4, 100)]
@@ -816,11 +789,6 @@ class StoreSuite:
                 call(store)
         with pytest.raises(StoreError):
             store.stats(TIMEOUT)
-
-    def test_a_store_works_without_being_opened(self, make_store: MakeStore) -> None:
-        store = make_store()
-        assert store.get([A], LIMIT, TIMEOUT) == [None]
-        assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
 
     @pytest.mark.law("5.5")
     def test_statistics_do_not_count_deleted_values(self, store: KVStore) -> None:

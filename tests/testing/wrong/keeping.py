@@ -391,7 +391,7 @@ class TakesAnyParameter(MemoryStore):
         super().__init__(type(location)(location.scheme, location.text, {}))
 
 
-@found_by("test_every_change_is_visible_to_the_next_read", change="put")
+@found_by("store:count=25,before=as long")
 class ReturnsAnEarlierReadSometimes(MemoryStore):
     def get(self, keys, limit, timeout):
         seen = self.__dict__.setdefault("seen", {})
@@ -403,7 +403,7 @@ class ReturnsAnEarlierReadSometimes(MemoryStore):
         return found
 
 
-@found_by("test_every_change_is_visible_to_the_next_read", change="deleted")
+@found_by("store:plain")
 class CountsRemovedValuesInAPrefix(MemoryStore):
     def longest_prefix(self, keys, limit, timeout):
         self.had = getattr(self, "had", set()) | {key for key in keys if key in self._values}
