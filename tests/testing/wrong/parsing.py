@@ -832,7 +832,7 @@ class KeepsFinishedAnswers(KeepsAbandonedAnswers):
 
 @breaks("8.[134]", "calls")
 class EmitsHeldTextAfterAWhile(HermesTools):
-    """What may be the beginning of a marker is text if nothing follows it for a minute."""
+    """A beginning of a marker is emitted as text if nothing follows it for a minute."""
 
     last = None
 
