@@ -250,7 +250,7 @@ ROUTES: Final[dict[str, Route]] = {
     **dict.fromkeys(("/tokenize", "/detokenize"), _WORK),
     **dict.fromkeys(("/tokenizer_info", "/get_model_info"), Route("key", _GET, forwarded=True)),
     **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), Route("key", _GET)),
-    **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/show"), Route("key")),
+    **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/show"), _WORK),
     **dict.fromkeys(("/api/tags", "/api/ps"), Route("key", _GET)),
     "/api/version": _PAGE,
     "/v1/requests": Route("key", _GET),
