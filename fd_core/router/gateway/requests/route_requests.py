@@ -23,7 +23,7 @@ from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.schemas import ResponsesRequest
-from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
 from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import Parsers
@@ -212,6 +212,7 @@ FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     "/v1/messages": messages.BODY,
     "/v1/responses": responses.BODY,
     "/v1/embeddings": embeddings.EMBEDDINGS,
+    **dict.fromkeys(("/v1/classify", "/classify"), embeddings.CLASSIFY),
     **dict.fromkeys(("/v1/score", "/score"), embeddings.SCORE),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), embeddings.RERANK),
     "/api/chat": ollama.CHAT_BODY,
@@ -259,7 +260,7 @@ class CostReader:
         decoded, _ = await body_format.decode_bounded(body, self.context or _UNKNOWN_CONTEXT)
         if isinstance(decoded, EmbedRequest):
             decoded = EmbeddingRequest(input=decoded.input)
-        if isinstance(decoded, EmbeddingRequest | ScoreRequest | RerankRequest):
+        if isinstance(decoded, TextsRequest | ScoreRequest | RerankRequest):
             read = await self._pooled(decoded)
             return Cost(read, read)
         if isinstance(decoded, CompletionRequest):
@@ -300,8 +301,8 @@ class CostReader:
             )
         return request
 
-    async def _pooled(self, decoded: EmbeddingRequest | ScoreRequest | RerankRequest) -> int:
-        if isinstance(decoded, EmbeddingRequest):
+    async def _pooled(self, decoded: TextsRequest | ScoreRequest | RerankRequest) -> int:
+        if isinstance(decoded, TextsRequest):
             found = await read_texts(self, decoded.input, "input", add_special=decoded.add_special_tokens is not False)
         else:
             pairs, name = pairs_of(decoded)

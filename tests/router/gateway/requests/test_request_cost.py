@@ -189,6 +189,7 @@ def test_rejected_body_reserves_nothing(pair: Pair, wrong: dict[str, Any]) -> No
         ("/v1/completions", {"prompt": ["x" * 40] * 3, "n": 2, "max_tokens": 20}, 30 + 120),
         ("/v1/completions", {"prompt": [[70_000, 2]], "max_tokens": 4.0}, 2 + 4),
         ("/v1/completions", {"prompt": "x" * 40}, 10 + 16),
+        ("/v1/classify", {"input": ["x" * 40, "x" * 20]}, 10 + 5),
         ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 400}]}, 100),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}, 1000),
     ],
