@@ -13,7 +13,7 @@ import numpy as np
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests, VictimPolicy
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import require
@@ -67,10 +67,10 @@ def requests_of(case: Case) -> list[QueuedRequest]:
         "wide": lambda at: _WIDE[at % len(_WIDE)],
     }
     prompt, output = prompts[str(case["prompt"])], outputs[str(case["output"])]
-    priority, tenants = priorities[str(case["priority"])], _int(case, "tenants")
+    priority, tenants = priorities[str(case["priority"])], int_of(case, "tenants")
     return [
-        QueuedRequest(_int(case, "first") + at, prompt(at), output(at), priority(at), f"t{at * at % tenants}", False)
-        for at in range(_int(case, "requests"))
+        QueuedRequest(int_of(case, "first") + at, prompt(at), output(at), priority(at), f"t{at * at % tenants}", False)
+        for at in range(int_of(case, "requests"))
     ]
 
 
@@ -133,11 +133,11 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
     Before each group of requests, others arrive that are aborted while they wait.
     """
     queue, running, left = Queue(policy), list[QueuedRequest](), [*requests]
-    aborted = _int(case, "first") + len(left)
-    every, admitted = _int(case, "preempted"), 0
+    aborted = int_of(case, "first") + len(left)
+    every, admitted = int_of(case, "preempted"), 0
     while left or len(queue) or running:
         others = [
-            QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(_int(case, "aborted") if left else 0)
+            QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(int_of(case, "aborted") if left else 0)
         ]
         for request in (*others, *left[:4]):
             queue.add(request)
@@ -145,7 +145,7 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
             queue.abort(request)
         aborted += len(others)
         del left[:4]
-        while len(queue) and len(running) < _int(case, "slots"):
+        while len(queue) and len(running) < int_of(case, "slots"):
             running.append(queue.admit())
             admitted += 1
             yield running[-1].arrival
@@ -195,7 +195,7 @@ def _check_priorities(make: MakePolicy, case: Case) -> None:
 
 def running_of(case: Case) -> RunningRequests:
     """Return the running requests of a case, as arrays that cannot be written."""
-    count, block = _int(case, "rows"), _int(case, "block")
+    count, block = int_of(case, "rows"), int_of(case, "block")
     at = np.arange(count)
     priorities = {"same": np.zeros(count), "two": at % 2, "wide": np.take(_WIDE, at % len(_WIDE))}
     tokens = {"mixed": 1 + 37 * at % 900, "same": np.full(count, 9), "large": 2**31 - 1 - at % 5}
@@ -203,7 +203,7 @@ def running_of(case: Case) -> RunningRequests:
     again = {"none": np.zeros(count), "some": at % 3 == 1, "all": np.ones(count)}
     found = RunningRequests(
         2 * at.astype(np.intp),
-        _int(case, "oldest") + np.random.default_rng(count).permutation(count).astype(np.int64),
+        int_of(case, "oldest") + np.random.default_rng(count).permutation(count).astype(np.int64),
         priorities[str(case["priorities"])].astype(np.int64),
         num_tokens=tokens[str(case["tokens"])].astype(np.int32),
         num_gained=gained[str(case["gained"])].astype(np.int32),
@@ -275,12 +275,6 @@ def _check_choices(
         less[running.slots == slot] = np.maximum(less[running.slots == slot], priority)
         again = chosen(policy, _frozen(replace(running, priorities=less)))
         require(slot in again, "8", f"slot {slot} is chosen, but with the priority {priority} slots {again} are")
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)
