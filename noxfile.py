@@ -1,10 +1,12 @@
 """Checks of fd_core. `nox` alone runs lint, types and tests, each in a separate environment."""
 
+import json
 import os
 import random
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.options.sessions = ["lint", "types", "tests", "plugins"]
 nox.options.reuse_existing_virtualenvs = True
@@ -33,6 +35,18 @@ def timed() -> list[str]:
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
 """Separate distributions, each with its own settings for mypy and pytest."""
+
+PLUGIN_TESTS = tuple(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]"))
+DEFAULT = "not soak and not guide and not timing"
+"""Tests of the default run; those of elapsed time follow them, on an idle machine."""
+DIRECT = nox.project.load_toml("pyproject.toml")["project"]
+
+
+def install_suite(session: nox.Session) -> None:
+    """Install the core and the plugins with their tests: torch first and alone, so that nothing selects its build."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", *PLUGIN_TESTS)
+
 
 CONFORMING = (
     "reference",
@@ -96,14 +110,11 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
-    # Install torch first and alone, so that no other package selects its build.
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    install_suite(session)
     if session.posargs:
         session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
     else:
-        session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak and not guide and not timing")
-        # Tests of elapsed time need an idle machine.
+        session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT)
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # Kernels and other framework code of a plugin need packages that its own session lacks.
         session.install("-e", "plugins/gpu_cuda[kernels]")
@@ -114,10 +125,42 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def plugins(session: nox.Session) -> None:
     """The suites of the plugins, with the core and without a framework; arguments after `--` go to pytest."""
-    session.install("-e", ".", "pytest-xdist>=3.6", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    session.install("-e", ".", "pytest-xdist>=3.6", *PLUGIN_TESTS)
     for plugin in PLUGINS:
         with session.chdir(plugin):
             session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
+
+
+@nox.session
+def constraints(session: nox.Session) -> None:
+    """Resolve the default sessions with the newest releases that they accept, and write these for CI to install."""
+    report = Path(session.create_tmp(), "resolved.json")
+    options = ("--dry-run", "--ignore-installed", "--quiet", "--report", str(report))
+    wanted = ("-e", ".[cpu,test,dev]", *PLUGIN_TESTS, "-e", "plugins/gpu_cuda[kernels]")
+    session.run("pip", "install", *options, *wanted, env={"PIP_CONSTRAINT": None})
+    found = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    # A local version, such as +cpu, names a build of torch.
+    pins = sorted(f"{each['name'].lower()}=={each['version'].partition('+')[0]}\n" for each in found)
+    Path(".ci/constraints.txt").write_text("".join(pin for pin in pins if not pin.startswith("fd-")))
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The core's tests with the newest release of each dependency but torch, whatever its upper bound."""
+    install_suite(session)
+    extras = DIRECT["optional-dependencies"]
+    wanted = [*DIRECT["dependencies"], *extras["otel"], *extras["conformance"], *extras["test"]]
+    names = {Requirement(each).name for each in wanted} - {"fd-core"}
+    session.install("--upgrade", "--upgrade-strategy", "eager", *sorted(names))
+    session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT, *session.posargs)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The core's tests with the oldest releases of its dependencies but torch, as uv resolves them."""
+    session.install(*DIRECT["optional-dependencies"]["cpu"], "uv>=0.5")
+    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]")
+    session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT, *session.posargs)
 
 
 @nox.session
@@ -193,16 +236,14 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def kit(session: nox.Session) -> None:
     """The conformance kit on every faulty backend; the default run has three of them."""
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    install_suite(session)
     session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
 
 
 @nox.session
 def guides(session: nox.Session) -> None:
     """Follow the guides that the default run skips, as written, and every page with the model that it names."""
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    install_suite(session)
     session.run("pytest", "tests/testing", "tests/documents", "-m", "guide", *session.posargs)
 
 
@@ -323,8 +364,7 @@ def notebook(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Long runs and repetitions that the default run leaves out, for minutes; FD_SOAK_SEED chooses another run."""
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    install_suite(session)
     seed = f"--hypothesis-seed={fresh_seed()}"
     session.run("pytest", "-m", "soak", "--timeout=900", seed, *session.posargs)
     if not session.posargs:
@@ -345,8 +385,7 @@ def kernels(session: nox.Session) -> None:
 @nox.session
 def hostile(session: nox.Session) -> None:
     """Hostile inputs at length: minutes, bounded in memory and time, on this machine alone."""
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    install_suite(session)
     # The table of docs/operate/reliability.md is printed at the end.
     session.run("python", "-m", "tests.hostile.count", "--timeout=900", *session.posargs)
 

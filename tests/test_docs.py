@@ -17,6 +17,7 @@ from fd_core.cli.settings.flags import (
     SERVER_FLAGS,
 )
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.http.access.control import ROUTES
 from tests.reference import GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,13 @@ def test_links_have_targets():
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if "://" not in target and (document.parent / target).resolve() not in generated:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_paths_that_need_no_key_are_listed():
+    text = (ROOT / "docs" / "operate" / "keys.md").read_text()
+    paragraph = next(each for each in text.split("\n\n") if each.startswith("`/health`"))
+    opened = {path for path, route in ROUTES.items() if route.right in ("probe", "page")}
+    assert set(re.findall(r"`(/[^`]*)`", paragraph)) == opened
 
 
 def test_documents_name_no_path_of_one_machine():

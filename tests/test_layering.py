@@ -41,7 +41,6 @@ ALLOWED: dict[str, set[str]] = {
     # Every pure part and the whole engine: the simulation runs the served code.
     "simulation": BASE
     | {
-        "backends",  # the null backend's KV, which records its owner
         "disagg",
         "effects",
         "engine",

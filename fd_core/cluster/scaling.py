@@ -49,7 +49,9 @@ class ScalingPolicy(ABC):
 
     @abstractmethod
     def propose(self, load: GroupLoad, now: float) -> int:
-        """Return the target number of workers. Called every few seconds; `now` is a monotonic clock in seconds."""
+        """Return the target number of workers. Called every few seconds; `now` is a monotonic clock in seconds, which
+        jumps if the machine was suspended. `load.target` is the last number within the bounds of the file.
+        """
 
 
 class LoadPolicyOptions(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):

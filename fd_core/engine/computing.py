@@ -19,6 +19,7 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.loading.classifier import CLASSIFICATION
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import spec_of
 from fd_core.ops.parallel import RankGroup, Stage
@@ -140,6 +141,8 @@ class Computing:
     def reload(self, path: Path) -> Model:
         """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
         self.require_changeable("weights cannot be updated")
+        if self.model.architecture.endswith(CLASSIFICATION):
+            raise BadRequest("the weights of a classifier cannot be updated yet; restart the server instead")
         shapes = self._shapes
         try:
             model = self._load(path)

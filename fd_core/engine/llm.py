@@ -38,7 +38,9 @@ from fd_core.engine.vectors import (
     judged_prompt,
     judging_tokens,
     pooling_request,
+    probabilities_of,
     probability_of_yes,
+    require_classifier,
     similarity,
     vector_of,
 )
@@ -355,6 +357,18 @@ class LLM(RequestMaker):
         check_dimensions(dimensions, self.info.state_size)
         vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the probability of each class for each prompt, text or token ids: float32[n, classes].
+
+        `EngineInfo.vectors.classifier` has their labels; `adapter` is as in `generate`. Raises `BadRequest` for a
+        checkpoint without a classification layer and for a prompt that can never run.
+        """
+        classifier = require_classifier(self.info.vectors)
+        found = [probabilities_of(pooled, classifier) for pooled in self._pooled(prompts, adapter)]
+        return np.array(found, np.float32).reshape(len(found), len(classifier.labels))
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None

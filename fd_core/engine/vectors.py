@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.models.loading.config import VectorSettings
+from fd_core.models.loading.config import Classifier, VectorSettings
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
@@ -62,6 +62,25 @@ def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = 
     if settings.normalize or len(vector) < len(whole):
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return vector.astype(np.float32)
+
+
+def require_classifier(settings: VectorSettings) -> Classifier:
+    """Return the classifier of a model. Raises `BadRequest` if it has none."""
+    if settings.classifier is None:
+        raise BadRequest("this checkpoint has no classification layer; use one that has", field="model")
+    return settings.classifier
+
+
+def probabilities_of(pooled: bytes, classifier: Classifier) -> npt.NDArray[np.float32]:
+    """Return the probability of each class from a pooled vector, as float32[labels]."""
+    state = np.frombuffer(pooled, "<f4").astype(np.float64)
+    logits = np.frombuffer(classifier.weight, "<f4").reshape(-1, len(state)) @ state
+    if classifier.activation == "sigmoid":
+        logits = 1.0 / (1.0 + np.exp(-logits))
+    elif classifier.activation == "softmax":
+        logits = np.exp(logits - logits.max())
+        logits /= logits.sum()
+    return logits.astype(np.float32)
 
 
 def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -8,8 +8,6 @@ from typing import Final
 
 from fd_core.http.errors import ApiError
 
-_PARAMETER: Final = re.compile(r';[ \t]*([^\s;="]+)=("(?:[^"\\]|\\.)*"|[^;"]*)', re.DOTALL)
-_ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 _MOST_DIGITS: Final = 18
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _SHOWN: Final = re.compile(r"[A-Za-z0-9_*, -]{1,64}")
@@ -26,15 +24,6 @@ def length_of(value: str | None) -> int | None:
         return None
     digits = value.lstrip("0") or "0"
     return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
-
-
-def parameters(value: str) -> tuple[str, dict[str, str]]:
-    """Return the value before the parameters of a header, in lower case, and the first parameter of each name."""
-    found: dict[str, str] = {}
-    for match in _PARAMETER.finditer(value):
-        name, text = match[1].lower(), match[2].strip()
-        found.setdefault(name, _ESCAPE.sub(r"\1", text[1:-1]) if text.startswith('"') else text)
-    return value.partition(";")[0].strip().lower(), found
 
 
 def refuse_encoding(values: list[str]) -> None:

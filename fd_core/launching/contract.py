@@ -78,7 +78,10 @@ class Node:
 
 
 class LaunchedProcess(Protocol):
-    """A process that was started. Methods may be called from any thread, and none raises for a process that ended."""
+    """A process that was started. Methods may be called from any thread, and none raises for a process that ended.
+
+    It never reports what happened to another process of its name.
+    """
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class LaunchedProcess(Protocol):
         """Address of its node."""
 
     def announced(self) -> str | None:
-        """Return its announced address, None until then."""
+        """Return its announced address, None until then; an end does not change it."""
 
     def exit_code(self) -> int | None:
         """Return None while it runs, then its exit code, less than 0 for a signal, or `NODE_LOST`."""
@@ -116,7 +119,10 @@ class LaunchedProcess(Protocol):
 
 
 class Launcher(ABC):
-    """Starts processes and supervises them. Made without arguments; its settings are in the environment."""
+    """Starts processes and supervises them. Made without arguments; its settings are in the environment.
+
+    Closing one launcher does not end the processes of another one, whose names may be the same.
+    """
 
     @property
     def here(self) -> str | None:

@@ -14,6 +14,7 @@ from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, check_tensors
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.classifier import CLASSIFICATION
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.spec import (
     DecoderSpec,
@@ -251,7 +252,7 @@ def load_model(
         num_parameters=num_parameters,
         weights=weights,
         state_size=spec.embedding.shape[1],
-        generates=not spec.architecture.endswith("Model"),
+        generates=spec.architecture in ARCHITECTURES,
     )
 
 
@@ -282,9 +283,9 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     name = names[0] if isinstance(names, list | tuple) and names else None
     traits = None
     if isinstance(name, str):
-        whole = f"{name.removesuffix('Model')}ForCausalLM"
+        whole = f"{name.removesuffix('Model').removesuffix(CLASSIFICATION)}ForCausalLM"
         if name not in ARCHITECTURES and whole in ARCHITECTURES:
-            # The same model without its output projection: it embeds texts and cannot generate.
+            # The same model without its output projection: it embeds or classifies texts and cannot generate.
             config = replace(config, values={**checkpoint.config, "tie_word_embeddings": True})
         traits = ARCHITECTURES.get(name) or ARCHITECTURES.get(whole)
     if traits is None or not isinstance(name, str):
@@ -299,4 +300,7 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     for field in _MULTIPLIERS:
         if (count := config.index(field, 0)) > most:
             raise ModelError(f"{config.origin}: {field} is {count}, but there are {len(checkpoint.names())} tensors")
-    return decoder_spec(name, config, traits(config), most_tensors=most)
+    described = traits(config)
+    if name.endswith(CLASSIFICATION):
+        described = replace(described, ignored=(*described.ignored, r"^score\.weight$"))
+    return decoder_spec(name, config, described, most_tensors=most)

@@ -114,8 +114,8 @@ class KVCache(abc.ABC):
         """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
 
         float32, float16, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array
-        is the caller's: it shares no memory with the cache. For a quantized cache it is int8 [..., nkv, d + 4]: the
-        last four bytes of each key and value are its scale, a little-endian float32.
+        is the caller's: it shares no memory with the cache, and is contiguous. For a quantized cache it is int8 [...,
+        nkv, d + 4]: the last four bytes of each key and value are its scale, a little-endian float32.
         """
 
     @abc.abstractmethod

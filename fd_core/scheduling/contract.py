@@ -118,7 +118,8 @@ class Scheduler(abc.ABC):
     """Plans steps and applies their outputs, for one engine and one epoch. Called from one thread.
 
     `plan` is called for each step, `commit` for each output in the order of the plans; up to
-    `limits.pipeline_depth` plans are in flight.
+    `limits.pipeline_depth` plans are in flight. Two schedulers with the same calls return the same, which never changes
+    later. A new request may have the id of one that ended.
     """
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})

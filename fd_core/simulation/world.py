@@ -27,7 +27,7 @@ from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.timeline import LocalTimeline, Network, Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
 from fd_core.simulation.clock.waits import WaitAccount
-from fd_core.simulation.engines.device import KVCheckedComputer, PlanComputer, ScriptedComputer
+from fd_core.simulation.engines.device import PlanComputer, ScriptedComputer
 from fd_core.simulation.engines.engine import (
     EngineParts,
     OutsideParts,
@@ -75,7 +75,7 @@ class SimulatedDeployment:
     check: bool = True
     """True to compare every answer, token by token, with the expected one."""
     audit: bool = False
-    """True to audit every engine after every turn, and the KV of every request before every step."""
+    """True to audit every engine after every turn."""
 
 
 class World:
@@ -106,7 +106,6 @@ class World:
         self._accounts: dict[str, WaitAccount] = {}
         self._answers: dict[str, Piece] = {}
         self._every = deployment.sample_seconds
-        self._ticks = 0
         self._groups = [group for group in deployment.groups for _ in range(group.count)]
         """Pool of each worker."""
         self.workers = [
@@ -212,8 +211,7 @@ class World:
         def computer() -> PlanComputer:
             if group.computer is not None:
                 return group.computer(limits, self._answers.get)
-            scripted = ScriptedComputer(limits, self._answers.get, group.acceptance)
-            return KVCheckedComputer(limits, scripted) if self.deployment.audit else scripted
+            return ScriptedComputer(limits, self._answers.get, group.acceptance)
 
         return EngineParts(
             pool=group,
@@ -336,7 +334,6 @@ class World:
                 held = worker.client.engine.holdings()
                 counts = (held.waiting, held.running + held.loading, held.owned, held.cached)
             self.samples.append(WorkerSample(self.timeline.now, worker.index, *counts))
-        self._ticks += 1
         if len(self.samples) > max(_MAX_SAMPLES, 64 * len(self.workers)):
             count = len(self.workers)
             rounds = [self.samples[at : at + count] for at in range(0, len(self.samples), 2 * count)]

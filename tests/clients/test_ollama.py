@@ -1,11 +1,15 @@
-"""The client `ollama`: chats, completions, tools, thinking, embeddings, streams."""
+"""The client `ollama` at a server and at a router: chats, completions, tools, thinking, embeddings, streams."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import ollama
 import pytest
 
+from tests.router.gateway.test_tenants import gateway
 from tests.server.fakes import LiveServer
+from tests.server.test_key_limits import key_file
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -15,9 +19,16 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-@pytest.fixture
-def client(scripted: LiveServer) -> ollama.Client:
-    return ollama.Client(host=scripted.url)
+@pytest.fixture(scope="module", params=["server", "router"])
+def client(
+    request: pytest.FixtureRequest, scripted: LiveServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ollama.Client]:
+    if request.param == "server":
+        yield ollama.Client(host=scripted.url)
+        return
+    file = key_file(tmp_path_factory.mktemp("keys"), {"name": "alice"})
+    with gateway([scripted], file) as url:
+        yield ollama.Client(host=url, headers={"X-Api-Key": "alice"})
 
 
 def test_tool_is_called_and_its_result_used(client: ollama.Client) -> None:
@@ -43,6 +54,7 @@ def test_schema_is_enforced(client: ollama.Client) -> None:
 
 def test_model_is_described_and_embeds(client: ollama.Client) -> None:
     assert "scripted" in {each.model for each in client.list().models}
+    assert "scripted" in {each.model for each in client.ps().models}
     assert "tools" in (client.show("scripted").capabilities or [])
     assert len(client.embed("scripted", ["a", "b"]).embeddings) == 2
 

@@ -9,6 +9,7 @@ from typer.main import get_command
 
 import fd_core
 from fd_core.cli.app import app
+from fd_core.ops.native import build
 from tests.deploy.manifests import CHART, DEPLOY, ROOT, objects, of_kind, pods, programs
 
 TEXT = (DEPLOY / "Containerfile").read_text()
@@ -33,6 +34,12 @@ def test_extras_and_plugins_of_the_image_exist() -> None:
     assert set(re.findall(r"EXTRAS=(\w+)", TEXT)) <= extras.keys() and "otel" in extras
     named = re.findall(r'PLUGINS="?([\w ]+)', TEXT)
     assert named and all((ROOT / "plugins" / one / "pyproject.toml").exists() for each in named for one in each.split())
+
+
+def test_kernels_of_the_image_are_those_of_portable_instruction_sets() -> None:
+    (named,) = re.findall(r'^ARG KERNELS="([\w ]+)"', TEXT, re.MULTILINE)
+    assert set(named.split()) <= set(build.PORTABLE)
+    assert f"python -m {build.__name__} ${{KERNELS}}" in TEXT
 
 
 def test_image_runs_as_the_user_that_the_manifests_name() -> None:

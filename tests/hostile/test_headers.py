@@ -12,7 +12,7 @@ import pytest
 
 import fd_core
 from fd_core.http.connections.connections import MAX_HEAD_BYTES
-from fd_core.http.headers import length_of, parameters
+from fd_core.http.headers import length_of
 from tests.hostile.endpoints import COMPLETIONS, KINDS, Endpoint, endpoint
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least
 from tests.hostile.limits import LONG
@@ -119,20 +119,6 @@ def test_pipelined_head_after_a_large_body_is_not_too_large(kind: str) -> None:
         assert connection.answer()[0] == 200
         connection.send(b"localhost\r\n\r\n")
         assert connection.answer()[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "found"),
-    [
-        ("Text/Plain", "text/plain", {}),
-        ('a/b; Name="x;\\"y"; other = z;bare', "a/b", {"name": 'x;"y'}),
-        ("a;b=1;b=2", "a", {"b": "1"}),
-        (';a="open', "", {"a": ""}),
-        ("", "", {}),
-    ],
-)
-def test_parameters(value: str, kind: str, found: dict[str, str]) -> None:
-    assert parameters(value) == (kind, found)
 
 
 @pytest.mark.parametrize(

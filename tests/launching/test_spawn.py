@@ -23,14 +23,6 @@ from tests.process_state import lives
 class TestSpawn(LauncherSuite):
     launcher = "spawn"
 
-    def test_processes_are_pinned_to_disjoint_cores(self, launching: Launcher) -> None:
-        if launching.nodes()[0].cores < 2:
-            pytest.skip("needs two cores")
-        pinned = launching.start([self.spec(name) for name in ("one", "two")])
-        (free,) = launching.start([self.spec("three", cores=0)])
-        first, second, rest = (self.seen(process)["cores"] for process in (*pinned, free))
-        assert len(first) == len(second) == 1 and first != second and len(rest) > 1
-
     def test_processes_see_disjoint_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(spawn, "_DEVICES", "FD_SUITE_DEVICES")
         monkeypatch.setenv("FD_SUITE_DEVICES", "3,5,6")

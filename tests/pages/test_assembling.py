@@ -21,7 +21,7 @@ PAGES = {
 
 @pytest.mark.parametrize("package", PAGES)
 def test_live_page_embeds_its_assets_and_names_no_other_host(package):
-    page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
+    page = assemble(package, "page", own=PAGES[package], served=True)
     assert "/* style */" not in page and "/* script */" not in page
     assert "--back:" in page and "function drawCurve(" in page and "followTheme(" in page
     assert not re.search(r"https?://|<link|<img|\bsrc=|@import|url\(", page)
@@ -29,19 +29,20 @@ def test_live_page_embeds_its_assets_and_names_no_other_host(package):
 
 @pytest.mark.parametrize("package", PAGES)
 def test_every_element_id_used_by_scripts_exists(package):
-    page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
+    page = assemble(package, "page", own=PAGES[package], served=True)
     ids = set(re.findall(r'byId\("(\w+)"\)', page))
     assert ids and ids <= set(re.findall(r'id="(\w+)"', page))
 
 
 def test_placeholder_in_a_value_stays_text():
-    page = assemble("fd_core.cli.trace_page", values={"facts": "{data} /* script */", "data": "{facts}"})
+    values = {"facts": "{data} /* script */", "data": "{facts}"}
+    page = assemble("fd_core.cli.trace_page", "trace", own=("page.css",), values=values)
     assert "{data} /* script */" in page and ">{facts}<" in page
 
 
 @pytest.mark.parametrize("package", PAGES)
 def test_policy_allows_only_embedded_styles_and_scripts(package):
-    page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
+    page = assemble(package, "page", own=PAGES[package], served=True)
     headers = page_headers(page)
     rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
     for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
@@ -64,6 +65,6 @@ def test_no_page_uses_attributes_that_its_policy_blocks():
 
 
 def test_saved_page_carries_its_policy():
-    page = assemble("fd_core.cli.trace_page", values={"facts": "{policy}", "data": ""})
+    page = assemble("fd_core.cli.trace_page", "trace", own=("page.css",), values={"facts": "{policy}", "data": ""})
     assert re.search(r"""content="default-src 'none'; [^"]*script-src 'sha256-""", page)
     assert ">{policy}<" in page and "unsafe-inline" not in page

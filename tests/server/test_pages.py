@@ -131,7 +131,7 @@ def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> Non
         "/v1/completions",
         "/v1/chat/completions",
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
-        *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank"),
         "/v1/models",
         "/v1/models/{model}",
         *("/v1/requests", "/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
@@ -165,9 +165,9 @@ def test_every_body_has_an_example_that_works(tmp_path: Path) -> None:
             answer = server.post(path, body["content"]["application/json"]["example"])
             if answer.status != 200:
                 refused[path] = answer.status
-    # Loading files at run time needs the operator's permission, and a batch its file.
+    # Loading files at run time needs the operator's permission, a batch its file, and a class a classifier.
     forbidden = dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"), 403)
-    assert refused == forbidden | {"/v1/batches": 400}
+    assert refused == forbidden | {"/v1/batches": 400, "/v1/classify": 400}
 
 
 def test_api_docs_page_is_self_contained(server: LiveServer) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from fd_core.simulation.results.summary import Run
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import StepPlan
+from tests.simulation.kv_checked import kv_checked
 
 SYSTEM = Piece(7, 40)
 """Prefix of every conversation."""
@@ -78,7 +81,10 @@ def group(
 
 
 def world(*groups: SimulatedPool, seed: int = 0, audit: bool = True, **changes: Any) -> World:
-    deployment = SimulatedDeployment(label="test", groups=groups or (group(),), audit=audit, **changes)
+    groups = groups or (group(),)
+    if audit:
+        groups = tuple(replace(each, computer=partial(kv_checked, each.acceptance)) for each in groups)
+    deployment = SimulatedDeployment(label="test", groups=groups, audit=audit, **changes)
     return World(deployment, installed_plugins(), seed)
 
 

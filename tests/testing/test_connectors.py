@@ -28,7 +28,7 @@ BROKEN = {
         "i.take = lambda n, r, f: whole.take(n, r, f or __import__('time').sleep(3) or f)",
         "no_call_waits_for_a_side",
     ),
-    "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", "parts_of_every_kind"),
+    "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", PLAIN),
     "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
     "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
     "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
@@ -45,6 +45,24 @@ BROKEN = {
         DISK,
         "o.close = lambda: (whole._left.pop(0), whole.close())",
         "the_decode_side_is_killed",
+    ),
+    "keeps what was taken and never done": (
+        TCP,
+        "i.take = lambda n, *p: (self.__dict__.setdefault('held', []).append((lease, n)), whole.take(n, *p))[1]; "
+        "i.done = lambda n, r: self.held.remove((lease, n))",
+        "nothing_is_held",
+    ),
+    "loses room with each refused value": (
+        TCP,
+        "self.__dict__.setdefault('room', [0] * 16); "
+        "o.put = lambda *p: (self.room.pop(), whole.put(*p), self.room.append(0))[1]",
+        "nothing_is_held",
+    ),
+    "opens no lease after a failed take": (
+        TCP,
+        "1 / (not getattr(self, 'failed', 0)); "
+        "i.take = lambda *p: (setattr(self, 'failed', 1), whole.take(*p), setattr(self, 'failed', 0))[1]",
+        "nothing_is_held",
     ),
 }
 """Intact connector, change of each end, and the case that fails, by fault."""

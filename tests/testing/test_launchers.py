@@ -14,7 +14,7 @@ from tests.testing.wrong.launching import WRONG
 def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     suite, launcher = LauncherSuite(), cls()
-    suite.patience = 5.0
+    suite.patience, suite.launcher_class = 5.0, lambda: cls
     test, fixtures = getattr(suite, WRONG[cls]), {"launching": launcher, "capfd": capfd}
     try:
         with pytest.raises((AssertionError, LaunchError, pytest.fail.Exception)):

@@ -159,6 +159,19 @@ class SearchesEveryRequest(Counts):
                 self.seen.append(request.request_id)
 
 
+class RegistersItself(Counts):
+    alive = []  # noqa: RUF012 - that is the fault
+
+    def __init__(self):
+        super().__init__()
+        self.alive.append(self)
+
+
+class CountsByEpoch(Counts):
+    def observe(self, step):
+        self.counts[step.epoch] += 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
@@ -177,6 +190,8 @@ class SearchesEveryRequest(Counts):
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
+        (CountsByEpoch, "test_memory_does_not_grow_with_steps"),
+        (RegistersItself, "test_closing_releases_threads_and_files"),
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],
 )
@@ -186,4 +201,5 @@ def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case, monkeyp
     suite.observer_class = lambda: wrong
     check = getattr(suite, case, None) or (lambda: suite.test_case(OBSERVED.case(case)))
     with pytest.raises(AssertionError):
-        check()
+        for arguments in [{"restarts": False}, {"restarts": True}] if "memory" in case else [{}]:
+            check(**arguments)

@@ -13,7 +13,6 @@ from fd_core.testing.router_policies.suite import RouterPolicySuite
 from fd_core.testing.stores.suite import StoreSuite
 
 ABOUT_WORDS = {
-    "test_a_store_works_without_being_opened",
     "test_an_unknown_parameter_is_named",
     "test_open_returns_one_line_and_is_repeatable",
     "test_secrets_are_never_shown",

@@ -133,6 +133,76 @@ class PopsItsOptions(LoadPolicy):
         super().__init__({name: options.pop(name) for name in list(options)})
 
 
+class AddsOnce(LoadPolicy):
+    """Adds no workers after it has removed one."""
+
+    removed = False
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        self.removed |= found < load.target
+        return min(found, load.target) if self.removed else found
+
+
+class WindsUp(Proposes):
+    """Counts its own number, which grows while the file allows no more."""
+
+    def __init__(self, options):
+        self.number, self.changed = 1, 0.0
+
+    def propose(self, load, now):
+        if load.waiting and load.ready >= load.target:
+            self.number, self.changed = self.number + 1 + load.waiting // 64, now
+        elif now - self.changed > 120 and load.running < 0.5 * load.slots and self.number > 1:
+            self.number, self.changed = self.number - 1, now
+        return self.number
+
+
+class CountsTheGap(LoadPolicy):
+    """Adds a worker for each five seconds with too much load, also for those in which it was not called."""
+
+    last = None
+
+    def propose(self, load, now):
+        last, self.last = self.last, now
+        found = super().propose(load, now)
+        return found + int(now - last) // 5 if last is not None and found > load.target else found
+
+
+class KeepsTheLastLatency(LoadPolicy):
+    """Removes no workers while the last measured first token took more than a second."""
+
+    latency = 0.0
+
+    def propose(self, load, now):
+        self.latency = self.latency if load.ttft_seconds is None else load.ttft_seconds
+        found = super().propose(load, now)
+        return max(found, load.target) if self.latency > 1 else found
+
+
+class CachesPressures(LoadPolicy):
+    def __init__(self, options):
+        super().__init__(options)
+        self.known = {}
+
+    def _pressure(self, load, workers):
+        if (load, workers) not in self.known:
+            self.known[load, workers] = super()._pressure(load, workers)
+        return self.known[load, workers]
+
+
+class LogsItsNumbers(LoadPolicy):
+    """Small numbers, of which a process has one object each, in a list that grows."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.log = []
+
+    def propose(self, load, now):
+        self.log.append(super().propose(load, now))
+        return self.log[-1]
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -159,6 +229,12 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (ChoosesFromATable, FOLLOWS, (5000,)),
         (CountsWorkersInAByte, FOLLOWS, (5000,)),
         (KeepsAllLoads, "test_it_forgets_loads", ()),
+        (CachesPressures, "test_it_forgets_loads", ()),
+        (LogsItsNumbers, "test_it_forgets_loads", ()),
+        (AddsOnce, FOLLOWS, (40,)),
+        (WindsUp, FOLLOWS, (40,)),
+        (CountsTheGap, FOLLOWS, (40,)),
+        (KeepsTheLastLatency, FOLLOWS, (40,)),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

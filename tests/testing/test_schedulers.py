@@ -8,6 +8,7 @@ from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
+from tests.testing.right.scheduling import TakesTheLastSlot
 from tests.testing.wrong import planning, scheduling
 
 pytestmark = pytest.mark.slow
@@ -20,10 +21,9 @@ PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
 LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
 LATER = [
     LONG,
-    *[name for name in CASES if "test_batches_chunks_preemption_and_drafts" in name][1::2],
     *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
 ]
-"""Run in `nox -s soak` only: most cases of the parts, and every second combination of depth, drafts and budget."""
+"""Run in `nox -s soak` only: most cases of the parts."""
 
 
 @pytest.mark.timeout(120)
@@ -33,6 +33,13 @@ LATER = [
 )
 def test_continuous_scheduler_passes(name: str, examples: int) -> None:
     CASES[name].check(find_scheduler("continuous"), examples=examples)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in LATER and name.startswith(("cases:", "pairs:", "signals:"))]
+)
+def test_scheduler_of_another_kind_passes(name: str) -> None:
+    CASES[name].check(SchedulerTarget("last slot", TakesTheLastSlot), examples=2)
 
 
 def test_every_rule_of_schedulers_has_a_case() -> None:

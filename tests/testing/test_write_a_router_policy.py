@@ -16,4 +16,4 @@ def test_guide_leads_to_a_policy_that_passes_the_kit(tmp_path):
     right = policy.read_text()
     assert right.count("<= fewest + SLACK") == 1
     policy.write_text(right.replace("<= fewest + SLACK", "< 3"))
-    assert "test_only_candidate_is_chosen" in run_line(folder, "pytest -k only_candidate", code=1)
+    assert "test_case[router:" in run_line(folder, "pytest -x -k test_case", code=1)

@@ -211,7 +211,7 @@ def scheduler(
     json: Json = None,
 ) -> None:
     """Without a model: time to plan a step of steady decode and to commit its result."""
-    from fd_core.cli.bench.results import show_times, write
+    from fd_core.cli.bench.results import show_times
     from fd_core.cli.bench.scheduler import (
         DRAFTS,
         RUNNING,
@@ -220,6 +220,7 @@ def scheduler(
         queue_figures,
         step_figures,
     )
+    from fd_core.config.outputs import write_json
 
     console = _prepare(json)
     common: dict[str, int] = {"block_size": block_size, "seed": seed}
@@ -243,7 +244,7 @@ def scheduler(
         share = ("per request", lambda case, part: f"{case['us'][part]['median'] / case['running']:.2f}")
         title = "bench scheduler: steady decode, microseconds per step"
         show_times(console, title, figures, heads=heads, last=share)
-        write(json, {"settings": settings, "cases": figures})
+        write_json(json, {"settings": settings, "cases": figures})
         return
     queue = f"{waiting:,} x {waiting_tokens:,} tokens"
     title = f"bench scheduler: steady decode with waiting prompts that do not fit, {queue}, microseconds per plan"
@@ -254,7 +255,7 @@ def scheduler(
     worst = ("worst", lambda _, part: f"{burst['worst_plan_us']:,.0f}" if part == "plan a step" else "")
     show_times(console, title, [{"us": parts}], last=worst)
     settings |= {"waiting": waiting, "waiting_tokens": waiting_tokens}
-    write(json, {"settings": settings, "cases": figures, "burst": burst})
+    write_json(json, {"settings": settings, "cases": figures, "burst": burst})
 
 
 @app.command()
@@ -276,8 +277,9 @@ def router(
     json: Json = None,
 ) -> None:
     """Without HTTP and without a model: time to select a worker for a request, and to release it."""
-    from fd_core.cli.bench.results import show_times, write
+    from fd_core.cli.bench.results import show_times
     from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
+    from fd_core.config.outputs import write_json
     from fd_core.plugins import ROUTER_POLICY, installed_plugins
     from fd_core.router.config import RouterConfig
     from fd_core.router.router import Router
@@ -300,15 +302,15 @@ def router(
     shape = {"workers": workers, "shared_tokens": shared_tokens, "own_tokens": OWN_TOKENS, "seed": seed}
     title = f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens, microseconds per request"
     show_times(console, title, figures, heads=("in_flight",))
-    write(json, {"settings": {"benchmark": "router", "policy": policy, **shape}, "cases": figures})
+    write_json(json, {"settings": {"benchmark": "router", "policy": policy, **shape}, "cases": figures})
 
 
 def _prepare(json: Path | None) -> Console:
     from rich.console import Console
 
-    from fd_core.cli.bench.results import check_writable
+    from fd_core.config.outputs import require_writable
 
-    check_writable(json)
+    require_writable(json, "--json")
     return Console()
 
 
@@ -349,7 +351,8 @@ def _bar(console: Console) -> Progress:
 
 
 def _close(console: Console, json: Path | None, result: BenchmarkReport, settings: dict[str, Any]) -> None:
-    from fd_core.cli.bench.results import show, write
+    from fd_core.cli.bench.results import show
+    from fd_core.config.outputs import write_json
 
     show(console, result, f"bench {settings['benchmark']}: {settings['model']}")
-    write(json, result.as_json(settings))
+    write_json(json, result.as_json(settings))

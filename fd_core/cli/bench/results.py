@@ -10,10 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
@@ -209,20 +207,3 @@ def show_times(
             shown = [""] * len(heads)
         table.add_section()
     console.print(table)
-
-
-def check_writable(path: Path | None) -> None:
-    """Reject a result file that cannot be written before the measurement starts. Raises `ConfigError`."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json: cannot write {path}: no such folder or not a file", field="--json")
-
-
-def write(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures, plain values, as JSON if there is a `path`."""
-    if path is None:
-        return
-    text = msgspec.json.format(msgspec.json.encode(figures), indent=2)
-    try:
-        path.write_bytes(text + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}", field="--json") from error

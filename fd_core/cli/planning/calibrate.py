@@ -61,16 +61,15 @@ def calibrate(
     from fd_core.cli.env import processor
     from fd_core.cli.serving.startup import find_model, startup_bars
     from fd_core.cli.settings.settings import merge
+    from fd_core.config.outputs import require_writable
     from fd_core.engine.building.builder import load_engine
     from fd_core.simulation.costs.calibrating import Calibration, require_alone
     from fd_core.simulation.costs.calibrating import calibrate as measure
     from fd_core.simulation.costs.naming import calibrated_path
     from fd_core.simulation.costs.profile import write_profile
-    from fd_core.simulation.workloads.files import require_writable
 
     config = require_alone(merge(model, given, os.environ, default_model="smollm2").engine)
-    if output is not None:
-        require_writable(output, "-o")
+    require_writable(output, "-o")
     with startup_bars() as bars:
         found = find_model(config, None, bars)
         engine = load_engine(found.config, found.path, progress=bars)

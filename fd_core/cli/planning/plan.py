@@ -122,15 +122,17 @@ def plan(
     with interrupts_end_it():
         from rich.console import Console
 
-        from fd_core.cli.planning.simulate import parse_given, require_outputs, write_output
-        from fd_core.simulation.planning.answer import PlanAsked, answer_json, answer_of, page_report, print_answer
+        from fd_core.cli.planning.simulate import parse_given
+        from fd_core.config.outputs import require_writable, write_json
+        from fd_core.simulation.planning.answer import PlanAsked, answer_of, page_report, print_answer
         from fd_core.simulation.planning.bounds import demand_of
         from fd_core.simulation.planning.search import PlanSearch
         from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.workloads.workload import read_workload
 
-    require_outputs(page, json)
+    require_writable(page, "--page")
+    require_writable(json, "--json")
     limits, began = parse_slo(slo), time.monotonic()
     text = _workload_text(workload, trace_file)
     engine = parse_given(given)
@@ -184,8 +186,7 @@ def plan(
     )
     if json is None or str(json) != "-":
         print_answer(answer, Console())
-    if json is not None:
-        write_output(json, answer_json(answer), "--json")
+    write_json(json, answer)
     if page is not None and searching.runs:
         from fd_core.simulation.results.page.pack import write_page
 

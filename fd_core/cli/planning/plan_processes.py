@@ -1,24 +1,23 @@
-"""Processes that simulate plans for `fdcore plan`: one job a line on standard input, one result a line on the other.
+"""Processes that simulate plans for `fdcore plan`: one message for each job, one for each result.
 
-Run as a module it is such a process. It ends when its input closes.
+Run as a module it is such a process, a child of `fd_core.launching.child`.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import selectors
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from multiprocessing.connection import wait
+from typing import Any
 
 import msgspec
 
 from fd_core.errors import ConfigError, FdError, PluginError
+from fd_core.launching.child import become_child, child_command, child_socket
+from fd_core.launching.message_stream import MessageStream
 from fd_core.plugins import blamed_on_file, installed_plugins
 from fd_core.simulation.planning.shapes import PlanJob, do_job
 from fd_core.simulation.results.report import ReportedRun
@@ -43,44 +42,43 @@ class PlanProcesses:
         """`deadline`: on the clock of `time.monotonic`."""
         self._count = count
         self._deadline = deadline
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[MessageStream, subprocess.Popen[bytes]] = {}
 
     def run(self, jobs: Sequence[PlanJob], done: Callable[[], None]) -> list[ReportedRun]:
         """Return the result of each job, `done` called after each. Raises `OutOfTime`, `ConfigError`, `PluginError`."""
         if self._count == 1:
             return [self._here(job, done) for job in jobs]
-        results: list[ReportedRun | None] = [None] * len(jobs)
-        waiting = deque(range(len(jobs)))
-        with selectors.DefaultSelector() as selector:
-            # Each is in a separate group, since the parent handles Ctrl-C.
-            command, pipe = [sys.executable, "-P", "-m", "fd_core.cli.planning.plan_processes"], subprocess.PIPE
-            while len(self._processes) < min(self._count, len(jobs)):
-                self._processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0))
-            for process in self._processes:
-                selector.register(_pipe(process.stdout), selectors.EVENT_READ, [process, -1, bytearray()])
-            for key in list(selector.get_map().values()):
-                self._give(key.data, jobs, waiting)
-            left = len(jobs)
-            while left:
-                ready = selector.select(max(self._deadline - time.monotonic(), 0))
-                if not ready:
-                    raise OutOfTime
-                for key, _ in ready:
-                    if (reply := _read(key.data)) is None:
-                        continue
-                    results[key.data[1]] = _result(reply)
-                    left -= 1
+        while len(self._processes) < min(self._count, len(jobs)):
+            with child_socket() as (own, theirs):
+                command = child_command((), "-m", "fd_core.cli.planning.plan_processes")
+                self._processes[MessageStream(own)] = subprocess.Popen(command, stdin=theirs)
+        results: dict[int, ReportedRun] = {}
+        waiting, idle, busy = deque(range(len(jobs))), list(self._processes), dict[MessageStream, int]()
+        while len(results) < len(jobs):
+            while waiting and idle:
+                stream = idle.pop()
+                busy[stream] = waiting.popleft()
+                stream.send(msgspec.json.encode(jobs[busy[stream]]))
+                stream.flush(wait=True)
+            ready: list[Any] = wait(list[Any](busy), max(self._deadline - time.monotonic(), 0))
+            if not ready:
+                raise OutOfTime
+            for stream in ready:
+                for reply in stream.receive() or ():
+                    results[busy.pop(stream)] = _result(reply)
+                    idle.append(stream)
                     done()
-                    self._give(key.data, jobs, waiting)
-        return [each for each in results if each is not None]
+                if stream.ended:
+                    hint = "use fewer, or 1 to see its error"
+                    raise ConfigError("a simulation process ended without a result", field="--jobs", hint=hint)
+        return [results[number] for number in range(len(jobs))]
 
     def close(self) -> None:
         """End the processes, even if they are busy."""
-        for process in self._processes:
+        for stream, process in self._processes.items():
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                _pipe(pipe).close()
+            stream.close()
         self._processes.clear()
 
     def _here(self, job: PlanJob, done: Callable[[], None]) -> ReportedRun:
@@ -91,72 +89,28 @@ class PlanProcesses:
         done()
         return result
 
-    def _give(self, state: list[Any], jobs: Sequence[PlanJob], waiting: deque[int]) -> None:
-        if not waiting:
-            return
-        state[1] = waiting.popleft()
-        pipe = _pipe(state[0].stdin)
-        try:
-            pipe.write(msgspec.json.encode(jobs[state[1]]) + b"\n")
-            pipe.flush()
-        except BrokenPipeError:
-            raise _died() from None
 
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise _died()
-    return pipe
-
-
-def _read(state: list[Any]) -> bytes | None:
-    """Return a complete line; None if it has not fully arrived."""
-    part = os.read(state[0].stdout.fileno(), 1 << 20)
-    if not part:
-        raise _died()
-    state[2] += part
-    if not part.endswith(b"\n"):
-        return None
-    line = bytes(state[2])
-    state[2].clear()
-    return line
-
-
-def _result(line: bytes) -> ReportedRun:
-    reply = msgspec.json.decode(line, type=_Reply)
-    if reply.run is None:
-        raise (PluginError if reply.plugin else ConfigError)(reply.error, field=reply.field, hint=reply.hint)
-    return reply.run
-
-
-def _died() -> ConfigError:
-    return ConfigError(
-        "a simulation process ended without a result", field="--jobs", hint="use fewer, or 1 to see its error"
-    )
+def _result(reply: bytes) -> ReportedRun:
+    read = msgspec.json.decode(reply, type=_Reply)
+    if read.run is None:
+        raise (PluginError if read.plugin else ConfigError)(read.error, field=read.field, hint=read.hint)
+    return read.run
 
 
 def _serve() -> None:
-    replies = sys.stdout.buffer
+    become_child()
+    parent = MessageStream.to_parent()
     sys.stdout = sys.stderr  # a policy under study may print
-    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            jobs.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, name="fdcore-plan-jobs", daemon=True).start()
-    while True:
-        line = jobs.get()
+    for job in parent:
         try:
-            reply = _Reply(do_job(msgspec.json.decode(line, type=PlanJob), installed_plugins()))
+            reply = _Reply(do_job(msgspec.json.decode(job, type=PlanJob), installed_plugins()))
         except Exception as caught:
             error = caught if isinstance(caught, FdError) else blamed_on_file(caught)
             if error is None:
                 raise
             reply = _Reply(None, error.message, error.hint, field=error.field, plugin=isinstance(error, PluginError))
-        replies.write(msgspec.json.encode(reply) + b"\n")
-        replies.flush()
+        parent.send(msgspec.json.encode(reply))
+        parent.flush(wait=True)
 
 
 if __name__ == "__main__":

@@ -118,15 +118,17 @@ def simulate(
     with interrupts_end_it():
         from rich.console import Console
 
+        from fd_core.config.outputs import require_writable, write_json
         from fd_core.simulation.costs.naming import profile_named
         from fd_core.simulation.results.comparing import figure_named
-        from fd_core.simulation.results.report import Report, report_json
+        from fd_core.simulation.results.report import Report, report_document
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.results.tables import print_report
         from fd_core.simulation.setups import Setup
         from fd_core.simulation.workloads.workload import read_workload
 
-    require_outputs(page, json)
+    require_writable(page, "--page")
+    require_writable(json, "--json")
     limits = None if slo is None else parse_slo(slo)
     if by is not None:
         figure_named(by, slo=limits is not None, price=price is not None)
@@ -162,21 +164,11 @@ def simulate(
     )
     if json is None or str(json) != "-":
         print_report(report, Console())
-    if json is not None:
-        write_output(json, report_json(report), "--json")
+    write_json(json, report_document(report))
     if page is not None:
         from fd_core.simulation.results.page.pack import write_page
 
         write_page(page, report)
-
-
-def require_outputs(page: Path | None, json: Path | None) -> None:
-    """Raise `ConfigError` if a result file cannot be written."""
-    from fd_core.simulation.workloads.files import require_writable
-
-    for path, flag in ((page, "--page"), (json, "--json")):
-        if path is not None and str(path) != "-":
-            require_writable(path, flag)
 
 
 def parse_given(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,13 +320,3 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
         elif _is_number(value):
             found[name] = float(value)
     return found
-
-
-def write_output(path: Path, content: bytes, flag: str) -> None:
-    """Write the file of a flag; `-` is standard output. Raises `ConfigError` if it cannot be written."""
-    from fd_core.simulation.workloads.files import write_whole
-
-    if str(path) == "-":
-        sys.stdout.buffer.write(content)
-    else:
-        write_whole(path, content, flag)

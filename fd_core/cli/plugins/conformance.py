@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from fd_core.cli.report import plain, reports_errors
-from fd_core.errors import ConfigError, PluginError
+from fd_core.errors import PluginError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,17 +104,17 @@ def conformance(
         kinds = "--scheduler, --postprocess, --tool-parser or --reasoning-parser"
         raise typer.BadParameter(f"specify either backends or one of {kinds}")
     require_packages(*(("xdist",) if workers > 1 else ()))
-    import msgspec
     from rich.console import Console
 
+    from fd_core.config.outputs import require_writable, write_json, write_whole
     from fd_core.models.registry import spec_of_config
     from fd_core.testing.kit.expected import read_expected_failures
     from fd_core.testing.report.page import html_of
     from fd_core.testing.report.runs import KITS, RunOptions, run_suite
     from fd_core.testing.report.terminal import print_report
 
-    for path in (json, html):
-        require_writable(path)
+    require_writable(json, "--json")
+    require_writable(html, "--html")
     if expected_failures is not None:
         read_expected_failures(expected_failures)
     if model is not None:
@@ -157,23 +157,13 @@ def conformance(
 
         report = run_suite(targets, options, command, progress=progress, kit=kit)
     print_report(report, console)
-    if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_json(json, report)
     if html is not None:
-        html.write_text(html_of(report), encoding="utf-8")
+        write_whole(html, html_of(report).encode(), "--html")
     if any(card.error is not None for card in report.cards):
         sys.exit(4)
     if not all(card.passed for card in report.cards):
         sys.exit(1)
-
-
-def require_writable(path: Path | None) -> None:
-    """Raise `ConfigError` if the file cannot be written; called before the tests run."""
-    try:
-        if path is not None:
-            path.touch()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
 
 
 @reports_errors
@@ -194,13 +184,13 @@ def doctor(
     operation that ends the process is reported like any other. The exit code is 0 if all operations pass, and 4 if one
     is missing or wrong.
     """
-    import msgspec
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from fd_core.config.outputs import require_writable, write_json
     from fd_core.testing.report.doctor.runs import run_doctor
 
-    require_writable(json)
+    require_writable(json, "--json")
     console = Console()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -217,8 +207,7 @@ def doctor(
 
         report = run_doctor(backend, show, only or ())
     _print(report, console)
-    if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_json(json, report)
     if not report.well:
         sys.exit(PluginError.exit_code)
 

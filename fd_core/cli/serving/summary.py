@@ -51,7 +51,7 @@ def _curl(info: EngineInfo, server: ServerConfig, url: str, *, chat: bool) -> st
     """Return a command that sends a request, for a shell."""
     model: dict[str, object] = {"model": (server.served_model_names or (info.model,))[0]}
     if not info.generates:
-        path, body = "embeddings", {**model, "input": "Hello"}
+        path, body = "embeddings" if info.vectors.classifier is None else "classify", {**model, "input": "Hello"}
     elif chat:
         path, body = "chat/completions", {**model, "messages": [{"role": "user", "content": "Hello"}]}
     else:

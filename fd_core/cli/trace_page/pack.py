@@ -43,7 +43,7 @@ def page(trace: TraceContents, title: str) -> str:
         "facts": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
         "data": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
     }
-    return assemble(__package__, own=("page.css", *_SCRIPTS), values=values)
+    return assemble(__package__, "fd_core trace", shared=("theme.css",), own=("page.css", *_SCRIPTS), values=values)
 
 
 def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:

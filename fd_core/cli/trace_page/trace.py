@@ -37,6 +37,7 @@ def trace(
     and step time. A truncated or damaged trace is shown as far as it can be read.
     """
     from fd_core.cli.trace_page.pack import page
+    from fd_core.config.outputs import write_whole
     from fd_core.engine.tracing.perfetto import perfetto_json
     from fd_core.engine.tracing.reader import read_trace
 
@@ -45,17 +46,14 @@ def trace(
     if target.resolve() == file.resolve():
         raise ConfigError("the output would replace the trace", field="--output", hint="choose another file")
     read = read_trace(file, last)
-    try:
-        target.write_bytes(page(read, file.name).encode() if written == "html" else perfetto_json(read))
-    except OSError as error:
-        message = f"cannot write {target}: {(error.strerror or str(error)).lower()}"
-        raise ConfigError(message, field="--output") from error
+    content = page(read, file.name).encode() if written == "html" else perfetto_json(read)
+    write_whole(target, content, "--output")
     for problem in read.problems:
         print(f"note: {problem}")
     for summary in (_phases_summary(read), _kv_summary(read)):
         if summary:
             print(summary)
-    print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
+    print(f"{target}: {len(read.positions):,} steps, {len(content) / 1e6:.1f} MB")
 
 
 def _phases_summary(read: TraceContents) -> str:

@@ -35,6 +35,7 @@ from fd_core.engine.ranks.stages import LastStageRunner
 from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
+from fd_core.models.loading.classifier import read_classifier
 from fd_core.models.loading.config import VectorSettings, read_vector_settings
 from fd_core.ops.contract import KVShape
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
@@ -202,6 +203,8 @@ class _EngineBuilder:
     def _vectors(self) -> VectorSettings:
         """Pooling of embeddings, from the settings or the checkpoint."""
         found = read_vector_settings(self._path)
+        if (classifier := read_classifier(self._path)) is not None:
+            return msgspec.structs.replace(found, pooling="last", classifier=classifier)
         if self._config.pooling == "auto":
             return found
         return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")

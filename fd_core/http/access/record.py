@@ -1,6 +1,7 @@
 """Record of one request while it is answered, its usage, and its line in the access log.
 
-A router reads the usage of an answer from its `usage`, or from a comment that workers put into a stream.
+A router reads the usage of an answer from its `usage`, from a comment that workers put into a stream of events, or from
+the counts in the last line of a stream of JSON lines.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{6
 CLIENT_LEFT: Final = 499
 """Status of a request whose client disconnected before the answer ended."""
 log = logging.getLogger(ACCESS_LOGGER)
+_LINE: Final = (
+    "%(client)s %(method)s %(path)s %(status)d %(seconds).3f s in=%(tokens_in)d out=%(tokens_out)d id=%(request_id)s "
+    "key=%(key)s"
+)
 USAGE_HEADER: Final = "X-FD-Usage"
 """Header with which a router requests the comment from a worker."""
 _COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)
 _MARK: Final = b": usage "
 _EVENT: Final = b"\ndata: "
+_LAST_LINE: Final = b'"done":true'
 
 
 class Tenant(NamedTuple):
@@ -76,7 +82,6 @@ def _mac(secret: bytes, *parts: str) -> str:
 
 def log_access(client: str, method: str, path: str, status: int, seconds: float, record: RequestRecord) -> None:
     """Write the line of a finished request; `path` is without its query, which may contain secrets."""
-    key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,
         "method": one_word(method, 16),
@@ -86,21 +91,9 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
         "tokens_in": record.tokens_in,
         "tokens_out": record.tokens_out,
         "request_id": record.request_id,
-        "key": key,
+        "key": record.key.name or "unnamed" if record.key is not None else "-",
     }
-    log.info(
-        "%s %s %s %d %.3f s in=%d out=%d id=%s key=%s",
-        fields["client"],
-        fields["method"],
-        fields["path"],
-        status,
-        seconds,
-        record.tokens_in,
-        record.tokens_out,
-        record.request_id,
-        key,
-        extra={"fields": fields},
-    )
+    log.info(_LINE, fields, extra={"fields": fields})
 
 
 class _Usage(msgspec.Struct):
@@ -115,6 +108,9 @@ class _Usage(msgspec.Struct):
 
 class _Metered(msgspec.Struct):
     usage: _Usage | None = None
+    prompt_eval_count: int = 0
+    """Ollama's counts."""
+    eval_count: int = 0
 
 
 _decoder: Final = msgspec.json.Decoder(_Metered)
@@ -136,17 +132,16 @@ class UsageMeter:
 
     def whole(self, body: bytes) -> None:
         """Read the usage of a complete response; one that reports none, such as an error, used no tokens."""
-        self._usage = 0, 0
-        try:
-            usage = _decoder.decode(body).usage
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return
-        if usage is not None:
-            read = usage.prompt_tokens or usage.input_tokens + usage.cache_read_input_tokens
-            self._usage = read, usage.completion_tokens or usage.output_tokens
+        self._usage = _reported(body) or (0, 0)
 
     def piece(self, events: bytes) -> bytes:
-        """Process whole events of a stream; return them without the comment, which is not meant for clients."""
+        """Process whole events or lines; return them without the comment, which is not meant for clients."""
+        if events.startswith(b"{"):  # lines of JSON
+            self._events += events.count(b"\n")
+            last = events.rstrip().rpartition(b"\n")[2]
+            if _LAST_LINE in last:
+                self._usage = _reported(last) or self._usage
+            return events
         self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
         if _MARK in events and (found := _COMMENT.search(events)) is not None:
             self._usage = int(found[1]), int(found[2])
@@ -158,6 +153,19 @@ class UsageMeter:
         if self._usage is None and self._events:
             return prompt, self._events
         return self._usage
+
+
+def _reported(body: bytes) -> tuple[int, int] | None:
+    try:
+        answer = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    usage = answer.usage
+    if usage is None:
+        counts = answer.prompt_eval_count, answer.eval_count
+        return counts if any(counts) else None
+    read = usage.prompt_tokens or usage.input_tokens + usage.cache_read_input_tokens
+    return read, usage.completion_tokens or usage.output_tokens
 
 
 @dataclass(slots=True)

@@ -10,17 +10,37 @@ from importlib.resources import files
 from typing import Final
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+_PAGE: Final = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{{policy}}<title>{title}</title>
+<style>
+/* style */
+</style>
+{body}<script>
+"use strict";
+/* script */
+</script>
+</html>
+"""
+_SAVED: Final = '<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
 _MARK: Final = re.compile(r"/\* (style|script) \*/|\{(\w+)\}")
 
 
 def assemble(
     package: str,
+    title: str,
     *,
-    shared: Sequence[str] = ("theme.css",),
-    own: Sequence[str] = ("page.css",),
+    shared: Sequence[str] = ("theme.css", "curves.js"),
+    own: Sequence[str],
     values: Mapping[str, str] | None = None,
+    served: bool = False,
 ) -> str:
-    """Return `page.html` of a package with styles, scripts and `{name}` filled in, and a matching policy."""
+    """Return the page around `page.html` of a package, with styles, scripts and `{name}` filled in.
+
+    A page that is not served with `page_headers` carries its policy itself.
+    """
     parts: dict[str, list[str]] = {"style": [], "script": []}
     for folder, names in ((__package__, shared), (package, own)):
         for name in names:
@@ -34,8 +54,9 @@ def assemble(
         return given.get(mark[2], mark[0])
 
     # One pass: a value may contain text that looks like a mark.
-    page = _MARK.sub(filled, files(package).joinpath("page.html").read_text("utf-8"))
-    return page.replace("{policy}", _policy(page), 1)
+    body = files(package).joinpath("page.html").read_text("utf-8")
+    page = _MARK.sub(filled, _PAGE.format(title=title, body=body))
+    return page.replace("{policy}", "" if served else _SAVED.format(policy=_policy(page)), 1)
 
 
 def page_headers(page: str) -> dict[str, str]:

@@ -134,6 +134,15 @@ class ModelConfig:
 _MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 
 
+class Classifier(msgspec.Struct, frozen=True, kw_only=True):
+    """Output layer of a model that classifies texts by the state of their last token."""
+
+    labels: tuple[str, ...]
+    weight: bytes
+    """float32[labels, H], little-endian."""
+    activation: Literal["softmax", "sigmoid", "none"]
+
+
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Pooling method by which a model embeds a text."""
 
@@ -142,6 +151,7 @@ class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """True if vectors are normalized to length 1."""
     judge: tuple[str, str] | None = None
     """Tokens for no and yes of a reranker, which scores the relevance of a document."""
+    classifier: Classifier | None = None
 
 
 def read_vector_settings(path: Path | None) -> VectorSettings:

@@ -1,4 +1,6 @@
-"""Compile the C++ sources once for this CPU and cache the library in a folder.
+"""Compile the C++ sources once for this CPU and cache the library in a folder, unless the package has one for it.
+
+`python -m fd_core.ops.native.build ISA...` adds libraries of instruction sets to the package, as images do.
 
 The compiler works in a private folder; the finished library is renamed into place atomically. Concurrent builds of the
 same library serialize on a file lock that the system releases when a process dies, so a killed build never blocks
@@ -16,6 +18,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +53,9 @@ _ISA_FLAGS = {
 }
 INSTRUCTION_SETS = tuple(isa for isa in _ISA_FLAGS if isa != "native_without_amx")
 """Valid values of FD_ISA."""
+PORTABLE = tuple(isa for isa in INSTRUCTION_SETS if isa not in ("native", "amx_emulated"))
+"""Sets that do not depend on the compiling CPU, the fastest first."""
+_PACKAGED = Path(__file__).parent / "libraries"
 _NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
     isa: isa for isa in ("avx512_bf16", "avx512_vnni", "avx_vnni", "avx2")
 }
@@ -66,7 +72,7 @@ def library_folder() -> Path:
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
-    """Return the library for this CPU, compiling it if it is not cached.
+    """Return the library for this CPU, compiling it if it is neither in the package nor cached.
 
     `isa`, or FD_ISA, overrides the best instruction set of the CPU. Raises `BuildError`.
     """
@@ -75,6 +81,10 @@ def load(isa: str | None = None) -> ctypes.CDLL:
         raise BuildError(f"FD_ISA={isa!r} is unknown; use one of {', '.join(_ISA_FLAGS)}")
     if lacking := missing(isa):
         raise BuildError(f"FD_ISA={isa!r}, but the CPU lacks {lacking}")
+    wanted = [each for each in PORTABLE if not missing(each)] if isa == "native" else [isa]
+    for each in wanted:
+        if (path := library_path(each, _PACKAGED)).exists() and (library := ctypes.CDLL(str(path))).fd_usable():
+            return library
     library = _load(isa)
     if library.fd_usable():
         return library
@@ -93,13 +103,16 @@ def compiler_flags(isa: str) -> tuple[str, ...]:
     return (*_COMMON_FLAGS, *_ISA_FLAGS[isa], *shlex.split(os.environ.get("FD_CXXFLAGS", "")))
 
 
-def library_path(isa: str) -> Path:
-    """Return the cache path of an instruction set's library, named by sources, flags and CPU."""
+def library_path(isa: str, folder: Path | None = None) -> Path:
+    """Return the path of an instruction set's library, named by sources, flags and, unless it is portable, CPU.
+
+    `folder` is that of compiled libraries by default.
+    """
     digest = hashlib.sha256()
     for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(source.relative_to(_SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((*compiler_flags(isa), _processor())).encode())
-    return library_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
+    digest.update("\0".join((*compiler_flags(isa), "" if isa in PORTABLE else _processor())).encode())
+    return (folder or library_folder()) / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
 
 
 def _load(isa: str) -> ctypes.CDLL:
@@ -167,3 +180,16 @@ def _run(command: list[str | Path]) -> None:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
         raise BuildError(f"the C++ sources did not compile: {first}")
+
+
+def add_to_package(*names: str) -> None:
+    """Compile libraries of portable instruction sets into the package. Raises `BuildError`."""
+    for isa in names:
+        if isa not in PORTABLE:
+            raise BuildError(f"{isa!r} is not one of {', '.join(PORTABLE)}")
+        _PACKAGED.mkdir(exist_ok=True)
+        _compile(isa, library_path(isa, _PACKAGED))
+
+
+if __name__ == "__main__":
+    add_to_package(*(sys.argv[1:] or PORTABLE))

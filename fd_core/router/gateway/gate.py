@@ -31,6 +31,7 @@ from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_all, keeper
 from fd_core.router.gateway.requests.forwarding import Exchange, error_response, json_response, read_body, to_worker
+from fd_core.router.gateway.requests.route_requests import COMPUTES_NOTHING
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.health_checks import union
 from fd_core.router.gateway.workers.watched import visit_of
@@ -39,8 +40,7 @@ from fd_core.router.workers import ROLES, WorkerState
 from fd_core.text.fair_thread import CLIENT
 
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
-_COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""Paths whose text is not cached by a worker, and so is not routed as a prompt."""
+_OLLAMA_LISTS: Final = ("/api/tags", "/api/ps")
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 
@@ -110,6 +110,9 @@ class RouterGate:
             return await shown(self._state)
         if template.startswith("/v1/models"):
             return await self._list(path, to_worker(self._state, request.headers, record, "GET", "/v1/models"))
+        if template in _OLLAMA_LISTS:
+            headers = to_worker(self._state, request.headers, record, "GET", path)
+            return json_response({"models": await union(self._state, headers, path)})
         if template.startswith(_KEPT_BY_WORKERS):
             raise ApiError(
                 404, "files and batches are stored per worker and not routed; send these requests to a worker"
@@ -142,7 +145,7 @@ class RouterGate:
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         headers, meter = to_worker(self._state, request.headers, record, method=request.method, path=request.path), None
-        if request.path in _COMPUTES_NOTHING or request.method != "POST":
+        if request.path in COMPUTES_NOTHING or request.method != "POST":
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             cost = None
@@ -150,7 +153,7 @@ class RouterGate:
                 kind, limit = request.headers.get("Content-Type", ""), record.tokens_per_minute
                 cost = await self._state.costs.cost(request.path, kind, body, limit=limit)
                 self._access.reserve(record, cost.most)
-            asked = await self._state.reader.read(body, session)
+            asked = await self._state.reader.read(body, session, request.path)
             length = asked.length if cost is None else cost.prompt
             asked = replace(asked, salt=self._access.salt(record.owner, asked.salt), prefill_tokens=length)
         home = await keeper(self._state, request, body, record=record)
@@ -239,7 +242,7 @@ PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = 
     "/health": health,
     "/ping": health,
     "/ready": ready,
-    "/version": version,
+    **dict.fromkeys(("/version", "/api/version"), version),
     "/metrics": metrics,
 }
 """Answers to GET requests that need no key; none of them holds a prompt, a text or a key."""
@@ -256,7 +259,7 @@ def _not_ready(state: GatewayState) -> str | None:
 
 @cache
 def _page() -> str:
-    return assemble("fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js"))
+    return assemble("fd_core.router.gateway.live_page", "fd_core router", own=("page.css", "live.js"), served=True)
 
 
 class _RegisterRequest(msgspec.Struct):

@@ -119,7 +119,7 @@ class KVTransferring:
 
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))
-        sent = blocks[first:].copy()
+        sent = blocks[first:]
         send = Send(self.operations.next, lease, first, sent, num_tokens, request.cached_tokens or 0)
         self.operations.begin(send, request, sent)
         self.counters.sent_blocks += len(sent)

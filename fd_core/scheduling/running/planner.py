@@ -40,7 +40,7 @@ class Planner:
     _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
-    _step: int = 0
+    _step: int
     paused: bool = False
     """True if plans preempt every running slot and admit none."""
     _left_out: list[int] = field(default_factory=list)

@@ -257,10 +257,9 @@ def _health(reason: str, status: str) -> Response:
 
 @cache
 def _page() -> str:
-    shared = ("theme.css", "curves.js")
     own = ("page.css", "live.js", "playground.js")
     waits = msgspec.json.encode(PHASE_TITLES).decode()
-    return assemble("fd_core.server.live_page", shared=shared, own=own, values={"waits": waits})
+    return assemble("fd_core.server.live_page", "fd_core", own=own, values={"waits": waits}, served=True)
 
 
 def _offers(state: ServerState) -> bool:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank: one engine request for each text."""
+"""POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank: one engine request for each text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from fd_core.engine.vectors import (
     judged_prompt,
     judging_tokens,
     pooling_request,
+    probabilities_of,
     probability_of_yes,
+    require_classifier,
     similarity,
     vector_of,
 )
@@ -33,7 +35,7 @@ from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import PromptState
 from fd_core.server.schemas import pooling
-from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest
+from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest, TextsRequest
 from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.state import ServerState
 from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
@@ -47,6 +49,7 @@ _MAX_PAIR_CHARS: Final = 2**24
 """Limit for all rendered pairs together: each text of one side is rendered with each of the other."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
+CLASSIFY: Final = BodyFormat(pooling.ClassificationRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
 _AT_ONCE: Final = 16
@@ -105,12 +108,29 @@ class PooledTexts:
         self.usage = PooledUsage(0, 0)
         state.admit(1)
 
+    async def read(self, body: TextsRequest) -> list[PromptText]:
+        """Return the prompts of a body, see `read_texts`."""
+        special = body.add_special_tokens is not False
+        return await cancel_on_disconnect(self._request, read_texts(self._state, body.input, "input", special))
+
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
         """Return a vector of each prompt, with the model's settings and the options of the request."""
         info = self._state.client.info
         check_dimensions(dimensions, info.state_size)
         pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), field)
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
+
+    async def classes(self, prompts: Sequence[PromptText], field: str) -> list[pooling.Classification]:
+        """Return the classes of each prompt. Raises `BadRequest` for a model without a classification layer."""
+        classifier = require_classifier(self._state.client.info.vectors)
+        pooled = await self._pool([each.ids for each in prompts], Pooling("last"), field)
+        found = [probabilities_of(each, classifier).tolist() for each in pooled]
+        return [
+            pooling.Classification(
+                index=index, label=classifier.labels[probs.index(max(probs))], probs=probs, num_classes=len(probs)
+            )
+            for index, probs in enumerate(found)
+        ]
 
     async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
         """Return a score for each pair: the probability of yes from a model that scores pairs, else a cosine."""
@@ -221,8 +241,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
     texts = PooledTexts(state, request, body)
-    reading = read_texts(state, body.input, "input", add_special=body.add_special_tokens is not False)
-    prompts = await cancel_on_disconnect(request, reading)
+    prompts = await texts.read(body)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"
     data: list[Any] = []
@@ -232,6 +251,28 @@ async def create_embeddings(request: Request) -> Response:
         if index % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
     return json_response(pooling.EmbeddingAnswer(data=data, model=texts.model, usage=texts.usage), headers)
+
+
+@router.post(
+    "/v1/classify",
+    **endpoint(
+        "Classify texts", pooling.ClassificationRequest, pooling.ClassificationAnswer, example={"input": "a text"}
+    ),
+)
+@router.post("/classify", include_in_schema=False)
+async def create_classification(request: Request) -> Response:
+    """Return the probabilities of the classes of each text, in the same order."""
+    state, body, headers = await CLASSIFY.read(request)
+    texts = PooledTexts(state, request, body)
+    data = await texts.classes(await texts.read(body), "input")
+    answer = pooling.ClassificationAnswer(
+        id=f"classify-{request.state.request_id}",
+        created=int(time.time()),
+        model=texts.model,
+        data=data,
+        usage=texts.usage,
+    )
+    return json_response(answer, headers)
 
 
 @router.post(

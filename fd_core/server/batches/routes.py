@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import mmap
-import re
+import logging
 import secrets
 import time
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
-from urllib.parse import unquote
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from msgspec import Meta
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fd_core.http.errors import ApiError, invalid
-from fd_core.http.headers import length_of, parameters, refuse_encoding
+from fd_core.http.headers import length_of, refuse_encoding
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
-from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
+from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, Upload, cannot_keep
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.state import state_of
 
@@ -35,9 +34,8 @@ _FILES_PER_PAGE: Final = 1000
 _BATCHES_PER_PAGE: Final = 100
 """A page may be smaller than its `limit`: encoding it must not delay other streams."""
 _PART_BYTES: Final = 1 << 18
-_BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
-"""Boundary of a form; RFC 2046, section 5.1.1."""
-_SLICE: Final = 1 << 20
+_MOST_FIELDS: Final = 32
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # any client can cause its warnings
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -86,18 +84,19 @@ async def upload(request: Request) -> Response:
     """Store the file of a form with the fields `purpose` and `file`."""
     store, owner = await _store(request), request.state.owner
     refuse_encoding(request.headers.getlist("content-encoding"))
-    boundary = boundary_of(request.headers.get("content-type", ""))
-    if boundary is None:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise ApiError(415, "the file must be sent as multipart/form-data", code="unsupported_media_type")
     store.bytes.require(owner, length_of(request.headers.get("content-length")) or 0)
     try:
         with store.upload(owner) as upload:
+            form = UploadForm(options[b"boundary"], upload)
             async for part in request.stream():
                 upload.reserve(len(part))
-                await in_thread(partial(upload.write, part))
-            begin, size, filename = await in_thread(partial(_read_form, upload.path, boundary, upload.size))
-            await in_thread(partial(upload.cut, begin, size))
-            found = upload.keep(size, filename, "batch")
+                await in_thread(partial(form.write, part))
+            found = upload.keep(form.filename_of_batch(), "batch")
+    except FormParserError:
+        raise invalid("the form is malformed or truncated", None, "invalid_form") from None
     except ClientDisconnect:
         raise invalid("the client disconnected before the body was complete", None, "invalid_body") from None
     except OSError as error:
@@ -188,6 +187,75 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
         raise cannot_keep(error) from error
 
 
+class UploadForm:
+    """Parses a form as it arrives, and writes the content of its field `file` to an upload."""
+
+    def __init__(self, boundary: bytes, upload: Upload) -> None:
+        """Raises `FormParserError` for a boundary that is too long."""
+        self._upload = upload
+        self._title = self._value = self._name = self._purpose = b""
+        self._filename: bytes | None = None
+        self._fields = 0
+        self._complete = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_field,
+                "on_header_field": self._add_title,
+                "on_header_value": self._add_value,
+                "on_header_end": self._end_header,
+                "on_part_data": self._add_data,
+                "on_end": self._end,
+            },
+        )
+
+    def write(self, part: bytes) -> None:
+        """Parse bytes that were reserved; may run in another thread. Raises `FormParserError`, `OSError`."""
+        self._parser.write(part)
+
+    def filename_of_batch(self) -> str:
+        """Return the name of the file. Raises `FormParserError` if the form is incomplete, `ApiError` if a field is."""
+        if not self._complete:
+            raise FormParserError
+        if self._purpose != b"batch":
+            shown = self._purpose.decode("utf-8", "replace")
+            raise invalid(f"purpose is {shown!r}; expected 'batch'", "purpose", "invalid_value")
+        if self._filename is None:
+            raise invalid("file is required, with a filename", "file", "missing_required_parameter")
+        return self._filename.decode("utf-8", "replace")
+
+    def _begin_field(self) -> None:
+        self._name, self._fields = b"", self._fields + 1
+        if self._fields > _MOST_FIELDS:
+            raise FormParserError
+
+    def _add_title(self, data: bytes, begin: int, end: int) -> None:
+        self._title += data[begin:end]
+
+    def _add_value(self, data: bytes, begin: int, end: int) -> None:
+        self._value += data[begin:end]
+
+    def _end_header(self) -> None:
+        if self._title.lower() == b"content-disposition":
+            _, options = parse_options_header(self._value.decode("latin-1"))
+            self._name, filename = options.get(b"name", b""), options.get(b"filename")
+            if self._name == b"file" and filename is not None:
+                if self._filename is not None:
+                    raise FormParserError
+                self._filename = filename
+                self._upload.write(b"")  # an empty file is a file
+        self._title = self._value = b""
+
+    def _add_data(self, data: bytes, begin: int, end: int) -> None:
+        if self._name == b"file" and self._filename is not None:
+            self._upload.write(data[begin:end])
+        elif self._name == b"purpose":
+            self._purpose = (self._purpose + data[begin:end])[:64]
+
+    def _end(self) -> None:
+        self._complete = True
+
+
 class _ContentResponse(Response):
     """The content of a file, read in parts in another thread; the file may be deleted meanwhile."""
 
@@ -219,22 +287,6 @@ async def _store(request: Request) -> BatchStore:
     return await _service(request).open()
 
 
-def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
-    """Return offset, size and name of the file in a form on disk; `ApiError` (400) for an invalid form."""
-    if not size:
-        raise invalid("the form is empty", "file", "invalid_form")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
-        fields = read_form(body, boundary)
-        purpose = fields.get("purpose") or FormField(0, 0, None)
-        purpose_text = body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
-        if purpose_text != "batch":
-            raise invalid(f"purpose is {purpose_text!r}; expected 'batch'", "purpose", "invalid_value")
-        content = fields.get("file")
-        if content is None or content.filename is None:
-            raise invalid("file is required, with a filename", "file", "missing_required_parameter")
-        return content.begin, content.end - content.begin, content.filename
-
-
 def _limit(limit: str | None, most: int) -> int:
     """Return how many objects a page has: the `limit` of the query, and `most` at most. Raises `ApiError` (400)."""
     asked = 100 if limit is None else length_of(limit) or 0
@@ -249,64 +301,3 @@ def _page(found: tuple[list[Any], bool] | None, after: str | None) -> dict[str, 
     data, more = found
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return {"data": data, "has_more": more, "first_id": first, "last_id": last}
-
-
-class FormField(NamedTuple):
-    """One field: its content is `body[begin:end]`."""
-
-    begin: int
-    end: int
-    filename: str | None
-
-
-def boundary_of(content_type: str) -> bytes | None:
-    """Return the boundary between the fields of a form, None for other bodies; `ApiError` (400) if it is invalid."""
-    kind, given = parameters(content_type)
-    if kind != "multipart/form-data" or "boundary" not in given:
-        return None
-    if not _BOUNDARY.fullmatch(given["boundary"]):
-        raise invalid("the multipart boundary must have 1 to 70 ASCII characters (RFC 2046)", None, "invalid_form")
-    return given["boundary"].encode()
-
-
-def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
-    """Return the offsets of a form's fields, by name; nothing is copied. Raises `ApiError` (400) if it is malformed."""
-    line = b"--" + boundary
-    fields: dict[str, FormField] = {}
-    at = _find(body, line, 0)
-    while at >= 0:
-        at += len(line)
-        if body[at : at + 2] == b"--":
-            return fields
-        head_end = body.find(b"\r\n\r\n", at, at + 8192)
-        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == 32:
-            break
-        end = _find(body, b"\r\n" + line, head_end)
-        if end < 0:
-            break
-        name, filename = _names(body[at + 2 : head_end])
-        if name is not None:
-            fields[name] = FormField(min(head_end + 4, end), end, filename)
-        at = end + 2
-    raise invalid("the form is malformed or truncated", None, "invalid_form")
-
-
-def _find(body: bytes | mmap.mmap, wanted: bytes, begin: int) -> int:
-    """Find bytes in slices, in linear time (`mmap.find` is not), so that each slice holds the GIL only briefly."""
-    for at in range(begin, len(body), _SLICE):
-        found = body[at : at + _SLICE + len(wanted) - 1].find(wanted)
-        if found >= 0:
-            return at + found
-    return -1
-
-
-def _names(head: bytes) -> tuple[str | None, str | None]:
-    for line in head.decode("utf-8", "replace").split("\r\n"):
-        title, _, value = line.partition(":")
-        if title.strip().lower() == "content-disposition":
-            given = parameters(value)[1]
-            charset, _, coded = given.get("filename*", "").partition("'")
-            if charset.lower() == "utf-8":  # RFC 8187; the other charsets are no longer sent
-                given["filename"] = unquote(coded.partition("'")[2], errors="replace")
-            return given.get("name"), given.get("filename")
-    return None, None

@@ -431,6 +431,7 @@ class Upload(AbstractContextManager["Upload"]):
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.path = store.folder / f"{secrets.token_hex(12)}.upload"
         self.size = 0
+        self._written = 0
         self._store = store
         self._owner = owner
         self._file: IO[bytes] | None = None
@@ -453,24 +454,13 @@ class Upload(AbstractContextManager["Upload"]):
     def write(self, part: bytes) -> None:
         """Append bytes that were reserved; may run in another thread."""
         if self._file is None:
-            self._file = self.path.open("xb+", buffering=0)
+            self._file = self.path.open("xb", buffering=0)
         _write(self._file, part)
+        self._written += len(part)
 
-    def cut(self, begin: int, size: int) -> None:
-        """Keep only `size` bytes from `begin` on; may run in another thread."""
-        file = self._file
-        if file is None:
-            raise OSError("nothing was received")
-        for at in range(0, size, _PART_BYTES):
-            file.seek(begin + at)
-            part = file.read(min(_PART_BYTES, size - at))
-            file.seek(at)
-            _write(file, part)
-        file.truncate(size)
-
-    def keep(self, size: int, filename: str, purpose: str) -> StoredFile:
-        """Turn the received data, now of `size` bytes, into a file. Raises `ApiError` (429, 503)."""
-        store, owner = self._store, self._owner
+    def keep(self, filename: str, purpose: str) -> StoredFile:
+        """Turn the written bytes into a file, and release the rest. Raises `ApiError` (429, 503)."""
+        store, owner, size = self._store, self._owner, self._written
         store.bytes.add(owner, size - self.size)
         self.size = size
         file = StoredFile(

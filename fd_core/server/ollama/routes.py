@@ -22,7 +22,7 @@ from fd_core.http.errors import ApiError, VersionAnswer
 from fd_core.server.api.embeddings import PooledTexts, read_texts
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.ollama import schemas
-from fd_core.server.ollama.schemas import AnswerLine, ChatTurn, OllamaRequest, Options
+from fd_core.server.ollama.schemas import AnswerLine, ChatTurn, Options
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.pooling import EmbeddingRequest
@@ -58,7 +58,6 @@ _NAMES: Final = {
 """Names of fields of chats in this API."""
 _SAME: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 """Options with the same name and meaning in a chat."""
-_LATEST: Final = ":latest"
 
 
 @router.post(
@@ -67,11 +66,7 @@ _LATEST: Final = ":latest"
 )
 async def create_chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
-    state, body, headers = await CHAT_BODY.read(request)
-    if not body.messages:
-        return _loaded(_served(state, body.model), ChatTurn(role="assistant", content=""))
-    chat = ChatRequest(messages=list(_messages(body.messages)), tools=body.tools)
-    return await _answered(state, request, body, chat, headers)
+    return await _answered(request, *await CHAT_BODY.read(request))
 
 
 @router.post(
@@ -86,50 +81,47 @@ async def create_chat(request: Request) -> Response:
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it if it is raw or the model has no chat template."""
-    state, body, headers = await GENERATE_BODY.read(request)
-    if not body.prompt:
-        return _loaded(_served(state, body.model), None)
-    prompt = Message(role="user", content=body.prompt)
-    if body.raw or state.prompt_reader.template_source is None:
-        chat = ChatRequest(messages=[prompt], disable_chat_template=True, add_special_tokens=True)
-    else:
-        system = [Message(role="system", content=body.system)] if body.system else []
-        chat = ChatRequest(messages=[*system, prompt])
-    return await _answered(state, request, body, chat, headers, is_chat=False)
+    return await _answered(request, *await GENERATE_BODY.read(request))
 
 
 async def _answered(
-    state: ServerState,
-    request: Request,
-    body: OllamaRequest,
-    chat: ChatRequest,
-    headers: dict[str, str],
-    *,
-    is_chat: bool = True,
+    request: Request, state: ServerState, body: schemas.OllamaTextRequest, headers: dict[str, str]
 ) -> Response:
-    _sample(state, chat, body)
-    reader = state.prompt_reader
-    if isinstance(body.think, bool) and reader.switches_reasoning:
-        chat.enable_thinking = body.think
-    elif isinstance(body.think, str) and reader.supports_effort:
-        chat.reasoning_effort = body.think
+    chat, served = as_chat(state, body), _served(state, body.model)
+    is_chat = isinstance(body, schemas.OllamaChatRequest)
+    if not chat.messages:
+        return _loaded(served, ChatTurn(role="assistant", content="") if is_chat else None)
+    chat.model = served.name
     making = jobs.conversation_job(state, chat, request, _constraint(body), _NAMES)
     job = await cancel_on_disconnect(request, making)
     return GenerationResponse(state, _LineFormat(job, is_chat=is_chat), body.stream is not False, headers)
 
 
-def _sample(state: ServerState, chat: ChatRequest, body: OllamaRequest) -> None:
-    """Copy model and options to a request. Raises `ApiError` (404) for a model that is not served."""
-    options = body.options or Options()
-    chat.model = _served(state, body.model).name
+def as_chat(state: jobs.PromptState, body: schemas.OllamaTextRequest) -> ChatRequest:
+    """Convert a request to a chat, without messages if it asks for no text."""
+    reader, options = state.prompt_reader, body.options or Options()
+    if isinstance(body, schemas.OllamaChatRequest):
+        chat = ChatRequest(messages=list(_messages(body.messages)), tools=body.tools)
+    else:
+        prompt = [Message(role="user", content=body.prompt)] if body.prompt else []
+        if body.raw or reader.template_source is None:
+            chat = ChatRequest(messages=prompt, disable_chat_template=True, add_special_tokens=True)
+        else:
+            system = [Message(role="system", content=body.system)] if body.system and prompt else []
+            chat = ChatRequest(messages=[*system, *prompt])
+    if isinstance(body.think, bool) and reader.switches_reasoning:
+        chat.enable_thinking = body.think
+    elif isinstance(body.think, str) and reader.supports_effort:
+        chat.reasoning_effort = body.think
     for name in _SAME:
         setattr(chat, name, getattr(options, name))
     chat.repetition_penalty = options.repeat_penalty
     if options.num_predict is not None and options.num_predict > 0:
         chat.max_tokens = options.num_predict
+    return chat
 
 
-def _constraint(body: OllamaRequest) -> RequestedConstraint | None:
+def _constraint(body: schemas.OllamaTextRequest) -> RequestedConstraint | None:
     if not body.format:
         return None
     schema = {"type": "object"} if body.format == "json" else body.format
@@ -322,7 +314,7 @@ async def version(request: Request) -> Response:
 
 def _served(state: ServerState, name: str) -> ServedName:
     """Return the model of a name, with or without the tag `latest`. Raises `ApiError` (404)."""
-    return state.served(name if name in state.names else name.removesuffix(_LATEST))
+    return state.served(name if name in state.names else name.removesuffix(schemas.LATEST))
 
 
 def _listed(state: ServerState) -> list[schemas.ListedName]:

@@ -11,6 +11,8 @@ from fd_core.server.schemas.requests import CHAT, Effort, Prompt, Seed, Stop, To
 from fd_core.server.schemas.unsupported import Refusal
 from fd_core.types import MinP, Penalty, RepetitionPenalty, Temperature, TopP
 
+LATEST: Final = ":latest"
+"""Tag that may follow the name of a model."""
 _IMAGES: Final = Refusal("image input is not supported", ([],))
 REFUSED: Final = {
     "images": _IMAGES,
@@ -95,6 +97,9 @@ class GenerateRequest(OllamaRequest, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     """True continues the prompt as it is, without the chat template."""
+
+
+OllamaTextRequest = OllamaChatRequest | GenerateRequest
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):

@@ -64,7 +64,7 @@ class BodyFormat(Generic[T]):
     ) -> None:
         """`needs_type` is False for clients that send JSON without a content type, such as curl without a header."""
         self.schema = schema
-        self._needs_type = needs_type
+        self.needs_type = needs_type
         self._refused = refused or {}
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
@@ -74,7 +74,7 @@ class BodyFormat(Generic[T]):
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
-        if kind != "application/json" and self._needs_type:
+        if kind != "application/json" and self.needs_type:
             require_json(kind)
         share = state.bodies.share(headers.get("content-length"), state.config.max_body_bytes)
         parts = []

@@ -21,15 +21,24 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     """Requests share cached prefixes only with requests of the same salt."""
 
 
-class EmbeddingRequest(PooledRequest, kw_only=True):
-    """The body of /v1/embeddings."""
+class TextsRequest(PooledRequest, kw_only=True):
+    """Texts, each with a result."""
 
     input: str | list[str | int | list[TokenId]]
     """A text, texts, ids, or lists of ids."""
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(TextsRequest, kw_only=True):
+    """The body of /v1/embeddings."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """Number of leading elements to keep; the vector is normalized again."""
-    add_special_tokens: bool | None = None
+
+
+class ClassificationRequest(TextsRequest, kw_only=True):
+    """The body of /v1/classify."""
 
 
 class ScoreRequest(PooledRequest, kw_only=True):
@@ -85,6 +94,28 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
+    usage: PooledUsage
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    """Classes of one text."""
+
+    index: int
+    label: str
+    """The most probable class."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/classify."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    """Unix time, seconds."""
+    model: str
+    data: list[Classification]
     usage: PooledUsage
 
 

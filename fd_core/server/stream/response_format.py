@@ -437,7 +437,8 @@ class GenerationResponse(Response):
             return
         usage = generation.used
         payload = b""
-        if _USAGE_HEADER in dict(scope["headers"]):  # a router requests the usage of the answer
+        # A router requests the usage of the answer; only server-sent events have comments.
+        if _USAGE_HEADER in dict(scope["headers"]) and response_format.stream_type.startswith("text/event-stream"):
             payload = usage_comment(usage.prompt_tokens, usage.completion_tokens)
         await emit(payload + response_format.last(usage), last=True)
 

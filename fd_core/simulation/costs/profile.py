@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Meta
 
 from fd_core.config import Limits
+from fd_core.config.outputs import write_json
 from fd_core.config.paths import read_bounded
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.files import write_whole
 from fd_core.types import StepPlan
 
 FORMAT_VERSION: Final = 1
@@ -210,7 +210,7 @@ def write_profile(profile: CostProfile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field="-o") from error
-    write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n", "-o")
+    write_json(path, profile, "-o")
 
 
 _ONES = np.ones(4096)

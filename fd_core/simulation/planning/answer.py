@@ -78,7 +78,7 @@ class LoadTried(msgspec.Struct, frozen=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Complete result of a search; also the schema of its JSON."""
+    """Complete result of a search; also the schema of its JSON, which has the same bytes for the same search."""
 
     fdcore_plan: int
     asked: PlanAsked
@@ -166,11 +166,6 @@ def answer_of(
         shapes=len(shapes),
         shapes_excluded=excluded,
     )
-
-
-def answer_json(answer: PlanAnswer) -> bytes:
-    """Return the result as JSON: the same bytes for the same search."""
-    return msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n"
 
 
 def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer: PlanAnswer, slo: Slo) -> Report:

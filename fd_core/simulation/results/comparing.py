@@ -142,14 +142,14 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     words: str
 
 
-def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:
+def figure_named(name: str, *, slo: bool = True, price: bool = True) -> ComparedFigure:
     """Return a figure; raises `ConfigError` that lists the figures, or names the option that this one requires."""
     if name not in FIGURES:
-        raise ConfigError(f"{flag}: unknown figure {name!r}: use one of {', '.join(FIGURES)}", field=flag)
+        raise ConfigError(f"--by: unknown figure {name!r}: use one of {', '.join(FIGURES)}", field="--by")
     if name in ("goodput", "attainment") and not slo:
-        raise ConfigError(f"{flag}: {name} requires an SLO", field=flag, hint="give --slo")
+        raise ConfigError(f"--by: {name} requires an SLO", field="--by", hint="give --slo")
     if name == "price" and not price:
-        raise ConfigError(f"{flag}: the price of tokens requires that of a worker", field=flag, hint="give --price")
+        raise ConfigError("--by: the price of tokens requires that of a worker", field="--by", hint="give --price")
     return FIGURES[name]
 
 

@@ -295,14 +295,14 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
     return curves
 
 
-def report_json(report: Report) -> bytes:
-    """Return the report as JSON, the same bytes for the same runs.
+def report_document(report: Report) -> dict[str, Any]:
+    """Return the report as a value that encodes to JSON, to the same bytes for the same runs.
 
     `cases` holds the figures of every run, as `summary.RunSummary` describes them, and the distributions of latencies
     at `shares`; `comparisons` and `load_curves` are those of the tables and the page.
     """
     cases = cases_of(report)
-    document: dict[str, Any] = {
+    return {
         "fdcore_simulation": REPORT_VERSION,
         "title": report.title,
         "command": report.command,
@@ -322,7 +322,6 @@ def report_json(report: Report) -> bytes:
         "load_curves": load_curves_of(cases),
         "traces": dict(report.traces),
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def _order(value: float | str) -> tuple[float, str]:

@@ -65,7 +65,7 @@ class Slo(msgspec.Struct, frozen=True):
         return ",".join(parts + ([] if self.attainment is None else [f"attainment={self.attainment:g}"]))
 
 
-def parse_slo(text: str, flag: str = "--slo") -> Slo:
+def parse_slo(text: str) -> Slo:
     """Read limits in seconds such as `ttft_p99=0.5,tpot_p99=0.05`, or of each request such as `ttft=0.5,tpot=0.05`.
 
     `attainment=0.95` is the share of requests that must meet the limits of each request, 0.9 by default. Raises
@@ -80,25 +80,25 @@ def parse_slo(text: str, flag: str = "--slo") -> Slo:
         except ValueError:
             number = math.nan
         if not equals or not 0 < number < math.inf:
-            raise _wrong(flag, f"expected NAME=NUMBER above 0, got {part.strip()!r}")
+            raise _wrong(f"expected NAME=NUMBER above 0, got {part.strip()!r}")
         if name in objectives or (name == "attainment" and attainment is not None):
-            raise _wrong(flag, f"{name} occurs twice")
+            raise _wrong(f"{name} occurs twice")
         if name == "attainment":
             if number > 1:
-                raise _wrong(flag, f"expected an attainment of at most 1, got {value}")
+                raise _wrong(f"expected an attainment of at most 1, got {value}")
             attainment = number
             continue
         measure, _, statistic = name.partition("_")
         if measure not in MEASURES or not _is_statistic(statistic) or name.endswith("_"):
-            raise _wrong(flag, f"unknown limit {name!r}")
+            raise _wrong(f"unknown limit {name!r}")
         objectives[name] = Objective(measure, statistic, number)
     if not objectives:
-        raise _wrong(flag, "there is no limit")
+        raise _wrong("there is no limit")
     slo = Slo(tuple(objectives.values()), attainment)
     if attainment is None and any(not each.statistic for each in slo.objectives):
         return msgspec.structs.replace(slo, attainment=_USUAL_ATTAINMENT)
     if attainment is not None and not slo.request_limits():
-        raise _wrong(flag, "attainment needs a limit per request, not a mean")
+        raise _wrong("attainment needs a limit per request, not a mean")
     return slo
 
 
@@ -110,6 +110,6 @@ def _is_statistic(name: str) -> bool:
     return plain and 0 < float(number) < 100
 
 
-def _wrong(flag: str, what: str) -> ConfigError:
+def _wrong(what: str) -> ConfigError:
     there_is = f"{', '.join(MEASURES)}, in seconds, alone or with _mean, _p50, _p99 and so on; and attainment, a share"
-    return ConfigError(f"{flag}: {what}: use {there_is}", field=flag, hint=_EXAMPLE)
+    return ConfigError(f"--slo: {what}: use {there_is}", field="--slo", hint=_EXAMPLE)

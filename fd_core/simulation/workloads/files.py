@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,36 +82,3 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
     if not rows:
         raise wrong_file(f"{path} has no numbers", "write one number per line")
     return np.array(rows)
-
-
-def require_writable(path: Path, flag: str) -> None:
-    """Raise `ConfigError` for `flag` if no file can be created there, before its content is computed."""
-    folder = path.absolute().parent
-    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"the folder {folder} does not exist"
-    if reason is None and not os.access(folder, os.W_OK):
-        reason = f"{folder} is not writable"
-    if reason is not None:
-        raise ConfigError(f"cannot write {path}: {reason}", field=flag)
-
-
-def write_whole(path: Path, content: bytes, flag: str) -> None:
-    """Write a file atomically; on failure the previous file stays and no temporary file is left.
-
-    Raises `ConfigError` that names the file and `flag`. A file that is not regular (a pipe) is written directly.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
-            return
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"cannot write {path}: {reason}", field=flag) from error

@@ -417,15 +417,6 @@ KINDS: Final[dict[str, WorkloadKind]] = {
 }
 
 
-def workload_table() -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return the forms of distributions, kinds as (kind, what, keys), and keys as (key, form, default, what)."""
-    kinds = tuple(
-        (f"{name}:FILE" if kind.file else name, kind.described, ", ".join(kind.keys)) for name, kind in KINDS.items()
-    )
-    keys = tuple((name, key.form, key.default or "", key.described) for name, key in KEYS.items())
-    return DISTRIBUTION_FORMS, kinds, keys
-
-
 def parse_settings(kind: str, given: Mapping[str, str], folder: Path) -> WorkloadSettings:
     """Return the values of all keys, given or default. Raises `ConfigError` that names the key."""
     known = KINDS[kind].keys

@@ -195,7 +195,7 @@ def _joined(conversations: Iterator[tuple[UserTurn, ...]]) -> Iterator[UserTurn]
 def read_workload(text: str, seed: int, folder: Path = Path()) -> Workload:
     """Return the workload that a text describes: `KIND:key=value,key=value`, or a TOML or JSON file with the same keys.
 
-    A kind that reads a file has it first: `mooncake:trace.jsonl,speed=2`. `workload_table` lists kinds and keys.
+    A kind that reads a file has it first: `mooncake:trace.jsonl,speed=2`. `KINDS` lists kinds and their keys.
     `seed`: 0 to 2**63 - 1. `folder`: base of relative paths; for a file's keys, the file's own folder.
 
     Raises `ConfigError` that names the key, its limit and the remedy.

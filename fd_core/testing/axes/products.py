@@ -8,13 +8,15 @@ import numpy as np
 
 from fd_core.ops.contract import Norm, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.weights import WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
+    GROUPED,
     PACKED_TOLERANCE,
+    STORED,
     Floats,
     Inputs,
     Values,
@@ -133,15 +135,22 @@ _LINEAR: Final = (
     Axis("source", ("F32", "F16", "BF16")),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("group", (None, 32, 128, "row")),
+    Axis("stored", STORED),
     Axis("second", ("same", "F32", "Q8_0", "Q4_1")),
     Axis("data", ("alike", "large", "apart", "nan")),
 )
 """`outputs` of each part; a gated linear has two, and computes gate and up `apart` from the activation or with it.
 
-`group`: values that share a scale, of formats in which it varies. `second`: format of the second part. `data`: rows of
-similar size, large ones, which saturate an activation, odd ones a 64th of the others, or one of NaN."""
-GROUPED: Final = ("int4", "gptq", "awq")
-"""Formats whose files have groups of several sizes."""
+`group`: values that share a scale, of formats in which it varies. `stored`: form of packed weights. `second`: format of
+the second part. `data`: rows of similar size, large ones, which saturate an activation, odd ones a 64th of the others,
+or one of NaN."""
+
+
+def can_be_stored(case: Case) -> bool:
+    """Return True unless only other formats of packed weights have the form."""
+    stored = str(case["stored"])
+    formats = ("gptq",) if "8 bits" in stored else GROUPED[:-1] if "minima" in stored else WEIGHT_FORMATS
+    return stored == "usual" or case["packed"] in formats
 
 
 def _linear_fits(case: Case) -> bool:
@@ -151,6 +160,8 @@ def _linear_fits(case: Case) -> bool:
     if (case["apart"] and not case["gated"]) or (case["packed"] and int_of(case, "inputs") % 128):
         return False
     if case["group"] is not None and case["packed"] not in GROUPED:
+        return False
+    if not can_be_stored(case):
         return False
     if case["second"] != "same" and not (case["packed"] and (case["gated"] or case["parts"] != 1)):
         return False
@@ -210,16 +221,14 @@ LINEAR: Final[Part[Ops]] = operation_part("linear", _LINEAR, check_linear, _line
 
 _HEAD: Final = (
     Axis("rows", (3, 1, 2, 8, 33, 65, 129, 257)),
-    Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
+    Axis("hidden", (128, 1, 7, 16, 33, 129, 256, 1000, 4104)),
     Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_144)),
     Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
     Axis("tied", (False, True)),
     Axis(
         "packed",
-        (None,),
-        rare=tuple(
-            {"packed": name, "hidden": 128, "tied": tied} for name in sorted(WEIGHT_FORMATS) for tied in (False, True)
-        ),
+        (None, *sorted(WEIGHT_FORMATS)),
+        rare=tuple({"packed": name, "vocabulary": 131_073, "hidden": 128} for name in ("Q4_K", "int8", "int4", FP8)),
     ),
     Axis("wild", (False, True)),
     Axis("rows_of", ("all", "some")),
@@ -272,7 +281,8 @@ HEAD: Final[Part[Ops]] = operation_part(
     _HEAD,
     check_head,
     lambda case: (
-        int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
+        not (case["packed"] and int_of(case, "hidden") % 128)
+        and int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
     _HEAD_EDGES,
@@ -355,5 +365,5 @@ def _weight(make: Values, shape: tuple[int, int], case: Case, size: float = 1.0)
     scale = size * shape[1] ** -0.5
     if case["packed"] is not None:
         group = shape[1] if case["group"] == "row" else case["group"] and int_of(case, "group")
-        return packed_weight(str(case["packed"]), *shape, group or None, scale=scale)
+        return packed_weight(str(case["packed"]), *shape, group or None, scale, str(case["stored"]))
     return _stored(_precise(make(*shape, scale=scale), case), case)

@@ -15,9 +15,9 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part
-from fd_core.testing.axes.products import GROUPED
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
+    GROUPED,
     PACKED_TOLERANCE,
     TOLERANCE,
     Floats,

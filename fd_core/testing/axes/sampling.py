@@ -100,6 +100,9 @@ _TOP_P: Final = (1.0, 0.0, 1e-6, 0.1, 0.5, 0.9, 0.9999, MIXED)
 _MIN_P: Final = (0.0, 1e-6, 0.05, 0.6, 0.99, 1.0, MIXED)
 _SEEDS: Final = ("random", *(n for power in (31, 32, 63) for n in (2**power - 1, 2**power)), 0, 2**64 - 1)
 
+_OUTERMOST: Final = (12_121_362, 16_390_493)
+"""Seeds whose random number at position 0 is 0, and the largest one below 1."""
+
 
 def _alone(name: str, values: Sequence[Value], **others: Value) -> tuple[Case, ...]:
     """Return rare cases with one value each, which no other filter hides."""
@@ -119,7 +122,7 @@ _SAMPLE: Final = (
     Axis("top_k", _TOP_K, ("SampleInput.top_k", "SampleInput.any_filter"), _alone("top_k", _TOP_K, vocabulary=131_073)),
     Axis("top_p", _TOP_P, ("SampleInput.top_p",), _alone("top_p", _TOP_P, rows=65)),
     Axis("min_p", _MIN_P, ("SampleInput.min_p",), _alone("min_p", _MIN_P, rows=65)),
-    Axis("seed", _SEEDS, ("SampleInput.seeds",)),
+    Axis("seed", _SEEDS, ("SampleInput.seeds",), tuple({"seed": seed, "logits": "masked"} for seed in _OUTERMOST)),
     Axis("position", (0, "random", 2**15, 2**16, 2**24 + 1, 2**31 - 1), ("SampleInput.positions",)),
     Axis("promises", ("by row", "by random row")),
     Axis(

@@ -15,13 +15,12 @@ from fd_core.engine.process.messages import (
     PauseGeneration,
     ResumeGeneration,
     Sleep,
-    UpdateWeights,
     WakeUp,
 )
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
-from fd_core.testing.axes.covering import Axis, Case, default_case
+from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
@@ -128,10 +127,10 @@ AXES: Final = (
     ),
 )
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
-request whose prompt is NaN inside the model; `ordered` is an order of an operator after a few steps, for which all
-requests are preempted; `again` submits all requests a second time, under the same names; `company` is another engine of
-the same backend in this process; with `reloaded`, another adapter takes the place of the first one when all requests
-have ended."""
+request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
+first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
+second time, under the same names; `company` is another engine of the same backend in this process; with `reloaded`,
+another adapter takes the place of the first one when all requests have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
 EXCUSED: Final[Mapping[str, str]] = {
@@ -198,23 +197,25 @@ def allowed(case: Case) -> bool:
         return False
     if case["copies"] and case["memory"] == "restored":  # which copies on a thread of its own, one at a time
         return False
-    prompts = _int(case, "requests") * (_int(case, "prompt") + _int(case, "shared_prefix"))
-    texts = _int(case, "requests") * (_int(case, "max_tokens") + 5)
-    steps = prompts / _budget(case) + texts / min(_int(case, "requests"), _int(case, "slots"), _budget(case))
+    if case["memory"] != "ample" and not _is_preempted(case):
+        return False
+    prompts = int_of(case, "requests") * _prompt(case)
+    texts = int_of(case, "requests") * (int_of(case, "max_tokens") + 5)
+    steps = prompts / _budget(case) + texts / min(int_of(case, "requests"), int_of(case, "slots"), _budget(case))
     steps *= (1 if case["company"] == "none" else 3) * (2 if case["again"] else 1)
     return prompts + texts < _MOST_TOKENS and steps < _MOST_STEPS
 
 
 def settings_of(case: Case, longest: int) -> dict[str, Any]:
     """Return the settings of the engine; `longest` is the number of tokens of the longest request."""
-    context = max(longest + _int(case, "room"), 8)
-    needed = -(-context // _int(case, "block_size"))
-    running = min(_int(case, "slots"), _int(case, "requests"))
+    context = max(longest + int_of(case, "room"), 8)
+    needed = -(-context // int_of(case, "block_size"))
+    running = min(int_of(case, "slots"), int_of(case, "requests"))
     return {
         "max_num_seqs": case["slots"],
         "max_num_batched_tokens": _budget(case),
         "block_size": case["block_size"],
-        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, running * needed // 3),
+        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case)),
         "max_model_len": context,
         "pipeline_depth": case["depth"],
         "enable_prefix_caching": case["prefix_caching"],
@@ -226,31 +227,52 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
     }
 
 
+def _is_preempted(case: Case) -> bool:
+    """Return True if several requests run together whose prompts fill the memory, and then need more blocks."""
+    running = min(int_of(case, "requests"), int_of(case, "slots"))
+    together = running >= 3 and running * _prompt(case) <= 4 * _budget(case) and int_of(case, "arrivals") <= 1
+    whole = case["abort"] is None and case["pooling"] is None and int_of(case, "stop_ids") <= 5
+    more = int_of(case, "max_tokens") - 2 * int_of(case, "drafts") - int_of(case, "delivered")
+    return together and whole and _blocks(case, more) > _blocks(case, 1)
+
+
+def _pool_of_prompts(case: Case) -> int:
+    """Return the blocks of the prompts of all running requests."""
+    running, shared = min(int_of(case, "requests"), int_of(case, "slots")), 0
+    if case["prefix_caching"]:
+        shared = int_of(case, "shared_prefix") // int_of(case, "block_size")
+    kinds = min(running, int_of(case, "salts") * (1 + int_of(case, "adapters")))
+    return kinds * shared + running * (_blocks(case, 1) - shared)
+
+
+def _prompt(case: Case) -> int:
+    return int_of(case, "prompt") + int_of(case, "shared_prefix")
+
+
+def _blocks(case: Case, more: int) -> int:
+    """Return the blocks of a prompt and some tokens after it."""
+    return -(-(_prompt(case) + more) // int_of(case, "block_size"))
+
+
 def _budget(case: Case) -> int:
-    return max(_int(case, "budget"), 1 + _int(case, "drafts"))
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
+    return max(int_of(case, "budget"), 1 + int_of(case, "drafts"))
 
 
 def sizes_of(case: Case) -> Mapping[str, int]:
     """Return the sizes of a case under the names of `OperatingEnvelope`."""
-    forced = min(_int(case, "forced"), _budget(case) - 1) if case["structured"] else 0
+    forced = min(int_of(case, "forced"), _budget(case) - 1) if case["structured"] else 0
     return {
-        "max_num_seqs": _int(case, "slots"),
+        "max_num_seqs": int_of(case, "slots"),
         "max_num_batched_tokens": _budget(case),
         "max_model_len": 1
-        + sum(_int(case, each) for each in ("prompt", "shared_prefix", "max_tokens", "requests"))
+        + sum(int_of(case, each) for each in ("prompt", "shared_prefix", "max_tokens", "requests"))
         + 9
-        + _int(case, "room"),
-        "block_size": _int(case, "block_size"),
-        "max_drafts": _int(case, "drafts") or forced,
-        "pipeline_depth": _int(case, "depth"),
-        "max_loras": _int(case, "adapters"),
-        "max_lora_rank": _int(case, "adapter_rank") if case["adapters"] else 0,
+        + int_of(case, "room"),
+        "block_size": int_of(case, "block_size"),
+        "max_drafts": int_of(case, "drafts") or forced,
+        "pipeline_depth": int_of(case, "depth"),
+        "max_loras": int_of(case, "adapters"),
+        "max_lora_rank": int_of(case, "adapter_rank") if case["adapters"] else 0,
     }
 
 
@@ -268,7 +290,7 @@ EDGES: Final[Mapping[str, Edge]] = {
 
 def requests_of(case: Case, digests: tuple[str, ...], first: int = 0) -> list[RequestSpec]:
     """Return the requests of a case, numbered from `first`; adapters have the given digests."""
-    return [_request(case, first + index, digests) for index in range(_int(case, "requests"))]
+    return [_request(case, first + index, digests) for index in range(int_of(case, "requests"))]
 
 
 _PLAIN: Final = default_case(AXES)
@@ -284,8 +306,8 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
     def some(count: int, of: int = VOCABULARY - 1) -> tuple[int, ...]:
         return tuple(rng.permutation(of)[:count].tolist())
 
-    length = max(1, _int(case, "prompt") + (0, 1, -1)[index % 3])
-    prompt = [(5 * place) % 90 for place in range(_int(case, "shared_prefix"))]
+    length = max(1, int_of(case, "prompt") + (0, 1, -1)[index % 3])
+    prompt = [(5 * place) % 90 for place in range(int_of(case, "shared_prefix"))]
     prompt += rng.integers(0, VOCABULARY - 1, length).tolist()
     biased, stops, ends, kept = some(value("biases")), some(value("stop_ids")), some(value("eos_ids")), value("allowed")
     params = SamplingParams(
@@ -316,7 +338,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         prompt=tuple(prompt),
         params=params,
         eos_token_ids=ends,
-        cache_salt=str(index % _int(case, "salts")),
+        cache_salt=str(index % int_of(case, "salts")),
         pooling=None if pooling is None else Pooling(pooling, (5, 88) if pooling == "tokens" else ()),
         adapter=("", *digests)[index % (len(digests) + 1)],
     )
@@ -324,10 +346,10 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
 
 def _tokens_of(case: Case, index: int) -> int:
     """Return how many tokens a request generates, so that a batch shrinks as the case specifies."""
-    last = _int(case, "requests") - 1
+    last = int_of(case, "requests") - 1
     place = index % (last + 1)
     return (
-        _int(case, "max_tokens")
+        int_of(case, "max_tokens")
         + {
             "together": 0,
             "last first": last - place,
@@ -362,7 +384,7 @@ def _adapters(target: Target, case: Case) -> dict[str, Path]:
     model = target.checkpoint(STEP_CASE)
     if model is None or not case["adapters"]:
         return {}
-    count, rank = _int(case, "adapters") + 1, _int(case, "adapter_rank")
+    count, rank = int_of(case, "adapters") + 1, int_of(case, "adapter_rank")
     found = (_adapter(model, max(1, rank - index % 3), index) for index in range(count))
     return {digest: folder for folder, digest in found}
 
@@ -388,21 +410,22 @@ def check_steps(target: Target, case: Case) -> None:
         target=target,
         judge=judge,
         settings=settings,
-        drafts=_int(case, "drafts"),
+        drafts=int_of(case, "drafts"),
         wrong_drafts=float(case["wrong_drafts"] or 0),
         specs=specs,
         neighbours=neighbours,
         full=full,
         events=Events(
-            arrivals=_int(case, "arrivals"),
-            delivered=_int(case, "delivered"),
-            abort=None if case["abort"] is None else _int(case, "abort"),
+            arrivals=int_of(case, "arrivals"),
+            delivered=int_of(case, "delivered"),
+            abort=None if case["abort"] is None else int_of(case, "abort"),
             poison=VOCABULARY - 1 if case["poisoned"] else None,
             copies=bool(case["copies"]),
             orders=_orders(target, case),
+            updated=case["ordered"] == "update" and target.cls.updates_weights,
             again=bool(case["again"]),
             in_thread=case["company"] == "in a thread",
-            first_number=_int(case, "first_number"),
+            first_number=int_of(case, "first_number"),
             eager=case["memory"] != "ample",
             forgets_prefixes=case["memory"] == "restored",
             reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
@@ -412,13 +435,11 @@ def check_steps(target: Target, case: Case) -> None:
 
 def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
     """Return orders after which all texts are the same; a backend that cannot replace its weights pauses only."""
-    if case["ordered"] is None:
+    if case["ordered"] in (None, "update"):
         return ()
     if case["ordered"] == "pause" or not target.cls.updates_weights:
         return PauseGeneration(), ResumeGeneration()
-    if case["ordered"] == "sleep":
-        return Sleep(2), WakeUp()
-    return (UpdateWeights(str(target.checkpoint(STEP_CASE) or "scripted")),)
+    return Sleep(2), WakeUp()
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
+from unittest import mock
 
 from fd_core.disagg.connectors.contract import (
     MAX_ADDRESS_BYTES,
@@ -19,7 +20,7 @@ from fd_core.disagg.connectors.contract import (
     KVOutbox,
     PutResult,
 )
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_hidden, assert_value, draws, parts_of, value_of
 
@@ -78,7 +79,7 @@ AXES: Final = (
             "a transfer",
             "four aborts",
             "a refused value",
-            "another peer",
+            "another connector",
             "a lease that ends later",
         ),
     ),
@@ -87,6 +88,7 @@ AXES: Final = (
     Axis("thread", (False, True)),
     Axis("sent", ("at once", "when it is taken")),
     Axis("closed", ("outbox first", "inbox first")),
+    Axis("age", (0, 30)),
 )
 """Axes of the leases of two connectors; `peer` is the side in another process."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -113,11 +115,11 @@ class ConnectorPair:
 
 def allowed(case: Case) -> bool:
     """Return True if a case takes less than about a second; at least `window` pieces may arrive."""
-    pieces, window, size, leases = (_int(case, name) for name in ("pieces", "window", "value_bytes", "leases"))
+    pieces, window, size, leases = (int_of(case, name) for name in ("pieces", "window", "value_bytes", "leases"))
     return (
         leases * max(pieces, window) * size <= _MAX_BYTES
         and leases * pieces <= _MAX_PIECES
-        and pieces * leases * _int(case, "parts") <= 3000
+        and pieces * leases * int_of(case, "parts") <= 3000
     )
 
 
@@ -155,14 +157,20 @@ class _LeaseUnderTest:
 def check_transfer(pair: ConnectorPair, case: Case) -> None:
     """Move pieces through all leases of a case. Raises `AssertionError` for a piece that differs."""
     with ExitStack() as stack:
-        decode = (pair.there if case["peer"] == "decode" else pair.here)()
-        stack.callback(decode.close)
-        stack.callback(decode.close)  # closing is idempotent
-        prefill = (pair.there if case["peer"] == "prefill" else pair.here)()
-        stack.callback(prefill.close)
-        stack.callback(prefill.close)
-        transfer = _Transfer(case, decode, prefill)
-        _happens_before(str(case["before"]), transfer, pair)
+
+        def make(make_one: Callable[[], Connector]) -> Connector:
+            connector = make_one()
+            stack.callback(connector.close)
+            stack.callback(connector.close)  # closing is idempotent
+            return connector
+
+        decode = make(pair.there if case["peer"] == "decode" else pair.here)
+        transfer = _Transfer(case, decode, make(pair.there if case["peer"] == "prefill" else pair.here))
+        if case["before"] == "another connector":
+            another = _Transfer(case, *[make(pair.here)] * 2)
+            lease = another.open(103, stack)
+            stack.callback(another.move_all, [lease])
+        _happens_before(str(case["before"]), transfer)
         if case["thread"]:
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(transfer.run).result()
@@ -173,15 +181,17 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
 class _Transfer:
     def __init__(self, case: Case, decode: Connector, prefill: Connector) -> None:
         self.case, self.decode, self.prefill = case, decode, prefill
-        self._window = _int(case, "window")
-        self._draw = draws(_int(case, "pieces"))
+        self._window = int_of(case, "window")
+        self._draw = draws(int_of(case, "pieces"))
+        self._over: list[_LeaseUnderTest] = []
+        """Leases that were closed before."""
 
     def open(self, number: int, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
         """Open both ends of a lease; `stack` closes them."""
         return self._open_outbox(number, self._open_inbox(number, stack, name), stack, name)
 
     def _open_inbox(self, number: int, stack: ExitStack, name: str | None = None) -> Any:
-        first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
+        first, count, size = int_of(self.case, "first"), int_of(self.case, "pieces"), int_of(self.case, "value_bytes")
         name = name or _LEASES[str(self.case["lease"])](number)
         pieces = range(first, first + max(count, self._window))
         inbox = TimedEnd(
@@ -192,7 +202,7 @@ class _Transfer:
         return inbox
 
     def _open_outbox(self, number: int, inbox: Any, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
-        first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
+        first, count, size = int_of(self.case, "first"), int_of(self.case, "pieces"), int_of(self.case, "value_bytes")
         name = name or _LEASES[str(self.case["lease"])](number)
         assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
         outbox: Any = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
@@ -205,23 +215,28 @@ class _Transfer:
         return _LeaseUnderTest(inbox, outbox, values, unsent=[*values])
 
     def _size(self, at: int) -> int:
-        size = _int(self.case, "value_bytes")
+        size = int_of(self.case, "value_bytes")
         every_second = 0 if at % 2 else size
         return {"falling": max(0, size - 13 * at), "full": size, "empty": 0}.get(str(self.case["sizes"]), every_second)
 
     def run(self) -> None:
-        """Open all leases, move their pieces in turns, and close them."""
+        """Open all leases, move their pieces in turns when the leases have an age, and close them."""
         with ExitStack() as stack, ExitStack() as earlier:
             if self.case["before"] == "a lease that ends later":
-                self.open(95, earlier)
-            numbers = range(_int(self.case, "leases"))
+                self._over.append(self.open(95, earlier))
+            numbers = range(int_of(self.case, "leases"))
             if self.case["opened"] == "inboxes first":
                 inboxes = [self._open_inbox(number, stack) for number in numbers]
                 leases = [self._open_outbox(number, inboxes[number], stack) for number in numbers]
             else:
                 leases = [self.open(number, stack) for number in numbers]
             earlier.close()
-            self.move_all(leases)
+            for lease in self._over:  # closing is idempotent, also if others use the same resources by now
+                lease.outbox.close()
+                lease.inbox.close()
+            now = time.monotonic
+            with mock.patch("time.monotonic", lambda: now() + int_of(self.case, "age")):
+                self.move_all(leases)
 
     def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:
         """Move the pieces of all leases, in turns."""
@@ -260,7 +275,7 @@ class _Transfer:
             lease.inbox.done(index, lease.announced.pop(index).reference)
 
     def _put(self, outbox: KVOutbox, index: int, value: bytes) -> PutResult:
-        parts = parts_of(value, _int(self.case, "parts"), str(self.case["buffer"]))
+        parts = parts_of(value, int_of(self.case, "parts"), str(self.case["buffer"]))
         done = outbox.put(index, parts)
         assert len(done.reference) <= MAX_REFERENCE_BYTES, f"a reference has {len(done.reference)} bytes"
         if not done.frames:
@@ -274,9 +289,9 @@ class _Transfer:
         """Open a lease, and close it with announced, taken and unsent pieces."""
         with ExitStack() as stack:
             lease = self.open(number, stack, name)
+            self._over.append(lease)
             for _ in range(1 + number % (2 * self._window + 1)):
                 self._move(lease, number)
-            lease.taken.clear()
 
 
 def _as_sent(piece: PutResult) -> PutResult:
@@ -284,37 +299,32 @@ def _as_sent(piece: PutResult) -> PutResult:
     return PutResult(bytes(piece.reference), tuple(bytes(frame) for frame in piece.frames))
 
 
-def _happens_before(what: str, transfer: _Transfer, pair: ConnectorPair) -> None:
-    """Use the connectors for other leases first."""
+def _happens_before(what: str, transfer: _Transfer) -> None:
+    """Use the connectors for other leases first; a lease with its name, and one that is complete, have other limits."""
+    half = {name: max(1, int_of(transfer.case, name) // 2) for name in ("window", "value_bytes")}
     match what:
         case "the same lease":
-            transfer.abort(5, _LEASES[str(transfer.case["lease"])](0))
+            earlier = _Transfer({**transfer.case, **half}, transfer.decode, transfer.prefill)
+            earlier.abort(5, _LEASES[str(transfer.case["lease"])](0))
         case "a transfer":
             with ExitStack() as stack:
-                transfer.move_all([transfer.open(90, stack)])
+                earlier = _Transfer({**transfer.case, "window": half["window"]}, transfer.decode, transfer.prefill)
+                earlier.move_all([earlier.open(90, stack)])
         case "four aborts":
             for number in range(91, 95):
                 transfer.abort(number)
         case "a refused value":
             with ExitStack() as stack:
                 lease = transfer.open(102, stack)
-                too_long = (b"a prompt " * _int(transfer.case, "value_bytes"))[: _int(transfer.case, "value_bytes") + 1]
+                too_long = (b"a prompt " * int_of(transfer.case, "value_bytes"))[
+                    : int_of(transfer.case, "value_bytes") + 1
+                ]
                 try:
-                    lease.outbox.put(_int(transfer.case, "first"), [too_long])
+                    lease.outbox.put(int_of(transfer.case, "first"), [too_long])
                 except ConnectorError as error:
                     assert_hidden(too_long, error)
                 else:
                     raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
-        case "another peer":
-            other = pair.here()
-            _Transfer(transfer.case, other, other).abort(103)
-            other.close()
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 TRANSFERS: Final[Part[ConnectorPair]] = Part("transfer", AXES, check_transfer, allowed)

@@ -14,7 +14,7 @@ import numpy as np
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import DraftContext, Drafter
-from fd_core.testing.axes.covering import Axis, Case, around
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.kit.law import broken, require
@@ -66,10 +66,11 @@ AXES: Final = (
     Axis("accepted", ("random", "none", "all", "one"), ("Drafter.extend.tokens", "Drafter.extend.counts")),
     Axis("steps", (6, 1, 2, 40)),
     Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
-    Axis("events", ("none", "reused", "shorter", "moved"), ("Drafter.admit.slot",)),
+    Axis("events", ("none", "reused", "shorter", "moved", "alike"), ("Drafter.admit.slot",)),
     Axis("instances", ("one", "in-turn", "threads")),
 )
-"""`events` are admissions to a slot in use: of another text, of the beginning of its text, and of another slot's."""
+"""`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, and
+of one of the same length that begins and ends as its text."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Drafter.context": "its fields are varied",
     "Drafter.allocate.limits": "they follow from slots, drafts and the vocabulary",
@@ -93,10 +94,10 @@ class _DraftSlots:
     """A drafter, the text of each slot, and the last drafts."""
 
     def __init__(self, subject: DrafterUnderTest, case: Case, seed: int = 0) -> None:
-        slots, self._k, vocab = (_int(case, name) for name in ("slots", "k", "vocab"))
-        longest = max(_LONGEST, 2 * _int(case, "prompt"))
+        slots, self._k, vocab = (int_of(case, name) for name in ("slots", "k", "vocab"))
+        longest = max(_LONGEST, 2 * int_of(case, "prompt"))
         self._subject, self._case = subject, case
-        self._vocab, self._longest, self._block_size = vocab, longest, _int(case, "block_size")
+        self._vocab, self._longest, self._block_size = vocab, longest, int_of(case, "block_size")
         self._rng = np.random.default_rng(zlib.crc32(f"{sorted(case.items())} {seed}".encode()))
         self.drafter = self._new(slots)
         self.texts = [self._text(slot) for slot in range(slots)]
@@ -110,7 +111,7 @@ class _DraftSlots:
         return self._subject.new(slots, self._k, self._vocab, self._longest, self._block_size)
 
     def _text(self, slot: int) -> list[int]:
-        length, vocab, kind = _int(self._case, "prompt"), _int(self._case, "vocab"), self._case["text"]
+        length, vocab, kind = int_of(self._case, "prompt"), int_of(self._case, "vocab"), self._case["text"]
         if kind == "constant":
             return [slot % vocab] * length
         if kind == "random":
@@ -129,18 +130,23 @@ class _DraftSlots:
 
     def step(self, number: int) -> None:
         """Deliver tokens to some slots, and check their drafts."""
-        if self._case["events"] != "none" and number % 3 == 1:
-            self._event(number)
         count = {"all": len(self.texts), "one": 1}.get(str(self._case["rows"]), -(-len(self.texts) // 2))
-        slots = self._rng.permutation(len(self.texts))[:count].astype(np.int32)
+        slots = self._rng.permutation(len(self.texts)).astype(np.int32)
+        if self._case["events"] != "none" and number % 3 == 1:
+            self._event(number, int(slots[0]))
+        slots = slots[:count]
         self._extend(slots)
         self._propose(slots)
 
-    def _event(self, number: int) -> None:
-        slot = number % len(self.texts)
+    def _event(self, number: int, slot: int) -> None:
+        held = self.texts[slot]
+        head = max(8, len(held) // 4)
+        count = max(0, len(held) - 4 - head)
+        middle = np.resize([held[-1], held[-3:][0], number % self._vocab], count).tolist()
         text = {
+            "alike": [*held[:head], *middle, *held[head + count :]],
             "reused": self._text(slot + number),
-            "shorter": self.texts[slot][: -(-len(self.texts[slot]) // 2)],
+            "shorter": held[: -(-len(held) // 2)],
             "moved": self.texts[(slot + 1) % len(self.texts)],
         }[str(self._case["events"])]
         self.admit(slot, text)
@@ -168,7 +174,7 @@ class _DraftSlots:
         given = slots.copy()
         tokens, counts = self.drafter.propose(given, self._k)
         _require_unchanged("slots", given, slots)
-        vocab = _int(self._case, "vocab")
+        vocab = int_of(self._case, "vocab")
         require(np.shape(tokens) == (len(slots), self._k), "8", f"drafts have the shape {np.shape(tokens)}")
         require(np.shape(counts) == (len(slots),), "8", f"counts have the shape {np.shape(counts)}")
         require(tokens.dtype == counts.dtype == np.int32, "8", f"drafts are {tokens.dtype}, counts {counts.dtype}")
@@ -216,7 +222,7 @@ def check_drafter(subject: DrafterUnderTest, case: Case) -> None:
     ours = _DraftSlots(subject, case)
     others = [_DraftSlots(subject, case, 1)] if case["instances"] != "one" else []
     package = subject.cls.__module__.partition(".")[0]
-    for number in range(_int(case, "steps")):
+    for number in range(int_of(case, "steps")):
         if case["instances"] == "threads":
             interleaved(partial(ours.step, number), partial(_step_if_short, others[0], number), package)
             continue
@@ -232,17 +238,11 @@ def _step_if_short(slots: _DraftSlots, number: int) -> None:
 
 
 def _allowed(case: Case) -> bool:
-    slots, steps, k = (_int(case, name) for name in ("slots", "steps", "k"))
-    length = _int(case, "prompt") + steps * (1 + k)
+    slots, steps, k = (int_of(case, name) for name in ("slots", "steps", "k"))
+    length = int_of(case, "prompt") + steps * (1 + k)
     several = {"one": 1, "in-turn": 2}.get(str(case["instances"]), 60)
-    tokens, logits = several * (2 * steps + slots) * length, several * steps * slots * _int(case, "vocab")
+    tokens, logits = several * (2 * steps + slots) * length, several * steps * slots * int_of(case, "vocab")
     return tokens < _MAX_TOKENS and length < _LONGEST and logits < _MAX_LOGITS
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 DRAFTED: Final[Part[DrafterUnderTest]] = Part("drafts", AXES, check_drafter, _allowed, mixed=True)

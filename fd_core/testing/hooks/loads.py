@@ -8,7 +8,7 @@ from typing import Final
 
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.router.workers import ROLES
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.stores.values import draws
@@ -44,7 +44,7 @@ EXCUSED: Final[Mapping[str, str]] = {}
 
 def check_scaling(make: Callable[[], ScalingPolicy], case: Case) -> None:
     """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`."""
-    one, other, target = make(), make(), _int(case, "target")
+    one, other, target = make(), make(), int_of(case, "target")
     with ThreadPoolExecutor(1) as pool:
         for call, now in enumerate(_times(case)):
             load = _load(case, call, target)
@@ -59,29 +59,23 @@ def check_scaling(make: Callable[[], ScalingPolicy], case: Case) -> None:
 
 def _times(case: Case) -> Iterator[float]:
     start, interval = float(case["now"] or 0), float(case["interval"] or 0)
-    return (start + call * interval for call in range(_int(case, "calls")))
+    return (start + call * interval for call in range(int_of(case, "calls")))
 
 
 def _load(case: Case, call: int, target: int) -> GroupLoad:
-    share = _SHAPES[str(case["shape"])](call, _int(case, "calls"))
+    share = _SHAPES[str(case["shape"])](call, int_of(case, "calls"))
     ready = {"none": 0, "one less": max(0, target - 1), "one more": target + 1}.get(str(case["ready"]), target)
-    slots, late = ready * _int(case, "slots"), case["ttft_seconds"]
+    slots, late = ready * int_of(case, "slots"), case["ttft_seconds"]
     return GroupLoad(
         role=str(case["role"]),  # type: ignore[arg-type]
         target=target,
         ready=ready,
         running=int(share * slots * float(case["running"] or 0)),
-        waiting=int(share * _int(case, "waiting")),
+        waiting=int(share * int_of(case, "waiting")),
         slots=slots,
         kv_usage=share * float(case["kv_usage"] or 0),
         ttft_seconds=None if late is None else share * float(late),
     )
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 SCALING: Final[Part[Callable[[], ScalingPolicy]]] = Part("scaling", AXES, check_scaling)

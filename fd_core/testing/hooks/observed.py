@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from fd_core.runner.observing import Observer, SampledRequest, SampledStep
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 
 AXES: Final = (
@@ -45,22 +45,25 @@ _NAMES: Final[dict[str, Callable[[int, int], str]]] = {
 
 def allowed(case: Case) -> bool:
     """Return True if a case is short enough."""
-    return _int(case, "steps") * _int(case, "requests") * _int(case, "observers") * _int(case, "tokens") <= _MAX_ROWS
+    return (
+        int_of(case, "steps") * int_of(case, "requests") * int_of(case, "observers") * int_of(case, "tokens")
+        <= _MAX_ROWS
+    )
 
 
 def steps_of(case: Case) -> Iterator[SampledStep]:
     """Yield the steps of a case."""
-    step, epoch, count = _int(case, "first"), _int(case, "epoch"), _int(case, "steps")
+    step, epoch, count = int_of(case, "first"), int_of(case, "epoch"), int_of(case, "steps")
     for number in range(count):
         if case["restarts"] and number == count // 2:
             step, epoch = 0, epoch + 1
         yield SampledStep(epoch, step, tuple(_requests(case, step)))
-        step += _int(case, "gaps")
+        step += int_of(case, "gaps")
 
 
 def check_observer(make: Callable[[], Observer], case: Case) -> None:
     """Deliver the steps of a case to observers, each in one thread, and close them. Raises `AssertionError`."""
-    count = _int(case, "observers")
+    count = int_of(case, "observers")
     observers = [make() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         for running in [pool.submit(_deliver, observer, case) for observer in observers]:
@@ -76,18 +79,12 @@ def _deliver(observer: Observer, case: Case) -> None:
 
 
 def _requests(case: Case, number: int) -> Iterator[SampledRequest]:
-    token, most = _int(case, "token_id"), _int(case, "tokens")
-    for at in range(_int(case, "requests")):
+    token, most = int_of(case, "token_id"), int_of(case, "tokens")
+    for at in range(int_of(case, "requests")):
         proposed = 0 if case["drafts"] == "none" else most - 1
         accepted = proposed if case["drafts"] == "all accepted" else 0
         ids = tuple(max(0, token - (at + each) % 3) for each in range(accepted + 1))
         yield SampledRequest(_NAMES[str(case["names"])](number, at), ids, proposed, accepted)
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 OBSERVED: Final[Part[Callable[[], Observer]]] = Part("observer", AXES, check_observer, allowed)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import msgspec
 import pytest
 
 from fd_core.runner.observing import Observer
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
+from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import assert_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement
 
@@ -58,15 +60,18 @@ class ObserverSuite:
         assert after.threads == before.threads, f"threads are left running: {after.threads}"
         assert after.processes == before.processes, f"processes are left running: {after.processes}"
         assert after.descriptors == before.descriptors, f"descriptors are left open: {after.descriptors}"
+        require_freed(self.new_observer)
 
     @pytest.mark.law("8")
-    def test_memory_does_not_grow_with_steps(self) -> None:
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_memory_does_not_grow_with_steps(self, *, restarts: bool) -> None:
+        """Steps of one epoch, or each of another one."""
         self.bounded.require()
         observer = self.new_observer()
 
         def use(round_: int) -> None:
             for step in steps_of({**OBSERVED.case("requests=1").values, "first": _ROUND * round_, "steps": _ROUND}):
-                observer.observe(step)
+                observer.observe(msgspec.structs.replace(step, epoch=step.step) if restarts else step)
 
         assert_bounded(use, _ROUND // 10, "times ten steps")
         observer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Final, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests, VictimPolicy
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import require
@@ -66,10 +67,10 @@ def requests_of(case: Case) -> list[QueuedRequest]:
         "wide": lambda at: _WIDE[at % len(_WIDE)],
     }
     prompt, output = prompts[str(case["prompt"])], outputs[str(case["output"])]
-    priority, tenants = priorities[str(case["priority"])], _int(case, "tenants")
+    priority, tenants = priorities[str(case["priority"])], int_of(case, "tenants")
     return [
-        QueuedRequest(_int(case, "first") + at, prompt(at), output(at), priority(at), f"t{at * at % tenants}", False)
-        for at in range(_int(case, "requests"))
+        QueuedRequest(int_of(case, "first") + at, prompt(at), output(at), priority(at), f"t{at * at % tenants}", False)
+        for at in range(int_of(case, "requests"))
     ]
 
 
@@ -127,16 +128,16 @@ class Queue:
 
 
 def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedRequest]) -> Iterator[int]:
-    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, once.
+    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, several times.
 
     Before each group of requests, others arrive that are aborted while they wait.
     """
     queue, running, left = Queue(policy), list[QueuedRequest](), [*requests]
-    aborted = _int(case, "first") + len(left)
-    every, admitted = _int(case, "preempted"), 0
+    aborted = int_of(case, "first") + len(left)
+    every, admitted = int_of(case, "preempted"), 0
     while left or len(queue) or running:
         others = [
-            QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(_int(case, "aborted") if left else 0)
+            QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(int_of(case, "aborted") if left else 0)
         ]
         for request in (*others, *left[:4]):
             queue.add(request)
@@ -144,11 +145,11 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
             queue.abort(request)
         aborted += len(others)
         del left[:4]
-        while len(queue) and len(running) < _int(case, "slots"):
+        while len(queue) and len(running) < int_of(case, "slots"):
             running.append(queue.admit())
             admitted += 1
             yield running[-1].arrival
-            if every and not running[-1].preempted and admitted % every == 0:
+            if every and admitted % every == 0:
                 queue.add(returned(running.pop()))
         if running:
             ended = running.pop(0)
@@ -161,13 +162,18 @@ def returned(request: QueuedRequest) -> QueuedRequest:
 
 
 def check_order(make: MakePolicy, case: Case) -> None:
-    """Every request is admitted, and two policies with the same inputs order them equally. Raises `AssertionError`."""
+    """Every request is admitted, and two policies with the same inputs order them equally. Raises `AssertionError`.
+
+    Between the admissions of the second one, a third one serves other requests.
+    """
     requests = requests_of(case)
     found = list(orders(case, make(), requests))
     names = {request.arrival for request in requests}
     require(set(found) == names, "2.2", f"expected admissions of {len(names)} requests, got {len(set(found))}")
+    other = {**case, "tenants": 3, "prompt": "mixed", "output": "mixed", "preempted": 3, "slots": 2}
     with another_world(7):
-        again = list(orders(case, make(), requests))
+        others = orders(other, make(), requests_of(other))
+        again = [arrival for arrival, _ in zip_longest(orders(case, make(), requests), others) if arrival is not None]
     require(found == again, "8", f"another instance with the same inputs ordered {again[:9]}, not {found[:9]}")
     rank = [make().rank(request) for request in requests]
     heapq.heapify(rank)  # raises TypeError for ranks that cannot be compared
@@ -189,7 +195,7 @@ def _check_priorities(make: MakePolicy, case: Case) -> None:
 
 def running_of(case: Case) -> RunningRequests:
     """Return the running requests of a case, as arrays that cannot be written."""
-    count, block = _int(case, "rows"), _int(case, "block")
+    count, block = int_of(case, "rows"), int_of(case, "block")
     at = np.arange(count)
     priorities = {"same": np.zeros(count), "two": at % 2, "wide": np.take(_WIDE, at % len(_WIDE))}
     tokens = {"mixed": 1 + 37 * at % 900, "same": np.full(count, 9), "large": 2**31 - 1 - at % 5}
@@ -197,7 +203,7 @@ def running_of(case: Case) -> RunningRequests:
     again = {"none": np.zeros(count), "some": at % 3 == 1, "all": np.ones(count)}
     found = RunningRequests(
         2 * at.astype(np.intp),
-        _int(case, "oldest") + np.random.default_rng(count).permutation(count).astype(np.int64),
+        int_of(case, "oldest") + np.random.default_rng(count).permutation(count).astype(np.int64),
         priorities[str(case["priorities"])].astype(np.int64),
         num_tokens=tokens[str(case["tokens"])].astype(np.int32),
         num_gained=gained[str(case["gained"])].astype(np.int32),
@@ -269,12 +275,6 @@ def _check_choices(
         less[running.slots == slot] = np.maximum(less[running.slots == slot], priority)
         again = chosen(policy, _frozen(replace(running, priorities=less)))
         require(slot in again, "8", f"slot {slot} is chosen, but with the priority {priority} slots {again} are")
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)

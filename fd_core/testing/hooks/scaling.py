@@ -6,8 +6,8 @@ random numbers. Groups in virtual time show whether the number follows the load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import SCALING
-from fd_core.testing.hooks.purity import holdings
+from fd_core.testing.hooks.purity import require_bounded, require_freed
 from fd_core.testing.kit.requirements import OPEN, Requirement
 
 _SLOTS = 16
@@ -79,33 +79,57 @@ class ScalingPolicySuite:
 
     @pytest.mark.law("8")
     def test_it_forgets_loads(self) -> None:
-        policy, sizes = self.new_policy(), list[int]()
-        for first in (0, 2000):
-            for call in range(first, first + 2000):
-                load = GroupLoad(role="mixed", target=3, ready=3, running=40, slots=48, kv_usage=0.7, ttft_seconds=0.3)
-                policy.propose(load, 60.0 * call)
-            sizes.append(holdings(policy))
-        assert sizes[1] < sizes[0] + 60, f"it holds {sizes[0]} objects after 2000 calls, {sizes[1]} after 4000"
+        policy = self.new_policy()
+
+        def use(call: int) -> None:
+            load = GroupLoad(
+                role="mixed", target=3, ready=3, running=40, slots=48, kv_usage=0.7, ttft_seconds=call / 1e4
+            )
+            policy.propose(load, 60.0 * call)
+
+        require_bounded(policy, use, 2000)
+        require_freed(self.new_policy)
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("demand", [40, 200, 5000])
     def test_the_number_follows_the_load(self, demand: int) -> None:
+        """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
+        before a worker starts, and load beyond the number that the file allows.
+        """
         self.follows_load.require()
-        counts = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000)
-        needed = -(-demand // _SLOTS)
-        most = max(counts)
+        seconds = (2, 3600, 3600, 36_000, 10, 36_000, 3600)
+        loads = (demand, None, demand, 0, demand, 0, demand)
+        counts = run_group(
+            self.new_policy(), [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
+        )
+        needed, ends = -(-demand // _SLOTS), [*accumulate(seconds)]
+        most, after = max(counts), [counts[end - 1] for end in ends]
         assert most <= _OVERSHOOT * needed, f"{most} workers, {needed} are needed: it adds some while others start"
-        assert counts[3599] >= needed, f"{counts[3599]} workers after an hour, {needed} are needed"
-        assert counts[-1] < counts[3599], f"ten idle hours later there are still {counts[-1]} workers"
+        for at in (2, 6):
+            assert after[at] >= needed, f"{after[at]} workers after an hour of load, {needed} are needed"
+        for at in (3, 5):
+            peak = max(counts[ends[at - 2] : ends[at]])
+            assert after[at] < peak or peak <= after[at - 2], f"ten idle hours later there are still {peak} workers"
+        limit = max(2, needed // 2)
+        last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit)[-1]
+        assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
 
 
-def run_group(policy: ScalingPolicy, demands: list[int], also: Callable[[], object] = lambda: None) -> list[int]:
-    """Return the number of workers in each second, 1 to 1024, for so many requests at once."""
+def run_group(
+    policy: ScalingPolicy, demands: Sequence[int | None], most: int = 1024, also: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Return the number of workers in each second, 1 to `most`, for so many requests at once.
+
+    The policy is not called in seconds without a number.
+    """
     target, ready, counts = 1, 1, []
     starting: list[float] = []
     for second, demand in enumerate(demands):
         ready += sum(at <= second for at in starting)
         starting = [at for at in starting if at > second]
+        if demand is None:
+            counts.append(target)
+            continue
         slots = ready * _SLOTS
         load = GroupLoad(
             role="mixed",
@@ -117,7 +141,7 @@ def run_group(policy: ScalingPolicy, demands: list[int], also: Callable[[], obje
             kv_usage=min(1.0, demand / slots) * 0.8,
             ttft_seconds=None if not demand else 0.2 + max(0, demand - slots) / slots,
         )
-        target = max(1, min(1024, policy.propose(load, float(second))))
+        target = max(1, min(most, policy.propose(load, float(second))))
         also()
         if target < ready + len(starting):
             starting = starting[: max(0, target - ready)]

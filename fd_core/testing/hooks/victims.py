@@ -11,14 +11,12 @@ from fd_core.scheduling.victims import VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CHOICES, running_of
-from fd_core.testing.hooks.purity import holdings
+from fd_core.testing.hooks.purity import require_bounded, require_freed
 from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
 
-_CONSTANT = 60
-"""Objects that a policy may hold after many choices."""
 _ROWS: Final[Case] = {
     "oldest": 0,
     "priorities": "wide",
@@ -79,8 +77,5 @@ class VictimPolicySuite:
     @pytest.mark.law("3.6")
     def test_it_forgets_requests(self) -> None:
         policy = self.policy_class()()
-        before = holdings(policy)
-        for oldest in range(400):
-            policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * oldest}))
-        grown = holdings(policy) - before
-        require(grown < _CONSTANT, "3.6", f"it holds {grown} objects more after 400 choices")
+        require_bounded(policy, lambda at: policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * at})), 400)
+        require_freed(self.policy_class())

@@ -16,15 +16,19 @@ def main(action: str, *arguments: str) -> None:
     """Print this process's environment, then run until it is ended; the action is
 
     - `fail`: print the arguments as lines, the last one after 3,000 others, and exit with code 7;
-    - `drain`: exit with code 3 a second after SIGTERM;
+    - `exit`: print the last argument, and exit with code 7;
+    - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for 5 seconds;
     - `ignore`: ignore SIGTERM;
     - anything else: end by SIGTERM.
     """
+    if action == "exit":
+        print(arguments[-1])
+        sys.exit(7)
     if action == "fail":
         print("\n".join([*arguments[:-1], *(f"line {number} of a long log" for number in range(3000)), arguments[-1]]))
         sys.exit(7)
     if action in ("drain", "ignore"):
-        signal.signal(signal.SIGTERM, _exit_late if action == "drain" else signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _drain if action == "drain" else signal.SIG_IGN)
     shown = {
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
@@ -36,9 +40,10 @@ def main(action: str, *arguments: str) -> None:
     time.sleep(600)
 
 
-def _exit_late(*_: object) -> None:
-    time.sleep(1)
-    sys.exit(3)
+def _drain(*_: object) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    time.sleep(5)
+    sys.exit(4)
 
 
 if __name__ == "__main__":

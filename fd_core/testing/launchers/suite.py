@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec
+from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
+from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
 
@@ -57,14 +62,6 @@ class LauncherSuite:
         assert announced is not None, process.reason()
         return announced
 
-    def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
-        (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])
-        assert self.seen(process)["arguments"] == ["a b", "{c}"]
-        assert process.name == "one" and process.pid == self.seen(process)["pid"]
-        assert process.exit_code() is None and process.reason() == "" and process.wait(0.0) is None
-        node = next(node for node in launching.nodes() if node.id == process.node)
-        assert node.alive and node.address == process.address
-
     def test_output_is_forwarded_and_its_end_is_in_the_reason(
         self, launching: Launcher, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -81,84 +78,180 @@ class LauncherSuite:
 
         self.until(is_forwarded)
 
-    def test_a_terminated_process_may_take_its_time(self, launching: Launcher) -> None:
+    def test_a_terminated_process_ends_when_it_wants_to(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "drain")])
         self.seen(process)
         process.terminate()
-        assert process.wait(self.patience) == 3
+        assert process.wait(0.5) is None, "terminate ended it"
+        while process.wait(0.5) is None:
+            process.terminate()
+        assert process.exit_code() == 3, "terminate waited for its end"
 
-    def test_processes_are_returned_in_the_order_of_their_specs(self, launching: Launcher) -> None:
-        specs = [self.spec("two", cores=0), self.spec("one", cores=1), self.spec("three", cores=0)]
-        assert [process.name for process in launching.start(specs)] == ["two", "one", "three"]
+    def test_processes_start_and_end_in_any_order(self, launching: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+        """Use few names with two launchers, and check after each call all processes, also those that ended."""
+        other = self.launcher_class()()
+        try:
+            history = _History(self, (launching, other))
+            history.run()
+            history.close(other)
+            history.check()
+        finally:
+            other.close()
+        history.close(launching)
+        shown, printed = "", history.printed()
 
-    def test_none_is_left_if_one_cannot_be_started(self, launching: Launcher) -> None:
-        with pytest.raises(LaunchError):
-            launching.start([self.spec("one", cores=0), self.spec("two", "stay", "x" * (1 << 22), cores=0)])
-        launching.start([self.spec("one", cores=0)])  # so none of that name runs
+        def are_forwarded() -> bool:
+            nonlocal shown
+            shown += capfd.readouterr().err
+            return all(line in shown for line in printed)
 
-    @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
-    def test_exit_by_signal_is_reported_with_the_signal(
-        self, launching: Launcher, method: str, number: signal.Signals
-    ) -> None:
-        (process,) = launching.start([self.spec("one")])
-        self.seen(process)
-        getattr(process, method)()
-        assert process.wait(self.patience) == -number
-        assert f"was ended by {number.name}" in process.reason()
-        getattr(process, method)()  # a no-op now
+        self.until(are_forwarded)
+        assert _HIDDEN not in shown, "a secret is in the output"
 
-    def test_process_receives_the_address_of_its_node(self, launching: Launcher) -> None:
-        (process,) = launching.start([self.spec("one", "stay", NODE_ADDRESS, environment={"FD_SUITE_A": NODE_ADDRESS})])
-        seen = self.seen(process)
-        assert seen["arguments"] == [process.address] and seen["environment"] == {"FD_SUITE_A": process.address}
-
-    def test_secrets_reach_the_process_and_nothing_else(
-        self, launching: Launcher, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        spec = self.spec("one", secrets={"FD_SUITE_KEY": _HIDDEN}, environment={"FD_SUITE_A": "b"})
-        (process,) = launching.start([spec])
-        seen = self.seen(process)
-        assert seen["environment"] == {"FD_SUITE_KEY": _HIDDEN, "FD_SUITE_A": "b"}
-        assert _HIDDEN not in repr(spec) + repr(process) + repr(launching.nodes()) + "".join(seen["command"])
-        assert _HIDDEN not in "".join(capfd.readouterr())
-        (other,) = launching.start([self.spec("two", cores=0)])
-        assert self.seen(other)["environment"] == {}, "another process sees them"
-
-    def test_all_are_started_or_none(self, launching: Launcher) -> None:
+    def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
+        """Reserve all cores of a node again and again, after a request for too many of them."""
+        cores, held = next(iter(launching.nodes())).cores, []
         there = sum(node.cores for node in launching.nodes())
-        specs = [self.spec("one", cores=1, group="pair"), self.spec("two", cores=there, group="pair")]
-        with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
-            launching.start(specs)
-        (process,) = launching.start([self.spec("one", cores=1)])  # so the name and the CPU are free again
-        self.seen(process)
-
-    def test_resources_of_an_ended_process_are_free(self, launching: Launcher) -> None:
-        every = next(iter(launching.nodes())).cores
-        for _ in range(2):
-            (process,) = launching.start([self.spec("one", cores=every)])
+        for _ in range(6):
+            with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
+                launching.start([self.spec("one", group="pair"), self.spec("two", cores=there, group="pair")])
+            (process,) = launching.start([self.spec("one", cores=cores)])
             self.seen(process)
             process.kill()
             assert process.wait(self.patience) is not None
+            held.append(len(resource_snapshot().descriptors))
+        assert held[-1] < held[1] + 4, f"open descriptors after each process: {held}"
 
-    def test_a_name_belongs_to_one_process(self, launching: Launcher) -> None:
-        launching.start([self.spec("one", cores=0)])
-        with pytest.raises(LaunchError, match="one"):
-            launching.start([self.spec("two", cores=0), self.spec("one", cores=0)])
-        launching.start([self.spec("two", cores=0)])
 
-    def test_devices_that_are_not_there_are_refused(self, launching: Launcher) -> None:
-        there = sum(node.devices for node in launching.nodes())
-        with pytest.raises(LaunchError, match=f"{there + 1} device"):
-            launching.start([self.spec("one", cores=0, devices=there + 1)])
+@dataclass(frozen=True, eq=False)
+class _Started:
+    """A process that was started, and what it announced."""
 
-    def test_a_command_is_a_module(self, launching: Launcher) -> None:
-        with pytest.raises(LaunchError, match="-m"):
-            launching.start([ProcessSpec("one", ("-c", "pass"))])
+    launcher: Launcher
+    spec: ProcessSpec
+    process: LaunchedProcess
+    announced: str | None
 
-    def test_closing_ends_what_runs(self, launching: Launcher) -> None:
-        specs = [self.spec("one", "ignore", cores=0, group="pair"), self.spec("two", cores=0, group="pair")]
-        processes = launching.start(specs)
-        pids = [self.seen(process)["pid"] for process in processes]
-        launching.close()
-        launching.close()
-        self.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+class _History:
+    """Processes of launchers, which start and end in a random order, and their expected exit codes."""
+
+    def __init__(self, suite: LauncherSuite, launchers: Sequence[Launcher]) -> None:
+        self._suite, self._launchers, self._draw = suite, launchers, draws(1)
+        self._nodes = launchers[0].nodes()
+        self._started: list[_Started] = []
+        self._codes: dict[_Started, int] = {}
+
+    def run(self) -> None:
+        """Make all moves with each launcher, in turns."""
+        moves: list[Callable[[Launcher], object]] = [self._start, self._refuse, self._exit, self._exit]
+        for move in (self._start, *self._draw.sample(moves, len(moves))):
+            for launcher in self._launchers:
+                move(launcher)
+                self.check()
+
+    def check(self) -> None:
+        """Compare what each process reports with what happened to it, whatever happened to others of its name."""
+        assert self._launchers[0].nodes() == self._nodes, "nodes change with the processes on them"
+        pinned = list[tuple[int, int]]()
+        for each in self._started:
+            spec, process, code = each.spec, each.process, self._codes.get(each)
+            assert process.name == spec.name and process.announced() == each.announced
+            assert process.exit_code() == process.wait(0.0) == code, f"{spec.name} should have ended with {code}"
+            lines = process.reason().splitlines()
+            assert lines[:1] == ([] if code is None else [how_ended(code)])
+            assert lines[1:] == [spec.command[-1]] * (each.announced is None), f"{spec.name} has printed {lines[1:]}"
+            if code is not None:
+                process.terminate()  # no-ops now
+                process.kill()
+            elif len(cores := json.loads(each.announced or "")["cores"]) == spec.cores:
+                pinned += [(id(each.launcher), core) for core in cores]
+        assert len(pinned) == len(set(pinned)), "two processes have one core"
+
+    def close(self, launcher: Launcher) -> None:
+        """Close a launcher, which ends its processes; their methods still return."""
+        launcher.close()
+        launcher.close()
+        for each in self._running(launcher):
+            self._suite.until(partial(_is_over, each.process.pid))
+            code = each.process.wait(0.0)
+            assert code is not None and each.process.exit_code() == code and each.process.reason()
+            self._started.remove(each)
+
+    def printed(self) -> list[str]:
+        """Return the lines that were printed, with the names of their processes."""
+        return [f"{each.spec.name} | {each.spec.command[-1]}\n" for each in self._started if each.announced is None]
+
+    def _running(self, launcher: Launcher) -> list[_Started]:
+        return [each for each in self._started if each.launcher is launcher and each not in self._codes]
+
+    def _names(self, launcher: Launcher) -> list[str]:
+        """Return two names that are free, if necessary after the end of processes."""
+        while len(running := self._running(launcher)) > 1:
+            self._end(launcher)
+        free = sorted({"one", "two", "three"} - {each.spec.name for each in running})
+        return self._draw.sample(free, 2)
+
+    def _start(self, launcher: Launcher, *actions: str) -> _Started:
+        """Start two processes, and return the first one."""
+        names, specs = self._names(launcher), list[ProcessSpec]()
+        free = sum(node.cores for node in self._nodes) - sum(each.spec.cores for each in self._running(launcher))
+        for name, action in zip(names, actions or ("stay", "ignore"), strict=True):
+            number = len(self._started) + len(specs)
+            specs.append(
+                self._suite.spec(
+                    name,
+                    *(action, "a b", "{c}", NODE_ADDRESS, f"words of {number}"),
+                    environment={f"FD_SUITE_{number}": NODE_ADDRESS},
+                    secrets={f"FD_SUITE_KEY_{number}": f"{_HIDDEN} {number}"},
+                    cores=int(number > 0 and launcher is self._launchers[0] and len(specs) < free),
+                )
+            )
+        for spec, process in zip(specs, launcher.start(specs), strict=True):
+            announced = None if spec.command[2] == "exit" else self._suite.announced_by(process)
+            self._started.append(_Started(launcher, spec, process, announced))
+            if announced is not None:
+                seen = json.loads(announced)
+                assert seen["arguments"] == ["a b", "{c}", process.address, spec.command[-1]]
+                assert seen["environment"] == {**dict.fromkeys(spec.environment, process.address), **spec.secrets}
+                node = next(node for node in launcher.nodes() if node.id == process.node)
+                assert seen["pid"] == process.pid and node.alive and node.address == process.address
+                shown = repr(spec) + repr(process) + repr(launcher.nodes()) + "".join(seen["command"])
+                assert _HIDDEN not in shown, "a secret is shown"
+        return self._started[-2]
+
+    def _exit(self, launcher: Launcher) -> None:
+        ended = self._start(launcher, "exit", "ignore")
+        assert ended.process.wait(self._suite.patience) == 7
+        self._codes[ended] = 7
+
+    def _end(self, launcher: Launcher) -> None:
+        """End a process while another thread waits for its end."""
+        if not (running := self._running(launcher)):
+            return
+        each = self._draw.choice(running)
+        ends, number = ("terminate", signal.SIGTERM) if each.spec.command[2] == "stay" else ("kill", signal.SIGKILL)
+        with ThreadPoolExecutor(1) as pool:
+            code = pool.submit(each.process.wait, self._suite.patience)
+            self._suite.until(code.running)
+            time.sleep(0.05)
+            getattr(each.process, ends)()
+            assert code.result() == -number, f"a thread that waits did not see the end by {number.name}"
+        self._codes[each] = -number
+
+    def _refuse(self, launcher: Launcher) -> None:
+        """Start processes of which the last one cannot be started: none of their names is taken."""
+        first, second = self._names(launcher)
+        devices = sum(node.devices for node in self._nodes) + 1
+        for bad, words in (
+            (self._suite.spec(first, cores=0), first),
+            (ProcessSpec(second, ("-c", "pass")), "-m"),
+            (self._suite.spec(second, "stay", "x" * (1 << 22), cores=0), second),
+            (self._suite.spec(second, cores=0, devices=devices), f"{devices} device"),
+        ):
+            with pytest.raises(LaunchError, match=words):
+                launcher.start([self._suite.spec(first, cores=0), bad])
+
+
+def _is_over(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()

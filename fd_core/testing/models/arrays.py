@@ -181,10 +181,23 @@ _PACKED: Final = {
 }
 
 
-def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0) -> PackedTensor:
+STORED: Final = ("usual", "other minima", "8 bits", "8 bits, other minima", "by columns", "sliced")
+"""Forms of packed weights: with minima if usually without, or vice versa; with more bits; as arrays whose columns are
+contiguous, which transposed files yield, or that are columns of wider ones, as shards are. Formats of GGUF have only
+their usual minima and bits."""
+GROUPED: Final = ("int8", "int4", "gptq", "awq", FP8)
+"""Formats whose files have groups of several sizes, and minima or not, except FP8."""
+
+
+def packed_weight(
+    kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0, stored: str = "usual"
+) -> PackedTensor:
     """Return a random weight [out, inputs] of one of `ops.weights.WEIGHT_FORMATS`, with its usual group size."""
     bits, usual, minima = _PACKED[kind]
     group = group or usual or inputs
+    if kind in GROUPED and kind != FP8:
+        minima ^= "other minima" in stored
+        bits = 8 if "8 bits" in stored and kind == "gptq" else bits
     rng = generator(out, inputs, bits)
     low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
     values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
@@ -194,7 +207,14 @@ def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, sc
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
     lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
-    return PackedTensor(kind, bits, values, scales=scales.astype(np.float32), minima=lowest)
+
+    def placed(array: Any) -> Any:
+        if stored == "sliced":
+            return np.hstack([array[:, ::-1], array, array[:, ::-1]])[:, array.shape[1] : 2 * array.shape[1]]
+        return np.asfortranarray(array) if stored == "by columns" else array
+
+    lowest = None if lowest is None else placed(lowest)
+    return PackedTensor(kind, bits, placed(values), scales=placed(scales.astype(np.float32)), minima=lowest)
 
 
 def activations(ops: Ops, values: Floats) -> Array:

@@ -112,6 +112,8 @@ WIDE_CASE: Final = "wide"
 """A small model with a vocabulary larger than 2^17."""
 STEP_CASE: Final = "step"
 """A small model whose last token has an embedding of NaN and a logit of 0."""
+FORMER_STEP_CASE: Final = "former_step"
+"""The same with other weights."""
 
 _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     LONG_CASE: _sizes(64, 96, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=1031, longest=4096),
@@ -119,6 +121,7 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     PACKED_ENGINE_CASE: _sizes(32, 32, 1, heads=4, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
     ENGINE_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
     STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
+    FORMER_STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
 }
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
@@ -161,11 +164,16 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
-    if case == STEP_CASE:
+    if case in (STEP_CASE, FORMER_STEP_CASE):
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def rewrite_weights(folder: Path, case: str) -> None:
+    """Replace the weights of a checkpoint by those of a case with the same shapes; who has the file open keeps it."""
+    (write_checkpoint(case, folder / "new") / "model.safetensors").replace(folder / "model.safetensors")
 
 
 def _weight(values: Values, name: str, shape: tuple[int, ...], norm_offset: float) -> Any:

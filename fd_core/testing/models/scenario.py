@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from fd_core.engine.core import Engine
-from fd_core.engine.process.messages import ControlOrder
+from fd_core.engine.process.messages import ControlOrder, UpdateWeights
 from fd_core.errors import FdError
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.checkpoints import STEP_CASE
+from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
 from fd_core.testing.models.stepper import parts_of
 from fd_core.testing.models.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
@@ -58,6 +58,8 @@ class Events:
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
     orders: Sequence[ControlOrder] = ()
     """Orders of an operator, all given after a few steps of the requests."""
+    updated: bool = False
+    """Load the engine with other weights, which an order replaces before the first step."""
     again: bool = False
     """Submit the requests a second time under the same names, in reversed order, when all have ended."""
     reloaded: tuple[str, str, Path] | None = None
@@ -98,11 +100,15 @@ class Scenario:
         spare = _SPARE_BLOCKS if self.events.copies else 0
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
+        case = FORMER_STEP_CASE if self.events.updated else STEP_CASE
+        folder = self.target.checkpoint(case)
+        if self.events.updated and folder is not None:
+            rewrite_weights(folder, case)
         with self.target.engine(
             self.drafts,
             self.judge.whole(),
             self.wrong_drafts,
-            case=STEP_CASE,
+            case=case,
             epoch=first or 1,
             first_step=first,
             **settings,
@@ -120,6 +126,13 @@ class Scenario:
                     return request
 
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            if self.events.updated:
+                if folder is not None:
+                    rewrite_weights(folder, STEP_CASE)
+                failures: list[FdError | None] = []
+                engine.control(UpdateWeights(str(folder or "scripted")), failures.append)
+                engine.begin_steps()
+                assert failures == [None], f"the weights were not updated: {failures}"
             if self.events.poison is not None and "kv_transfer" not in self.target.limits:
                 fill_with_nan(engine.probe().runner.cache)
             yield engine

@@ -15,9 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.plugins import TOOL_PARSER
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
@@ -209,15 +210,15 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     schema = _schema(str(case["schema"]), _arguments(target, case, form, 0))
     model = _Model(dict.fromkeys(("now", "weather", name, f"{name}2"), schema))
     text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
-    groups = _int(case, "groups") if form.anywhere and form.between is not None else 1
+    groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
     number = 0
     for _ in range(groups):
         if form.anywhere and text:
             _add_content(target, model, text)
             model.add("" if target.cls.before_calls else space)
-        if _int(case, "calls"):
+        if int_of(case, "calls"):
             model.add(form.opening)
-            for index in range(_int(case, "calls") if form.between is not None else 1):
+            for index in range(int_of(case, "calls") if form.between is not None else 1):
                 called = name if number % 3 != 1 else f"{name}2"
                 arguments = _arguments(target, case, form, number)
                 own = target.form(called) or form
@@ -291,7 +292,7 @@ def _add_content(target: ParserTarget, model: _Model, text: str) -> None:
 
 def _sample_model(target: ParserTarget, case: Case) -> _Model:
     """Return the parser's own sample with another value and another name."""
-    name, value = str(case["name"]), TEXTS["plain"] * _int(case, "size")
+    name, value = str(case["name"]), TEXTS["plain"] * int_of(case, "size")
     model = _Model((name, "now"))
     before, _, rest = target.cls.sample.partition(SHOWN.content)
     between, _, after = rest.partition(SHOWN.city)
@@ -308,9 +309,9 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
     head, _, rest = target.cls.sample.partition(SHOWN.reasoning)
     middle, _, tail = rest.partition(SHOWN.content)
     model = _Model()
-    reasoning = _repeated(_text(target, str(case["reasoning"])), _int(case, "size"))
+    reasoning = _repeated(_text(target, str(case["reasoning"])), int_of(case, "size"))
     # Only a marker can begin another block.
-    for block in range(_int(case, "blocks") if head.strip() else 1):
+    for block in range(int_of(case, "blocks") if head.strip() else 1):
         if block == 0 and case["begins"] != "text" and head.strip() in target.markers and target.cls.end:
             earlier = f"{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
             before = {"later_turn": f"<|user|>Hi<|assistant|>{head}{earlier}", "cut_off_turn": earlier}
@@ -319,7 +320,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             model.add(head)
         model.add(f"{reasoning} {block}" if reasoning else "", model.reasonings)
         model.add(middle)
-    model.add(_repeated(_text(target, str(case["text"])), _int(case, "text_size")), model.contents)
+    model.add(_repeated(_text(target, str(case["text"])), int_of(case, "text_size")), model.contents)
     model.add(tail)
     model.end_with(target, case["tail"])
     return model
@@ -357,7 +358,7 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
 
 
 def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
-    kind, size = str(case["value"]), _int(case, "size")
+    kind, size = str(case["value"]), int_of(case, "size")
     ends = form.arguments.ends if isinstance(form.arguments, TaggedArguments) else ()
     text = VALUES[kind]
     if kind == "half-markers":
@@ -404,7 +405,9 @@ def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], 
         target.read(another.text[: 2 * len(another.text) // 3], tools=another.tools)
     once = target.read(model.text, tools=model.tools, prompt=model.prompt, finish=finished)
     model.require_of(meaning_of(once), whole=whole, finished=finished)
-    if _read(target, case, model, pieces, other) != once:
+    with another_world(shift=1):  # it has no clock
+        found = _read(target, case, model, pieces, other)
+    if found != once:
         broken("8.1", f"the pieces {shortened(str(pieces))} yield other events than the whole text")
     if case["cut"] and whole and model.text:
         ends = {at for marker in target.markers for pair in _places(model.text, marker) for at in pair}
@@ -414,8 +417,8 @@ def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], 
         markers = [*target.markers, *([] if form is None else [form.opening + form.begin])]
         for cut in places.tolist():
             parts = pieces_of(target, model.text[:cut], case["chunk"], rng)
-            found = target.read(*parts, tools=model.tools, prompt=model.prompt, finish=finished)
-            model.require_of_part(meaning_of(found), cut, markers, finished=finished)
+            there = target.read(*parts, tools=model.tools, prompt=model.prompt, finish=finished)
+            model.require_of_part(meaning_of(there), cut, markers, finished=finished)
 
 
 def _read(
@@ -459,9 +462,9 @@ def check_answer(target: ParserTarget, case: Case) -> None:
 
 
 def _allowed_calls(case: Case) -> bool:
-    characters = (60 + 60 * _int(case, "size")) * max(1, _int(case, "calls")) * _int(case, "groups")
+    characters = (60 + 60 * int_of(case, "size")) * max(1, int_of(case, "calls")) * int_of(case, "groups")
     characters *= 3 if case["shape"] in ("nested", "mixed") else 1
-    characters += 900 * _int(case, "calls") * _int(case, "groups") if case["shape"] == "wide" else 0
+    characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] == "wide" else 0
     if case["size"] != 1 and (case["shape"] not in _WITH_VALUE or case["value"] in _SHORT):
         return False  # there is nothing to repeat
     return _fits(case, characters)
@@ -470,7 +473,7 @@ def _allowed_calls(case: Case) -> bool:
 def _allowed_answers(case: Case) -> bool:
     if "none" in (case["reasoning"] if case["size"] != 1 else "", case["text"] if case["text_size"] != 1 else ""):
         return False  # there is nothing to repeat
-    return _fits(case, 60 * (_int(case, "size") * _int(case, "blocks") + _int(case, "text_size")))
+    return _fits(case, 60 * (int_of(case, "size") * int_of(case, "blocks") + int_of(case, "text_size")))
 
 
 def _fits(case: Case, characters: int) -> bool:
@@ -480,12 +483,6 @@ def _fits(case: Case, characters: int) -> bool:
     if case["cut"]:
         pushes, characters = pushes * _MAX_CUTS, characters * _MAX_CUTS
     return characters <= _MAX_CHARACTERS and (chunk == "whole" or pushes <= _MAX_PUSHES)
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 _PLAIN_CALLS: Final[Case] = {axis.name: axis.values[0] for axis in CALL_AXES}

@@ -161,11 +161,12 @@ class ParserTarget:
         With `finish` the model ended the text, otherwise it is truncated. Calls count from 0; each begins once, and
         arguments and ends belong to the one that is open.
         """
-        parser, begun, is_open = self.new(tools, prompt), 0, False
+        parser, begun, is_open, earlier = self.new(tools, prompt), 0, False, list[tuple[Sequence[Event], list[Event]]]()
         end = parser.finish if finish else parser.flush
         for piece in (*pieces, None):
             try:
-                events = list(end() if piece is None else parser.push(piece))
+                returned = end() if piece is None else parser.push(piece)
+                events = list(returned)
             except Exception as error:  # noqa: BLE001 -- any exception breaks the rule
                 broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
             for event in events:
@@ -181,7 +182,10 @@ class ParserTarget:
                     case _:
                         broken("8", f"{event!r} is not an event")
                 require(getattr(event, "text", "some"), "8.3", f"{event} is empty")
+            earlier.append((returned, events[:]))
             yield events
+        same = all(list(returned) == events for returned, events in earlier)
+        require(same, "8.4", "events that were returned differ after later calls")
 
 
 def arguments_text(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_only: bool) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fd_core.ops.contract import Array
 from fd_core.signals import PREEMPTED_TOKEN_ID
-from fd_core.testing.axes.covering import Axis, Case, around
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.law import broken
@@ -82,7 +82,7 @@ _REJECTED: Final = {"empty": (-1, 0), "released": (PREEMPTED_TOKEN_ID, PREEMPTED
 
 def steps_of(case: Case) -> list[SampledRows]:
     """Return the steps of a case, up to `_PERIOD` or one of each size."""
-    slots, k, steps = (_int(case, name) for name in ("slots", "k", "steps"))
+    slots, k, steps = (int_of(case, name) for name in ("slots", "k", "steps"))
     rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
     period = min(steps, _HELD if case["before"] in ("shrinking", "growing") else _PERIOD)
     kept = rng.permutation(slots)
@@ -135,7 +135,7 @@ def _rows(case: Case, order: IntArray, rows: int, revoked: int, k: int, rng: np.
 
 def allowed(case: Case) -> bool:
     """Return True if there is such a step, and it is computed in less than a second."""
-    slots, k, steps = (_int(case, name) for name in ("slots", "k", "steps"))
+    slots, k, steps = (int_of(case, name) for name in ("slots", "k", "steps"))
     several = 1 if case["instances"] == "one" else 3
     lines = 20 if case["instances"] == "threads" else 1
     return slots * (2 + k) * steps * several * lines < _MAX_CELLS and (lines == 1 or steps < 33)
@@ -150,16 +150,16 @@ class _Instance:
         computed = max(int((1 + rows.accepted).sum()) for rows in self._steps)
         self.matrices = Matrices(
             target,
-            _int(case, "slots"),
-            _int(case, "k"),
+            int_of(case, "slots"),
+            int_of(case, "k"),
             str(case["memory"]),
-            max_num_batched_tokens=max(computed, 1 + _int(case, "k")),
+            max_num_batched_tokens=max(computed, 1 + int_of(case, "k")),
             vocab_size=_RANGES[str(case["tokens"])][1],
         )
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
         self._done = 0
-        self._many = _int(case, "steps") > _HELD
+        self._many = int_of(case, "steps") > _HELD
         self._given: dict[int, tuple[Array, ...]] = {}
 
     def step(self, other: Callable[[], None] | None = None) -> None:
@@ -191,7 +191,7 @@ class _Instance:
 
 def check_matrices(target: PostprocessTarget, case: Case) -> None:
     """Compute the steps of a case and compare every matrix. Raises `InvariantViolated`."""
-    smaller = {**case, "slots": max(1, _int(case, "slots") - 1), "k": max(0, _int(case, "k") - 1)}
+    smaller = {**case, "slots": max(1, int_of(case, "slots") - 1), "k": max(0, int_of(case, "k") - 1)}
     same = {**case, "tokens": "small" if case["tokens"] == "random" else "random"}
     if case["instances"] == "successive":
         for each in (smaller, same):
@@ -200,11 +200,11 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
     others = {"in-turn": (same, smaller), "threads": (same,)}.get(str(case["instances"]), ())
     more = [_Instance(target, each) for each in others]
     blocks = 0
-    for step in range(_int(case, "steps")):
+    for step in range(int_of(case, "steps")):
         if step == 1 and case["counted"]:
             numbers = {path: value for path, (_, _, value) in _numbers(ours.matrices.postprocess).items()}
         if step == 2 and case["counted"]:
-            _count_from(ours.matrices.postprocess, numbers, _int(case, "counted"))
+            _count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
         if step == 4 * _HELD:
             blocks = sys.getallocatedblocks()
         if case["instances"] == "threads":
@@ -212,7 +212,7 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
             continue
         for instance in (ours, *more):
             instance.step()
-    left, counted = sys.getallocatedblocks() - blocks, _int(case, "steps") - 4 * _HELD
+    left, counted = sys.getallocatedblocks() - blocks, int_of(case, "steps") - 4 * _HELD
     if counted > _HELD and left > counted * _MAX_BLOCKS_PER_STEP:
         broken("1", f"{left} objects remain after {counted} steps; a step must retain none")
     for instance in (ours, *more):
@@ -253,14 +253,8 @@ def _largest(number: Any) -> int:
     return int(np.iinfo(number.dtype).max) if isinstance(number, np.generic | np.ndarray) else 2**64
 
 
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
-
-
 def _sizes(case: Case) -> Mapping[str, int]:
-    return {"max_num_seqs": _int(case, "slots"), "max_drafts": _int(case, "k")}
+    return {"max_num_seqs": int_of(case, "slots"), "max_drafts": int_of(case, "k")}
 
 
 MATRICES: Final[Part[PostprocessTarget]] = Part(

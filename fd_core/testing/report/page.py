@@ -34,8 +34,7 @@ def html_of(report: ConformanceReport) -> str:
     source = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     content = environment.from_string(source).render(report=report, lines=list(_lines(report)))
-    shared, own = ("theme.css", "curves.js"), ("page.css", "view.js")
-    return assemble(__package__, shared=shared, own=own, values={"report": content})
+    return assemble(__package__, "fd_core conformance", own=("page.css", "view.js"), values={"report": content})
 
 
 def markdown_of(report: ConformanceReport) -> str:

@@ -15,7 +15,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import ROLES, RouterWorker
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.stores.values import draws
@@ -45,7 +45,7 @@ _URLS: Final[dict[str, Callable[[int], str]]] = {
     "long": lambda at: f"https://{'w' * 60}.{at}.cluster.local:8443/{'path/' * 30}",
     "unordered": lambda at: f"http://w{at * 7919 % 10_007}",
 }
-_SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "each its own")
+_SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "four in turn", "each its own")
 
 AXES: Final = (
     Axis("workers", (3, 1, 2, 4, 5, 8, 9, 64, 65, 255, 256, 257, 1000), ("RoutingContext.candidates",)),
@@ -99,8 +99,8 @@ class PolicyUnderTest:
 
 def allowed(case: Case) -> bool:
     """Return True if a case takes less than about a second."""
-    calls, workers, tokens = (_int(case, name) for name in ("calls", "workers", "tokens"))
-    blocks = tokens // _int(case, "block_size")
+    calls, workers, tokens = (int_of(case, name) for name in ("calls", "workers", "tokens"))
+    blocks = tokens // int_of(case, "block_size")
     return calls * workers <= _MAX_SHOWN and calls * (tokens / 20 + blocks) <= 3e5
 
 
@@ -113,14 +113,17 @@ def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
 def check_policy(policy: PolicyUnderTest, case: Case) -> None:
     """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`.
 
-    For the second one, `Candidates.once` works everything out again in each call, which changes no choice. A third one,
-    for the workers of another role, is called in between: instances share no state.
+    For the second one, `Candidates.once` works everything out again in each call, which changes no choice, and no call
+    reuses the memory of an earlier one. A third one, for the workers of another role, is called in between: instances
+    share no state.
     """
     one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case, works_out_again=True)
     urls = "names" if case["urls"] == "ports" else "ports"
     of_another_role = _PolicyInstance(policy, {**case, "urls": urls, "change": "none"})
+    held = list[object]()
     with ThreadPoolExecutor(1) as pool:
         for number, (call, again) in enumerate(zip(one.calls, other.calls, strict=True)):
+            held.append(again)
             chosen = one.choose(*call)
             of_another_role.choose(*next(of_another_role.calls))
             with another_world(shift=77 + number):
@@ -159,12 +162,11 @@ def _contexts(
     cls: type[RouterPolicy], config: RouterConfig, case: Case, *, works_out_again: bool
 ) -> Iterator[tuple[list[RouterWorker], RoutingContext, list[RouterWorker]]]:
     """Yield the workers, the context and the departed workers of each call, all of them new objects."""
-    count, calls, role = _int(case, "workers"), _int(case, "calls"), str(case["role"])
+    count, calls, role = int_of(case, "workers"), int_of(case, "calls"), str(case["role"])
     url, incarnation = _URLS[str(case["urls"])], itertools.count()
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
     draw, once = draws(count), dict[Callable[..., Any], Any]()
     now, pace = float(case["now"] or 0), float(case["pace"] or 0)
-    prompts = [_prompt(str(case["token_ids"]), _int(case, "tokens"), number) for number in range(min(3, calls))]
     for call in range(calls):
         gone: list[RouterWorker] = []
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
@@ -172,12 +174,15 @@ def _contexts(
             once = {}
         if works_out_again:
             once = {}
-        tokens = prompts[call % len(prompts)]
+        prompt = call * call % 11  # some are new, others as before, without a period; each is a new object
+        tokens = _prompt(str(case["token_ids"]), int_of(case, "tokens"), prompt)
         blocks = len(tokens) // config.cache_block_size
         candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once, call)
-        keys = tuple(b"%d/%d" % (call % 3, block) for block in range(blocks)) if cls.uses_prefix else ()
+        keys = tuple(b"%d/%d" % (prompt, block) for block in range(blocks)) if cls.uses_prefix else ()
         number = case["random"] if call >= calls - 3 else draw.random()
-        session = f"s{call}" if case["session"] == "each its own" else case["session"]
+        session = {"each its own": f"s{call}", "four in turn": f"s{call % 4}"}.get(
+            str(case["session"]), case["session"]
+        )
         yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
 
 
@@ -229,12 +234,6 @@ def _prompt(kind: str, length: int, number: int) -> Any:
             tokens = (np.arange(length, dtype=np.int32) + 17 * number) % 32_000
     tokens.flags.writeable = False
     return tokens
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 ROUTING: Final[Part[PolicyUnderTest]] = Part("router", AXES, check_policy, allowed)

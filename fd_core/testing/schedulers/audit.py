@@ -96,8 +96,10 @@ class Followed:
     """Open operation that compiles its grammar."""
     compiled: bool = False
     """True if its grammar was compiled."""
+    weights: int = 0
+    """Number of changes of the weights."""
     marks: list[int] = field(default_factory=list)
-    """For each position, a hash of the inputs of its KV: salt, adapter and all tokens up to there."""
+    """For each position, a hash of the inputs of its KV: weights, salt, adapter and all tokens up to there."""
     occupancy: Occupancy | None = None
     loading: operations.Load | operations.Fetch | None = None
     abort_requested: bool = False
@@ -107,6 +109,8 @@ class Followed:
     """Cached tokens at the first admission."""
     fetches: int = 0
     """Number of times that another worker was requested to compute the prompt."""
+    held: int = 0
+    """Cached tokens then; the scripted worker has none."""
     prefill: PrefillOutcome | None = None
     """Outcome of that computation."""
     sent: int = 0
@@ -151,7 +155,8 @@ class Followed:
     def mark(self, position: int) -> int:
         """Return the expected content of the KV at a position."""
         while len(self.marks) <= position:
-            before = self.marks[-1] if self.marks else hash((self.spec.cache_salt, self.spec.adapter))
+            owner = self.weights, self.spec.cache_salt, self.spec.adapter
+            before = self.marks[-1] if self.marks else hash(owner)
             self.marks.append(hash((before, self.tokens[len(self.marks)])))
         return self.marks[position]
 
@@ -211,6 +216,10 @@ class Auditor:
         """Tokens of all steps."""
         self.admitted_tokens = Counter[str]()
         """Tokens of all admissions, by the counter of `SchedulerCounters` that has them."""
+        self.paused = False
+        """True if plans must preempt everything and admit nothing."""
+        self._weights = 0
+        """Number of changes of the weights."""
         self._epoch = epoch
         self._order = order
         self._step: int | None = None
@@ -223,6 +232,9 @@ class Auditor:
         """Blocks without KV because a load or a transfer did not fill them, and the rule that a request that uses them
         breaks."""
         self._operations: dict[int, Operation] = {}
+        """Open operations."""
+        self._used: set[int] = set()
+        """Numbers of all operations."""
         self._jobs: dict[str, Followed] = {}
         """Prefill jobs for other workers, by lease."""
         self._to_cancel: set[int] = set()
@@ -260,7 +272,9 @@ class Auditor:
 
     def added(self, spec: RequestSpec, effects: operations.Effects) -> None:
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
-        request = Followed(spec, limit, [*spec.prompt, *spec.delivered], added_at=self._clock.now)
+        request = Followed(
+            spec, limit, [*spec.prompt, *spec.delivered], added_at=self._clock.now, weights=self._weights
+        )
         if self._order is not None:
             num_tokens, number = len(request.tokens), len(self.requests)
             left = limit - num_tokens
@@ -302,6 +316,15 @@ class Auditor:
         request.abort_requested, request.end, request.loading = True, FinishReason.ABORT, None
         self._check_phases(request, delta)
 
+    def forgot(self, effects: operations.Effects, *, new_weights: bool) -> None:
+        """Apply that all KV of the device was forgotten, and that of other weights everywhere."""
+        self._content = [[None] * self.limits.block_size for _ in self._content]
+        self._weights += new_weights
+        for request in self.requests.values():
+            request.weights = self._weights
+            request.marks.clear()
+        self._began(effects)
+
     def planned(self, plan: StepPlan | None, effects: operations.Effects) -> None:
         """Check a plan and its effects; `plan` is None if there is nothing to do."""
         wanted = [occupancy for occupancy in self.live if occupancy.request.abort_requested]
@@ -314,6 +337,7 @@ class Auditor:
             )
         if plan is not None:
             self._take_in(plan)
+        require(not (self.paused and self.live), "8", f"a paused plan leaves {[str(each) for each in self.live]}")
         self._began(effects)
         late = [
             name for name, each in self.requests.items() if each.abort_requested and each.where in ("waits", "loads")
@@ -375,7 +399,7 @@ class Auditor:
         revoked = [live[each.slot] for each in plan.revocations if each.slot in live]
         preempted = [str(each) for each in revoked if not each.request.abort_requested]
         loads = any(each.loading is not None for each in self.requests.values())  # its other blocks are not known yet
-        if loads or not preempted:
+        if loads or self.paused or not preempted:
             return
         free = self.limits.num_kv_blocks - len(self.tables | self.unowned())
         needed = sum(each.num_computed >= len(each.table) * size for each in live.values())
@@ -583,11 +607,14 @@ class Auditor:
                     self._job(lease, "is given up").is_over = True
                 case operations.Cancel(operation):
                     self._to_cancel.discard(operation)
+                    for request in self.requests.values():
+                        if request.compiling == operation:
+                            request.compiling = None
                 case operations.CompileGrammar():
                     self._compile(effect)
             if isinstance(effect, Operation):
-                used = effect.operation in self._operations
-                require(not used, "8", f"operation {effect.operation} begins, but one of that number is open")
+                require(effect.operation not in self._used, "8", f"the number {effect.operation} names two operations")
+                self._used.add(effect.operation)
                 frozen = not hasattr(effect, "blocks") or not effect.blocks.flags.writeable
                 require(frozen, "8", f"the blocks of operation {effect.operation} are writable")
                 self._operations[effect.operation] = effect
@@ -642,6 +669,7 @@ class Auditor:
         spec, what = request.spec, f"operation {fetch.operation} for {request.name}"
         require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} fetches KV from {fetch.peer!r}")
         request.fetches += 1
+        request.held = job.held_blocks * size
         once = request.fetches == 1 and len(request.tokens) == len(spec.prompt)
         require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
@@ -903,9 +931,9 @@ class Auditor:
             found = None if scores is None else [*scores]
             what = f"prompt of {request.name}: expected {read}, got {found}"
             require(found == (read if request.scores_prompt else None), "4", what)
-            cached = f"{request.name}: expected {request.cached} cached tokens, got {delta.cached_tokens}"
-            counted = request.fetches and delta.cached_tokens is not None
-            require(counted or delta.cached_tokens == request.cached, "2.1", cached)
+            cached = request.held if request.fetches else request.cached
+            what = f"{request.name}: expected {cached} cached tokens, got {delta.cached_tokens}"
+            require(delta.cached_tokens == cached, "2.1", what)
             vector = (request.pooled[0] / max(request.pooled[1], 1)).astype("<f4").tobytes()
             pooled = vector if request.spec.pooling is not None else None
             require(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Final
 
 import msgspec
@@ -12,11 +13,12 @@ import numpy as np
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
-from fd_core.testing.axes.covering import Axis, Case, default_case
+from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
+from fd_core.testing.schedulers.twins import reusing_ids, twins
 from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
 AXES: Final = (
@@ -141,7 +143,7 @@ AXES: Final = (
     ),
     Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
     Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),
-    Axis("ids", ("short", "long", "unicode"), ("RequestSpec.request_id",)),
+    Axis("ids", ("short", "long", "unicode", "reused"), ("RequestSpec.request_id",)),
     Axis(
         "incident",
         (
@@ -150,14 +152,17 @@ AXES: Final = (
             "abort_loading",
             "abort_running",
             "abort_draining",
+            "abort_ending",
             "abort_all",
             "error",
             "stale",
             "repeated",
+            "paused",
         ),
     ),
     Axis("operations", ("first", "last", "late", "at_once")),
     Axis("outcome", ("well", "in_part", "badly")),
+    Axis("schedulers", ("one", "two")),
 )
 """Axes of a scheduler's settings, requests and incidents."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -186,7 +191,7 @@ _LONG, _MANY = 1000, 50
 
 def prompt_lengths(case: Case) -> list[int]:
     """Return the length of each request's prompt: relative to a block, and at most the context."""
-    size, most = _int(case, "block_size"), _int(case, "context") - 1
+    size, most = int_of(case, "block_size"), int_of(case, "context") - 1
     kinds: Mapping[str, Callable[[int], int]] = {
         "mixed": lambda index: 1 + 7 * index % (2 * size + 5),
         "one": lambda index: 1,
@@ -196,14 +201,14 @@ def prompt_lengths(case: Case) -> list[int]:
         "longest": lambda index: most,
     }
     length = kinds[str(case["prompt"])]
-    return [min(max(length(index), 1), most) for index in range(_int(case, "requests"))]
+    return [min(max(length(index), 1), most) for index in range(int_of(case, "requests"))]
 
 
 def effective(case: Case) -> Case:
     """Return a case with the settings that its other settings require."""
     changed = dict(case)
     if case["stages"] != 1:  # no engine speculates with stages
-        changed |= {"k": 0, "depth": max(_int(case, "depth"), _int(case, "stages"))}
+        changed |= {"k": 0, "depth": max(int_of(case, "depth"), int_of(case, "stages"))}
     if case["incident"] == "abort_loading" and case["keep"] == "none":
         changed["pairs"] = "elsewhere"
     changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
@@ -212,18 +217,18 @@ def effective(case: Case) -> Case:
 
 def allowed(case: Case) -> bool:
     """Return True if a case takes at most about a second."""
-    context = _int(case, "context")
-    if context > _LONG or _int(case, "requests") > _MANY:
+    context = int_of(case, "context")
+    if context > _LONG or int_of(case, "requests") > _MANY:
         return True
     lengths = prompt_lengths(case)
-    outputs = [min(_int(case, "output"), context - length) for length in lengths]
-    tokens, budget = sum(lengths) + sum(outputs), max(1 + _int(case, "k"), _int(case, "budget"))
+    outputs = [min(int_of(case, "output"), context - length) for length in lengths]
+    tokens, budget = sum(lengths) + sum(outputs), max(1 + int_of(case, "k"), int_of(case, "budget"))
     return tokens <= _MAX_TOKENS and tokens / min(budget, 2) <= _MAX_STEPS
 
 
 def specs_of(case: Case) -> list[RequestSpec]:
     """Return the requests of a case."""
-    context = _int(case, "context")
+    context = int_of(case, "context")
     specs = [_spec(case, index, length) for index, length in enumerate(prompt_lengths(case))]
     if case["ends"] != "limit":
         most = [min(spec.params.max_tokens, 40) for spec in specs]
@@ -240,7 +245,7 @@ def specs_of(case: Case) -> list[RequestSpec]:
             for index, spec in enumerate(specs[1::2])
         ]
     if case["delivered"]:
-        count = _int(case, "delivered")
+        count = int_of(case, "delivered")
         for index, text in zip(range(0, len(specs), 3), whole_texts(specs[::3], context), strict=True):
             if specs[index].pooling is None and specs[index].prefill_job is None:
                 specs[index] = msgspec.structs.replace(specs[index], delivered=tuple(text[:-1][:count]))
@@ -252,8 +257,8 @@ def _with(spec: RequestSpec, **params: Any) -> RequestSpec:
 
 
 def _spec(case: Case, index: int, length: int) -> RequestSpec:
-    block_size = _int(case, "block_size")
-    name = {"short": f"r{index}", "long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
+    block_size = int_of(case, "block_size")
+    name = {"long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
     rng = np.random.default_rng(0 if case["shared"] == "same" else 1 + index)
     common = length * 3 // 4 if case["shared"] == "prefix" else 0
     prompt = np.concatenate([np.arange(common) % 250, rng.integers(0, 256, length - common)]).tolist()
@@ -267,15 +272,15 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
         field = "prompt_logprobs" if results.startswith("prompt") else "logprobs"
         params |= {field: 20 if results.endswith("top") else 0}
     job = case["pairs"] == "jobs" and index % 3 == 0 and not pooling
-    most = 1 if pooling or job else _int(case, "output")
+    most = 1 if pooling or job else int_of(case, "output")
     spec = RequestSpec(
-        request_id=name[str(case["ids"])],
+        request_id=name.get(str(case["ids"]), f"r{index}"),
         prompt=tuple(prompt),
         params=SamplingParams(
-            max_tokens=most, ignore_eos=True, min_tokens=min(_int(case, "min_tokens"), most), **params
+            max_tokens=most, ignore_eos=True, min_tokens=min(int_of(case, "min_tokens"), most), **params
         ),
         priority=priority[str(case["priority"])],
-        tenant=f"tenant{index % _int(case, 'tenants')}" if case["tenants"] != 1 else "",
+        tenant=f"tenant{index % int_of(case, 'tenants')}" if case["tenants"] != 1 else "",
         cache_salt=salt,
         adapter=adapter,
         pooling=pooling,
@@ -337,7 +342,11 @@ def _ending(kind: str, spec: RequestSpec, text: Sequence[int], index: int) -> Re
 
 def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec]) -> Driver:
     """Return a scheduler with the settings of a case, without requests."""
-    size, k = _int(case, "block_size"), _int(case, "k")
+    if case["ids"] == "reused":
+        target = replace(target, make=reusing_ids(target.make))
+    if case["schedulers"] == "two":
+        target = replace(target, make=twins(target.make))
+    size, k = int_of(case, "block_size"), int_of(case, "k")
     policy = POLICIES[str(case["policy"])]()
     return drive(
         target,
@@ -349,15 +358,15 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         policy=RecordingPolicy(policy) if case["policy"] == "fair" else policy,
         victims=VICTIMS[str(case["victims"])](),
         timed=bool(case["timed"]),
-        depth=_int(case, "depth"),
+        depth=int_of(case, "depth"),
         known=tuple(specs),
         setup={name: case[name] for name in ("epoch", "first_step")} | {"kv_events": bool(case["events"])},
-        max_num_seqs=_int(case, "slots"),
-        max_num_batched_tokens=max(1 + k, _int(case, "budget")),
-        max_model_len=_int(case, "context"),
+        max_num_seqs=int_of(case, "slots"),
+        max_num_batched_tokens=max(1 + k, int_of(case, "budget")),
+        max_model_len=int_of(case, "context"),
         block_size=size,
-        num_kv_blocks=-(-_int(case, "context") // size) + _int(case, "spare_blocks"),
-        num_stages=_int(case, "stages"),
+        num_kv_blocks=-(-int_of(case, "context") // size) + int_of(case, "spare_blocks"),
+        num_stages=int_of(case, "stages"),
     )
 
 
@@ -368,9 +377,9 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
     """
     case = effective({**default_case(AXES), **case})
     specs = specs_of(case)
-    driver, depth = driver_of(target, case, specs), _int(case, "depth")
+    driver, depth = driver_of(target, case, specs), int_of(case, "depth")
     incidents = _incidents(driver, str(case["incident"]))
-    waiting = list(specs)
+    waiting = specs[: -(-len(specs) // 2)] if case["ids"] == "reused" else list(specs)
     for number in range(3 * len(specs) + 40):
         if waiting and not number % 2:
             count = 1 + len(specs) // 3
@@ -385,6 +394,8 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
         _end_operations(driver, case)
     driver.submit(*waiting)
     driver.run(depth)
+    driver.submit(*specs[len(driver.auditor.requests) :])
+    driver.run(depth)
     driver.check_policy()
     driver.check_capacity(driver_of(target, case, ()))
 
@@ -392,18 +403,20 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
 def _incidents(driver: Driver, kind: str) -> Iterator[None]:
     """Cause an incident now and then, to at most every third request."""
     harmed: set[str] = set()
-    while True:
+    for turn in count():
         requests = driver.auditor.requests
         state = {
             "abort_waiting": "waits",
             "abort_loading": "loads",
             "abort_running": "runs",
             "abort_draining": "drains",
+            "abort_ending": "runs",
         }
         candidates = [
             name
             for name, each in requests.items()
             if each.end is None and not each.abort_requested and each.where == state.get(kind)
+            if kind != "abort_ending" or (each.occupancy and each.occupancy.num_planned >= each.limit)
         ]
         if candidates and 3 * len(harmed) < len(requests) + 2:
             harmed.add(candidates[-1])
@@ -411,10 +424,15 @@ def _incidents(driver: Driver, kind: str) -> Iterator[None]:
         if kind == "abort_all" and len(requests) > 2 and not harmed:
             harmed |= {name for name, each in requests.items() if each.end is None}
             driver.abort(*harmed)
+        if kind == "paused" and turn % 5 == 0:
+            left = sorted(driver.auditor.unfinished - harmed) if 3 * len(harmed) < len(requests) else []
+            aborted = left[turn % 2 - 1 :][:1]
+            harmed.update(aborted)
+            driver.pause(*aborted)
         if driver.in_flight and len(driver.plans) % 5 == 4:
             plan = driver.in_flight[0].plan
-            if kind == "error" and len(plan.slots) > 1 and 3 * len(harmed) < len(requests):
-                slot = int(plan.slots[len(harmed) % len(plan.slots)])
+            slot = int(plan.slots[len(harmed) % len(plan.slots)]) if len(plan.slots) > 1 else -1
+            if kind == "error" and slot in driver.auditor.occupancies and 3 * len(harmed) < len(requests):
                 harmed.add(driver.auditor.occupancies[slot].request.name)
                 driver.answer(slot)
             elif kind == "stale":
@@ -434,12 +452,6 @@ def _end_operations(driver: Driver, case: Case) -> None:
     outcome = OperationEnd[str(case["outcome"]).upper()]
     for _ in range(1 if order in ("first", "last") else len(pending)):
         driver.complete(-1 if order == "last" else 0, outcome)
-
-
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
 
 
 _SIZED: Final = (
@@ -471,7 +483,7 @@ EDGES: Final[Mapping[str, Edge]] = {
 def sizes_of(case: Case) -> Mapping[str, int]:
     """Return the sizes of a case under the names of an envelope's limits."""
     case = effective({**default_case(AXES), **case})
-    sizes = {name: _int(case, edge.axis) for name, edge in EDGES.items()}
+    sizes = {name: int_of(case, edge.axis) for name, edge in EDGES.items()}
     return {**sizes, "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], 1 + sizes["max_drafts"])}
 
 

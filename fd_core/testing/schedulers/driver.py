@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.effects.operations import Completion, Send
-from fd_core.errors import FdError
+from fd_core.errors import BadRequest, FdError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import SCHEDULER, installed_plugins
 from fd_core.runner.inputs.inputs import BudgetExceeded
@@ -150,6 +152,7 @@ class Driver:
         self.auditor = Auditor(setup.limits, setup.epoch, clock, order)
         self.tiers = ScriptedPeers(runner.cache)
         self.texts = Texts()
+        self._pauses = 0
         self.in_flight: deque[_Answer] = deque()
         self.plans: list[StepPlan] = []
         self.first_plan: dict[str, int] = {}
@@ -199,7 +202,7 @@ class Driver:
 
     def _check_victims(self, plan: StepPlan | None, running: int) -> None:
         """Check that the victim policy chose the preempted requests among several `running` ones."""
-        for revoked in () if plan is None or running < 2 else plan.revocations:
+        for revoked in () if plan is None or running < 2 or self.auditor.paused else plan.revocations:
             occupancy = self.auditor.occupancies.get(revoked.slot)
             preempted = occupancy is not None and not occupancy.request.abort_requested
             asked = type(self.victims.policy) is not Fcfs or revoked.slot in self.victims.chosen
@@ -253,6 +256,43 @@ class Driver:
         deltas, effects = self.scheduler.commit(plan, output)
         self.auditor.dropped(deltas, effects, what)
         self.tiers.perform(effects.operations)
+
+    def pause(self, *aborted: str) -> None:
+        """Pause, and resume once nothing is in a slot, as an engine does to apply an order, each time another one.
+
+        Requests `aborted` are aborted meanwhile. Does nothing if the scheduler cannot pause.
+        """
+        scheduler, auditor = self.scheduler, self.auditor
+        try:
+            scheduler.pause()
+        except BadRequest:
+            return
+        auditor.paused = True
+        self.abort(*aborted)
+        scheduler.pause()
+        for _ in range(400):
+            held = scheduler.held()
+            if not (self.in_flight or held.running or held.loading or held.draining or held.fenced):
+                break
+            if len(self.in_flight) < self.limits.pipeline_depth:
+                self.plan()
+            if self.in_flight:
+                self.answer()
+            if self.tiers.pending:
+                self.complete(0, OperationEnd.WELL)
+        require(not auditor.occupancies, "1.2", f"paused, it holds the slots {sorted(auditor.occupancies)} for ever")
+        self._pauses += 1
+        nonce = b"%d" % self._pauses
+        orders = (scheduler.forget_prefixes, None, partial(scheduler.change_weights, nonce))
+        if (order := orders[self._pauses % 3]) is not None:
+            with suppress(BadRequest):  # it cannot do that
+                effects = order()
+                auditor.forgot(effects, new_weights=self._pauses % 3 == 2)
+                self.tiers.perform(effects.operations)
+                require(not scheduler.held().cached, "3.5", "it holds prefixes that it was told to forget")
+        auditor.paused = False
+        scheduler.resume()
+        self.audit()
 
     def complete(self, index: int, how: OperationEnd) -> None:
         self.tell(self.tiers.complete(index, how))
@@ -312,31 +352,17 @@ class Driver:
         return self.texts
 
     def _check_stats(self) -> None:
-        """Compare the gauges with the holdings, and each number that the scheduler counts with that of the auditor."""
-        held, stats, auditor = self.scheduler.held(), self.scheduler.stats(), self.auditor
-        slots, blocks, counters = stats.slots, stats.blocks, stats.counters
-        gauges = {
-            "waiting": (slots.waiting, held.waiting),
-            "running": (slots.running, held.running),
-            "loading": (slots.loading, held.loading),
-            "draining": (slots.draining, held.draining),
-            "used": (blocks.used, held.owned),
-            "fenced": (blocks.fenced, held.fenced),
-            "cached": (blocks.cached, held.cached),
-            "total": (blocks.total, self.limits.num_kv_blocks),
-        }
-        for name, (number, right) in gauges.items():
-            require(number == right, "3.6", f"gauge {name}: expected {right}, got {number}")
+        """Compare numbers that the scheduler counts with those of the auditor, beyond those after each call."""
+        stats, auditor = self.scheduler.stats(), self.auditor
+        counters = stats.counters
         counted = {
             "steps": (counters.steps, auditor.steps),
             "budget_used": (counters.budget_used, auditor.planned_tokens),
             "budget_limit": (counters.budget_limit, auditor.steps * self.limits.max_num_batched_tokens),
-            "preemptions": (counters.preemptions, auditor.preemptions),
             **{
                 name: (getattr(counters, name), auditor.admitted_tokens[name])
                 for name in ("prompt_tokens", "recomputed_tokens", "prefix_queries")
             },
-            "generated_tokens": (stats.outputs.generated_tokens, sum(map(len, self.texts.tokens.values()))),
             "sent_blocks": (
                 stats.transfers.sent_blocks if stats.transfers else 0,
                 sum(len(each.blocks) for each in self.begun(Send)),

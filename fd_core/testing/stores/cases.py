@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from unittest import mock
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.stores.values import (
     BUFFERS,
@@ -61,6 +61,7 @@ AXES: Final = (
     Axis("clock", (0, -3600, 3600)),
     Axis("removed", ("all", "none", "every second")),
     Axis("opened", ("at first", "again", "by another object")),
+    Axis("lists", ("new", "reused")),
 )
 """Axes of one batch of values that is written, read and deleted."""
 EXCUSED: Final[Mapping[str, str]] = {}
@@ -108,9 +109,9 @@ def supported(place: StorePlace, shares: bool, persists: bool) -> Callable[[Axis
 
 def allowed(case: Case) -> bool:
     """Return True if there are as many keys of the kind, and the values are not too large together."""
-    count, size = _int(case, "count"), _int(case, "value_bytes")
-    make_at_most = KEYS[str(case["keys"])][1](_int(case, "key_bytes"))
-    copies = _int(case, "parts") * count
+    count, size = int_of(case, "count"), int_of(case, "value_bytes")
+    make_at_most = KEYS[str(case["keys"])][1](int_of(case, "key_bytes"))
+    copies = int_of(case, "parts") * count
     return count < make_at_most and count * size <= _MAX_BYTES and copies <= 10_000
 
 
@@ -126,19 +127,20 @@ class _Batch:
     def __init__(self, place: StorePlace, case: Case, pool: ThreadPoolExecutor) -> None:
         self.place, self.case = place, case
         self.timeout = float(case["timeout"] or 0)
-        *self.keys, self.absent = keys_of(str(case["keys"]), _int(case, "key_bytes"), _int(case, "count") + 1)
+        *self.keys, self.absent = keys_of(str(case["keys"]), int_of(case, "key_bytes"), int_of(case, "count") + 1)
         self.values = {key: value_of(self._kind, at, self._length(at)) for at, key in enumerate(self.keys)}
         self.others = {
-            b"another key %5d" % at: value_of("random", -at, 50 + at % 7) for at in range(_int(case, "others"))
+            b"another key %5d" % at: value_of("random", -at, 50 + at % 7) for at in range(int_of(case, "others"))
         }
         self._pool = pool
+        self._list: list[Any] = []
 
     @property
     def _kind(self) -> str:
         return str(self.case["content"])
 
     def _length(self, at: int) -> int:
-        size = _int(self.case, "value_bytes")
+        size = int_of(self.case, "value_bytes")
         match self.case["sizes"]:
             case "falling":
                 return max(0, size - 37 * at)
@@ -147,6 +149,8 @@ class _Batch:
         return size
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self.case["lists"] == "reused" and arguments and isinstance(arguments[0], list):
+            self._list[:], arguments = arguments[0], (self._list, *arguments[1:])
         return self._pool.submit(call, *arguments).result() if self.case["thread"] else call(*arguments)
 
     def put(self, store: KVStore, values: Mapping[bytes, bytes], count: int = 1) -> None:
@@ -166,12 +170,16 @@ class _Batch:
                 for key, value in self.values.items():
                     place.door.write(key, value)
             else:
-                self.put(writer, self.values, _int(self.case, "parts"))
+                self.put(writer, self.values, int_of(self.case, "parts"))
         for at, (key, value) in enumerate(self.values.items()):
             assert_value(f"value {at} of {len(self.values)} behind the store", place.door.read(key), value)
         with self._reader() as reader:
             self._read(reader)
             self._remove(reader)
+        if reader is not place.store:
+            self.run(reader.close)
+        found = self.run(place.store.get, [self.absent, *self.others], 1 << 28, self.timeout)
+        assert [*map(_bytes, found)] == [None, *self.others.values()], "another object or batch changed other values"
         for at, (key, other) in enumerate(self.others.items()):
             if at % 29 == 0 or at == len(self.others) - 1:
                 assert_value(f"value {at} that was there before", place.door.read(key), other)
@@ -207,7 +215,7 @@ class _Batch:
     @contextmanager
     def _reader(self) -> Iterator[KVStore]:
         reader = self.place.store if self.case["reader"] == "the store" else self.place.make()
-        now, shift = time.time, _int(self.case, "clock")
+        now, shift = time.time, int_of(self.case, "clock")
         with (
             mock.patch("time.time", lambda: now() + shift),
             mock.patch("time.time_ns", lambda: int((now() + shift) * 1e9)),
@@ -229,24 +237,40 @@ class _Batch:
             for key, value in values.items():
                 self.place.door.write(key, value)
         elif before == "timed out":
-            try:
-                self.run(writer.put, [(key, [value]) for key, value in values.items()], 0.0)
-            except StoreError as error:
-                assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
-                for value in values.values():
-                    assert_hidden(value, error)
+            self._let_time_out(values, writer.put, [(key, [value]) for key, value in values.items()])
+            for store in (writer, self.place.store):
+                self._let_time_out(values, store.get, self.keys, 1 << 28)
+                self._let_time_out(values, store.longest_prefix, self.keys, 1 << 28)
+                self._let_time_out(values, store.delete, self.keys)
         else:
             self.put(writer, values)
-            self.run(writer.get, self.keys, 1 << 28, self.timeout)
+            for store in (writer, self.place.store):
+                self.run(store.get, self.keys, 1 << 28, self.timeout)
+                self.run(store.longest_prefix, self.keys, 1 << 28, self.timeout)
             if before == "deleted":
                 found = self.run(writer.delete, self.keys, self.timeout)
                 assert found == len(values), f"delete of {len(values)} values returned {found}"
 
+    def _let_time_out(self, values: Mapping[bytes, bytes], call: Callable[..., Any], *arguments: Any) -> None:
+        """Make a call that has no time, and may end nevertheless; its error does not show the values."""
+        try:
+            self.run(call, *arguments, 0.0)
+        except StoreError as error:
+            assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
+            for value in values.values():
+                assert_hidden(value, error)
+
     def _read(self, reader: KVStore) -> None:
-        asked = self._asked()
+        """Read with one limit after another: what is too long for the one is not for the next."""
         longest = max(map(len, self.values.values()), default=0)
         named = {"exact": longest, "one less": max(0, longest - 1)}
         limit = (_LIMITS | named)[str(self.case["limit"])]
+        for each in (limit, _LIMITS["ample"], limit) if limit <= longest else (limit,):
+            self._read_within(reader, each)
+        self._check_stats(reader, {**self.values, **self.others})
+
+    def _read_within(self, reader: KVStore, limit: int) -> None:
+        asked = self._asked()
         expected = [self._within(key, limit) for key in asked]
         found = self.run(reader.get, asked, limit, self.timeout)
         assert len(found) == len(asked), f"get of {len(asked)} keys returned {len(found)} values"
@@ -255,7 +279,6 @@ class _Batch:
         prefix = next((at for at, value in enumerate(expected) if value is None), len(asked))
         counted = self.run(reader.longest_prefix, asked, limit, self.timeout)
         assert counted == prefix, f"longest_prefix of {len(asked)} keys: expected {prefix}, got {counted}"
-        self._check_stats(reader, {**self.values, **self.others})
 
     def _within(self, key: bytes, limit: int) -> bytes | None:
         value = self.values.get(key)
@@ -283,18 +306,21 @@ class _Batch:
         gone = {"all": self.keys, "none": [], "every second": self.keys[::2]}[str(self.case["removed"])]
         found = self.run(store.delete, [*gone, self.absent, *gone[:2]], self.timeout)
         assert found == len(gone), f"delete of {len(gone)} values, one absent and two repeated, returned {found}"
+        again = self.run(store.delete, [*gone, self.absent, *gone[:2]], self.timeout)
+        assert again == 0, f"delete of values that are gone returned {again}"
         left = {key: value for key, value in self.values.items() if key not in set(gone)}
         for at, key in enumerate(self.keys):
             assert_value(f"value {at} after a delete, behind the store", self.place.door.read(key), left.get(key))
         for at, value in enumerate(self.run(store.get, self.keys, 1 << 28, self.timeout)):
             assert_value(f"value {at} after a delete", value, left.get(self.keys[at]))
+        first = next((at for at, key in enumerate(self.keys) if key not in left), len(self.keys))
+        counted = self.run(store.longest_prefix, self.keys, 1 << 28, self.timeout)
+        assert counted == first, f"longest_prefix after a delete: expected {first}, got {counted}"
         self._check_stats(store, {**left, **self.others})
 
 
-def _int(case: Case, name: str) -> int:
-    value = case[name]
-    assert isinstance(value, int)
-    return value
+def _bytes(value: Bytes | None) -> bytes | None:
+    return None if value is None else bytes(value)
 
 
 STORES: Final[Part[StorePlace]] = Part("store", AXES, check_store, allowed)

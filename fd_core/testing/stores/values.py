@@ -104,7 +104,7 @@ BUFFERS: Final[dict[str, Callable[[bytes], Any]]] = {
     "bytes": bytes,
     "bytearray": bytearray,
     "memoryview": lambda part: memoryview(bytearray(b"--" + part + b"-"))[2 : 2 + len(part)],
-    "array": lambda part: np.frombuffer(part, np.uint8).copy().data,
+    "array": lambda part: np.frombuffer(part, np.uint8).reshape((-1, 1) if part else 0).copy().data,
 }
 """Kinds of buffers."""
 

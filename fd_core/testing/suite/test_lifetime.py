@@ -16,10 +16,12 @@ import pytest
 from fd_core.config import Limits
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
-from fd_core.errors import ConfigError
+from fd_core.engine.process.messages import Sleep
+from fd_core.errors import ConfigError, FdError
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
@@ -138,6 +140,20 @@ def test_closed_engine_frees_its_cache(target: Target) -> None:
         del engine
     gc.collect()
     assert [held() for held in gone] == [None, None]
+
+
+def test_sleeping_engine_frees_its_cache(target: Target) -> None:
+    if not target.cls.updates_weights:
+        lacks("an engine on this backend does not sleep")
+    failures: list[FdError | None] = []
+    with target.engine() as engine:
+        run(engine, [greedy("a", range(5), 4)])
+        cache = weakref.ref(engine.probe().runner.cache)
+        engine.control(Sleep(1), failures.append)
+        engine.begin_steps()
+        assert failures == [None]
+        gc.collect()
+        assert cache() is None
 
 
 @pytest.mark.fd_thorough

@@ -78,7 +78,7 @@ class OutputParser(abc.ABC):
 
     @abc.abstractmethod
     def push(self, text: str) -> Sequence[Event]:
-        """Process more text and return its events."""
+        """Process more text and return its events, which later calls do not change."""
 
     @abc.abstractmethod
     def flush(self) -> Sequence[Event]:

@@ -60,6 +60,31 @@ def test_unsupported_instruction_set_is_rejected(monkeypatch):
         build.load("amx")
 
 
+def test_library_of_the_package_needs_no_compiler(monkeypatch, tmp_path):
+    """The fastest set that the CPU has is loaded, and no other CPU changes its name."""
+    compiled, runnable = Path(build.load()._name), [isa for isa in build.PORTABLE if not build.missing(isa)]
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path)
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.delenv("FD_ISA", raising=False)
+    for isa in (build.PORTABLE[-1], runnable[0]):
+        path = build.library_path(isa, tmp_path)
+        shutil.copy(compiled, path)
+        assert build.load()._name == str(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "_processor", lambda: "another")
+            assert build.library_path(isa, tmp_path) == path
+    for path in tmp_path.glob("*.so"):
+        path.rename(path.with_name("fd_native-of-other-sources.so"))
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.load()
+
+
+def test_only_portable_sets_join_the_package():
+    with pytest.raises(build.BuildError, match="'native' is not one of amx"):
+        build.add_to_package("native")
+
+
 # The default run compiles the `amx` tiles below; `nox -s sanitize` also compiles each set as a whole.
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=pytest.mark.soak) for isa in build.INSTRUCTION_SETS])

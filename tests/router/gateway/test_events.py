@@ -28,6 +28,21 @@ def test_events_are_forwarded_whole_for_any_chunking(seed: int, end: bytes) -> N
     assert cutter.done and not cutter.error_forwarded
 
 
+@pytest.mark.parametrize("size", range(1, 30))
+def test_lines_are_forwarded_whole_for_any_chunking(size: int) -> None:
+    stream = b'{"done":false,"x":{"done":true,"error":1}}\n' * 3 + b'{"done":true}\n'
+    cutter, passed = EventCutter(lines=True), b""
+    for offset in range(0, len(stream), size):
+        ready = cutter.push(stream[offset : offset + size])
+        assert not ready or ready.endswith(b"\n")
+        passed += ready
+        assert cutter.done is passed.endswith(b'{"done":true}\n') and not cutter.error_forwarded
+    assert passed == stream
+    assert (
+        EventCutter(lines=True).push(b'{"er') == b"" and cutter.push(b'{"error":"lost"}\n') and cutter.error_forwarded
+    )
+
+
 def test_whole_events_are_forwarded_immediately() -> None:
     cutter = EventCutter()
     assert cutter.push(b"data: 1\n\n") == b"data: 1\n\n"

@@ -82,9 +82,9 @@ def test_metrics_match_the_contract_and_every_help_is_a_sentence() -> None:
 async def test_latency_is_measured_from_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     read = RouteRequestReader.read
 
-    async def read_slowly(self: RouteRequestReader, body: bytes, session: str | None = None) -> RouteRequest:
+    async def read_slowly(self: RouteRequestReader, *request: bytes | str | None) -> RouteRequest:
         await asyncio.sleep(0.2)
-        return await read(self, body, session)
+        return await read(self, *request)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RouteRequestReader, "read", read_slowly)
     async with FakeWorker() as worker, routed(worker) as live:

@@ -44,7 +44,8 @@ def test_line_has_key_route_status_and_tokens(server: LiveServer, caplog: pytest
             authorization="Bearer alice",
             x_request_id="trace-7",
         )
-    for line in lines(caplog, 2):
+    found, text = lines(caplog, 2), caplog.records[0].getMessage()
+    for line in found:
         assert 0 < line.pop("seconds") < 10
         assert line == {
             "client": "127.0.0.1",
@@ -56,7 +57,6 @@ def test_line_has_key_route_status_and_tokens(server: LiveServer, caplog: pytest
             "request_id": "trace-7",
             "key": "alice",
         }
-    text = caplog.records[0].getMessage()
     assert text.startswith(f"127.0.0.1 POST {PATH} 200 ") and text.endswith(" s in=12 out=14 id=trace-7 key=alice")
     for secret in ("hidden", "secret", "Hello", "Bearer"):
         assert secret not in caplog.text

@@ -16,6 +16,7 @@ DONE = b"data: [DONE]\n\n"
         (b'{"usage": {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}}', (5, 7)),
         (b'{"usage": {"input_tokens": 5, "output_tokens": 7}}', (5, 7)),
         (b'{"usage": {"input_tokens": 2, "cache_read_input_tokens": 3, "output_tokens": 7}}', (5, 7)),
+        (b'{"prompt_eval_count": 5, "eval_count": 7}', (5, 7)),
         (b'{"usage": null}', (0, 0)),
         (b'{"error": {}}', (0, 0)),
         (b'{"usage": "much"}', (0, 0)),
@@ -36,6 +37,14 @@ def test_usage_comment_of_a_stream_is_read_and_removed() -> None:
     assert meter.tokens(9) == (9, 1)
     assert meter.piece(first + usage_comment(5, 7) + DONE) == first + DONE
     assert meter.tokens(9) == (5, 7)
+
+
+def test_usage_of_lines_is_read_from_the_last() -> None:
+    meter = UsageMeter()
+    forged = b'{"message":{"tool_calls":[{"function":{"arguments":{"done":true,"eval_count":1}}}]},"done":false}\n'
+    assert meter.piece(forged + forged) == forged + forged and meter.tokens(9) == (9, 2)
+    last = b'{"done":true,"prompt_eval_count":5,"eval_count":7}\n'
+    assert meter.piece(forged + last) == forged + last and meter.tokens(9) == (5, 7)
 
 
 def test_text_cannot_forge_usage() -> None:

@@ -19,7 +19,7 @@ def kept(store: BatchStore, owner: str, content: bytes) -> StoredFile:
     with store.upload(owner) as upload:
         upload.reserve(len(content))
         upload.write(content)
-        return upload.keep(len(content), "in.jsonl", "batch")
+        return upload.keep("in.jsonl", "batch")
 
 
 def batch(number: int, input_file_id: str = "file-0", **fields: object) -> StoredBatch:

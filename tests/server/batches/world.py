@@ -132,14 +132,12 @@ class World:
     async def _upload(self, service: BatchService, store: BatchStore, owner: str) -> None:
         lines = self.random.choice((0, 1, 3, 10))
         content = b"".join(self._line() for _ in range(lines)) or b"no requests\n"
-        form, begin = b"head" + content + b"tail", 4
         with store.upload(owner) as upload:
-            for at in range(0, len(form), 200):
-                upload.reserve(len(form[at : at + 200]))
-                await asyncio.to_thread(partial(upload.write, form[at : at + 200]))
+            for at in range(0, len(content), 200):
+                upload.reserve(len(content[at : at + 200]) + 100)  # of the form, more arrives than is written
+                await asyncio.to_thread(partial(upload.write, content[at : at + 200]))
                 self._counted(store)
-            await asyncio.to_thread(partial(upload.cut, begin, len(content)))
-            file = upload.keep(len(content), "../\ud800\n.jsonl", "batch")
+            file = upload.keep("../\ud800\n.jsonl", "batch")
         self.files[file.id] = owner, content
         self.occurred["file"] += 1
 

@@ -13,7 +13,6 @@ import pytest
 from fd_core.kv.stores.contract import FailureReason
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.engines.device import WrongKV
 from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore, TimedKVCache
@@ -21,6 +20,7 @@ from fd_core.simulation.workloads.conversations import Piece, UserTurn
 from fd_core.simulation.world import World
 from fd_core.types import IntArray
 from tests.simulation.helpers import conversations, group, world
+from tests.simulation.kv_checked import WrongKV
 
 BLOCK_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.settings import KEYS, KINDS, workload_table
+from fd_core.simulation.workloads.settings import DISTRIBUTION_FORMS, KEYS, KINDS
 from fd_core.simulation.workloads.workload import read_workload
 
 PAGE = (Path(__file__).parents[3] / "docs" / "study" / "workloads.md").read_text()
@@ -146,12 +146,12 @@ def test_keys_and_kinds_match():
 
 
 def test_document_lists_every_kind_and_key():
-    forms, kinds, keys = workload_table()
-    assert all(f"`{form}`" in PAGE for form in forms)
-    for name, described, names in kinds:
-        assert f"| `{name}` | {described} | {names} |\n" in PAGE
-    for name, form, default, described in keys:
-        assert f"| `{name}` | {form} | {default} | {described} |\n" in PAGE
+    assert all(f"`{form}`" in PAGE for form in DISTRIBUTION_FORMS)
+    for name, kind in KINDS.items():
+        title = f"{name}:FILE" if kind.file else name
+        assert f"| `{title}` | {kind.described} | {', '.join(kind.keys)} |\n" in PAGE
+    for name, key in KEYS.items():
+        assert f"| `{name}` | {key.form} | {key.default or ''} | {key.described} |\n" in PAGE
 
 
 def test_document_examples_are_valid_workloads(tmp_path):

@@ -277,3 +277,71 @@ class KeepsSixteenThousandTokens(NgramDrafter):
             return super().guess(slot, limit)
         finally:
             self._texts[slot] = whole
+
+
+@noticed("test_case")
+class ContinuesASimilarRequest(Shortest):
+    """Takes a request that begins as the previous one, and is no shorter, for the same one."""
+
+    def admit(self, slot, tokens):
+        text = self._texts[slot]
+        if text and len(tokens) >= len(text) and tokens[:8].tolist() == text[:8]:
+            self.grow(slot, tokens[len(text) :])
+        else:
+            super().admit(slot, tokens)
+
+
+@noticed("test_case")
+class KnowsARequestByItsEnd(Shortest):
+    """Takes a request with the length and the end of the previous one for that one, back from a preemption."""
+
+    def admit(self, slot, tokens):
+        text = self._texts[slot]
+        if len(text) != len(tokens) or text[-4:] != tokens[-4:].tolist():
+            super().admit(slot, tokens)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class KeepsPrompts(Shortest):
+    """Keeps each prompt by its hash, as for the next request with it."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._prompts = {}
+
+    def admit(self, slot, tokens):
+        self._prompts[hash(tokens.tobytes())] = tokens.copy()
+        super().admit(slot, tokens)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class LogsLengths(Shortest):
+    """Small numbers, of which a process has one object each, in a list that grows."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._lengths = []
+
+    def admit(self, slot, tokens):
+        self._lengths.append(min(len(tokens), 200))
+        super().admit(slot, tokens)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class AppendsToOneArray(Shortest):
+    def __init__(self, context):
+        super().__init__(context)
+        self._every = np.zeros(0, np.int32)
+
+    def admit(self, slot, tokens):
+        self._every = np.append(self._every, tokens)
+        super().admit(slot, tokens)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class RegistersItself(Shortest):
+    alive: ClassVar[list[Drafter]] = []
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.alive.append(self)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullCache
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
@@ -245,3 +246,29 @@ class WarmsUpWithUnequalDrafts:
 
     def warm_up_steps(self, limits):
         return [[WarmUpRow(drafts=index % 2) for index in range(limits.max_num_seqs)]]
+
+
+@wrong_in("reference", "ordered=update")
+class KeepsCapturesOfReplacedModels:
+    """Captured steps are found by the sizes of the model, but hold its weights."""
+
+    captures = None
+
+    def compile(self, forward):
+        model = getattr(forward, "__self__", None)
+        if model is None:
+            return forward
+        self.captures = self.captures or {}
+        return self.captures.setdefault((model.architecture, model.num_parameters, model.vocab_size), forward)
+
+
+def _load_once(self, path, ops, progress):
+    known = self.__dict__.setdefault("known", {})
+    if path not in known:
+        known[path] = ReferenceBackend.load_model(self, path, ops, progress)
+    return known[path]
+
+
+@wrong_in("reference", "ordered=update", load_model=_load_once)
+class LoadsAFolderOnce:
+    """A model is loaded once for each path, although its files were replaced."""

@@ -46,11 +46,11 @@ def matches(test: str, pattern: str) -> bool:
     return test.startswith(pattern[:-1]) if pattern.endswith("*") else test == pattern
 
 
-def wrong_in(base: str, case: str) -> Any:
+def wrong_in(base: str, case: str, **of_the_backend: Any) -> Any:
     """Turn a class with methods of a pack or a postprocessor into a backend that fails in a case of an engine."""
 
     def register(methods: type) -> type:
-        wrong(base, "cases:test_step*")(methods)
+        wrong(base, "cases:test_step*", **of_the_backend)(methods)
         name, fault = FAULTS.popitem()
         FAULTS[name] = replace(fault, case=case)
         return methods

@@ -10,7 +10,7 @@ import time
 import zlib
 from dataclasses import replace
 
-from fd_core.kv.stores.contract import StoreError
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
@@ -391,7 +391,7 @@ class TakesAnyParameter(MemoryStore):
         super().__init__(type(location)(location.scheme, location.text, {}))
 
 
-@found_by("test_every_change_is_visible_to_the_next_read", change="put")
+@found_by("store:count=25,before=as long")
 class ReturnsAnEarlierReadSometimes(MemoryStore):
     def get(self, keys, limit, timeout):
         seen = self.__dict__.setdefault("seen", {})
@@ -403,7 +403,7 @@ class ReturnsAnEarlierReadSometimes(MemoryStore):
         return found
 
 
-@found_by("test_every_change_is_visible_to_the_next_read", change="deleted")
+@found_by("store:plain")
 class CountsRemovedValuesInAPrefix(MemoryStore):
     def longest_prefix(self, keys, limit, timeout):
         self.had = getattr(self, "had", set()) | {key for key in keys if key in self._values}
@@ -618,3 +618,128 @@ class ReadsWithoutALock(MemoryStore):
             else:
                 found.append(None)
         return found
+
+
+@found_by("store:lists=reused")
+class KnowsListsByIdentity(MemoryStore):
+    """Names the keys of a list once; the caller may put others into it."""
+
+    last, names = None, ()
+
+    def get(self, keys, limit, timeout):
+        if keys is not self.last:
+            self.last, self.names = keys, tuple(keys)
+        return super().get(self.names, limit, timeout)
+
+
+@found_by("store:reader=another object")
+class SharesAHandle(DiskStore):
+    """The objects of a folder share a handle, which ends with the first of them."""
+
+    ended = {}  # noqa: RUF012 - that is the fault
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.handle = self.ended.setdefault(self.path, [])
+
+    def close(self):
+        super().close()
+        self.handle.append(self)
+
+    def get(self, keys, limit, timeout):
+        if self.handle:
+            raise StoreError(FailureReason.OTHER, "the KV store is closed")
+        return super().get(keys, limit, timeout)
+
+
+@found_by("store:before=timed out")
+class AnswersTheCallThatTimedOut(MemoryStore):
+    """The response of a call that timed out is taken for that of the next one."""
+
+    late = None
+
+    def longest_prefix(self, keys, limit, timeout):
+        found, late = super().longest_prefix(keys, limit, timeout), self.late
+        self.late = None if timeout else found
+        if not timeout:
+            raise StoreError(FailureReason.TIMEOUT, "the KV store call timed out")
+        return found if late is None else late
+
+
+@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="delete and put")
+class RemembersTheAgeOfDeletedValues(MemoryStore):
+    """A value that is put under the key of a deleted one is as old as that was."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.old = set()
+
+    def put(self, values, timeout):
+        stored = super().put(values, timeout)
+        for key, _ in values:
+            if key in self.old and key in self._values:
+                self._values.move_to_end(key, last=False)
+        self.old.clear()
+        return stored
+
+    def delete(self, keys, timeout):
+        self.old.update(key for key in keys if key in self._opened())
+        return super().delete(keys, timeout)
+
+
+@found_by("store:limit=one less")
+class RemembersTheLimit(MemoryStore):
+    """A value that fits once counts as one that fits, until it is changed."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.fits = {}
+
+    def longest_prefix(self, keys, limit, timeout):
+        for at, key in enumerate(keys):
+            value = self._opened().get(key, b"")
+            if self.fits.get(key, (None, False))[0] is not value:
+                self.fits[key] = value, super().longest_prefix([key], limit, timeout) == 1
+            if not self.fits[key][1]:
+                return at
+        return len(keys)
+
+    def delete(self, keys, timeout):
+        self.fits.clear()
+        return super().delete(keys, timeout)
+
+
+@found_by("test_nothing_is_held_of_values_that_are_gone")
+class LeavesADescriptorOfATimeout(DiskStore):
+    def put(self, values, timeout):
+        try:
+            return super().put(values, timeout)
+        except StoreError:
+            self.__dict__.setdefault("left", []).append(os.dup(2))
+            raise
+
+    def __del__(self):
+        for descriptor in self.__dict__.get("left", ()):
+            os.close(descriptor)
+
+
+@found_by("test_space_of_replaced_and_deleted_values_is_free", size=9000)
+class KeepsTheSpaceOfATimeout(MemoryStore):
+    """Space is reserved for all values of a put, and freed only at its end."""
+
+    def put(self, values, timeout):
+        space = sum(memoryview(part).nbytes for _, parts in values for part in parts)
+        self.limit_bytes -= space if timeout == 0 else 0
+        return super().put(values, timeout)
+
+
+@found_by("store:removed=every second")
+class CountsTheSameDeletionAgain(MemoryStore):
+    """A delete that is repeated returns the count of the first one, as from a cache of responses."""
+
+    last = None, 0
+
+    def delete(self, keys, timeout):
+        if self.last[0] != tuple(keys) or any(key in self._opened() for key in keys):
+            self.last = tuple(keys), super().delete(keys, timeout)
+        return self.last[1]

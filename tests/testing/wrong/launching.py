@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from types import SimpleNamespace
 from unittest import mock
 
 from fd_core.launching import spawn
+from fd_core.launching.contract import LaunchError, Node
 from fd_core.launching.owned import OwnedProcess
 from fd_core.launching.spawn import SpawnLauncher
 
@@ -32,6 +35,8 @@ def _start(launcher, specs, cls):
         return SpawnLauncher.start(launcher, specs)
 
 
+ANY_ORDER = "test_processes_start_and_end_in_any_order"
+HELD = "test_nothing_is_held_of_processes_that_ended"
 OUTPUT = "test_output_is_forwarded_and_its_end_is_in_the_reason"
 
 
@@ -62,43 +67,205 @@ class ForwardsNothing(OwnedProcess):
             self._lines.extend(raw.decode().rstrip("\n") for raw in output)
 
 
-@found_by("test_a_terminated_process_may_take_its_time")
+@found_by("test_a_terminated_process_ends_when_it_wants_to")
 class KillsAfterTerminating(OwnedProcess):
     def terminate(self):
         super().terminate()
         threading.Timer(0.2, self._process.kill).start()
 
 
-@found_by("test_a_process_announces_itself_and_runs")
+@found_by(ANY_ORDER)
 class NamesAnotherProcess(OwnedProcess):
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
         self.pid = os.getpid()
 
 
-@found_by("test_processes_are_returned_in_the_order_of_their_specs")
+@found_by(ANY_ORDER)
 class StartsTheLargestFirst(SpawnLauncher):
     def start(self, specs):
         return super().start(sorted(specs, key=lambda spec: -spec.cores))
 
 
-@found_by("test_none_is_left_if_one_cannot_be_started")
+@found_by(ANY_ORDER)
 class StartsOneByOne(SpawnLauncher):
     def start(self, specs):
         self._require(specs)
         return tuple(process for spec in specs for process in super(StartsOneByOne, self).start([spec]))
 
 
-@found_by("test_closing_ends_what_runs")
+@found_by(ANY_ORDER)
 class ClosesPolitely(SpawnLauncher):
     def close(self):
         for process, _, _ in self._running:
             process.terminate()
 
 
-@found_by("test_secrets_reach_the_process_and_nothing_else")
+@found_by(ANY_ORDER)
 class ExportsSecrets(SpawnLauncher):
     def start(self, specs):
         for spec in specs:
             os.environ.update(spec.secrets)
         return super().start(specs)
+
+
+@found_by(ANY_ORDER)
+class ForgetsAnnouncements(OwnedProcess):
+    """A process that ended has no address."""
+
+    def announced(self):
+        return super().announced() if self.exit_code() is None else None
+
+
+@found_by(ANY_ORDER)
+class SharesNames(SpawnLauncher):
+    """A name is taken if a process of another launcher has it."""
+
+    taken = {}  # noqa: RUF012 - that is the fault
+
+    def start(self, specs):
+        for spec in specs:
+            if spec.name in self.taken and self.taken[spec.name].exit_code() is None:
+                raise LaunchError(f"a process named {spec.name} is already running")
+        started = super().start(specs)
+        self.taken.update({process.name: process for process in started})
+        return started
+
+
+@found_by(ANY_ORDER)
+class ClosesOtherLaunchers(SpawnLauncher):
+    all_running = []  # noqa: RUF012 - that is the fault
+
+    def start(self, specs):
+        started = super().start(specs)
+        self.all_running.extend(started)
+        return started
+
+    def close(self):
+        while self.all_running:
+            self.all_running.pop().kill()
+        super().close()
+
+
+@found_by(ANY_ORDER)
+class KeepsLinesByName(OwnedProcess):
+    """The last lines of an earlier process of the name are in the reason."""
+
+    kept = {}  # noqa: RUF012 - that is the fault
+
+    def _forward(self):
+        self._lines = self.kept.setdefault(self.name, self._lines)
+        super()._forward()
+
+
+@found_by(ANY_ORDER)
+class FindsProcessesByName(SpawnLauncher):
+    """A process that ended reports what happens to the next one of its name."""
+
+    def start(self, specs):
+        latest = self.__dict__.setdefault("latest", {})
+        started = super().start(specs)
+        latest.update({process.name: process for process in started})
+        return tuple(_ByName(process, latest) for process in started)
+
+
+class _ByName:
+    def __init__(self, process, latest):
+        self.name, self.pid, self.node, self.address = process.name, process.pid, process.node, process.address
+        self._latest = latest
+
+    def __getattr__(self, method):
+        return getattr(self._latest[self.name], method)
+
+
+@found_by(ANY_ORDER)
+class ReportsTheEndOnce(OwnedProcess):
+    reported = False
+
+    def wait(self, seconds):
+        code = None if self.reported else super().wait(seconds)
+        self.reported = code is not None
+        return code
+
+
+@found_by(HELD)
+class LeavesADescriptorOfEachProcess(SpawnLauncher):
+    def start(self, specs):
+        started = super().start(specs)
+        self.__dict__.setdefault("left", []).extend(os.dup(2) for _ in started)
+        return started
+
+    def close(self):
+        super().close()
+        for descriptor in self.__dict__.pop("left", ()):
+            os.close(descriptor)
+
+
+@found_by(HELD)
+class LosesTheCoresOfARefusedGroup(SpawnLauncher):
+    def start(self, specs):
+        try:
+            return super().start(specs)
+        except LaunchError:
+            self._cores = self._cores[specs[0].cores :]
+            raise
+
+
+@found_by(ANY_ORDER)
+class CountsFreeCores(SpawnLauncher):
+    def nodes(self):
+        taken = sum(len(cores) for process, cores, _ in self._running if process.exit_code() is None)
+        return (Node("local", "127.0.0.1", len(self._cores) - taken, devices=len(self._devices)),)
+
+
+@found_by("test_a_terminated_process_ends_when_it_wants_to")
+class WaitsWhenItTerminates(OwnedProcess):
+    def terminate(self):
+        super().terminate()
+        self.wait(20.0)
+
+
+@found_by(ANY_ORDER)
+class LocksWhileItWaits(OwnedProcess):
+    """No other thread can end a process while one waits for its end."""
+
+    def __init__(self, *arguments, **more):
+        self.calls = threading.RLock()
+        super().__init__(*arguments, **more)
+
+    def wait(self, seconds):
+        with self.calls:
+            return super().wait(seconds)
+
+    def terminate(self):
+        with self.calls:
+            super().terminate()
+
+    def kill(self):
+        with self.calls:
+            super().kill()
+
+
+@found_by(ANY_ORDER)
+class PrefixesLinesWithTheLatestName(OwnedProcess):
+    latest = SimpleNamespace(name="")
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.latest.name = self.name
+
+    def _forward(self):
+        time.sleep(0.1)  # so that all processes have their names
+        own, self.name = self.name, self.latest.name
+        super()._forward()
+        self.name = own
+
+
+@found_by(ANY_ORDER)
+class PinsAllToTheFirstCores(SpawnLauncher):
+    def start(self, specs):
+        def pinned(*arguments, cores, **more):
+            return OwnedProcess(*arguments, cores=self._cores[: len(cores)], **more)
+
+        with mock.patch.object(spawn, "OwnedProcess", pinned):
+            return super().start(specs)

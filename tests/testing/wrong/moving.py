@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 from fd_core.disagg.connectors.contract import ConnectorError, PutResult
@@ -301,4 +304,89 @@ class WaitsForTheOtherSide(Changed, TCPConnector):
         end = super().open_outbox(lease, address, **limits)
         close = end.close
         end.close = lambda: (self.closed.setdefault(lease, threading.Event()).set(), close())
+        return end
+
+
+@found_by("before=the same lease")
+class KeepsTheLimitsOfALease(Changed, TCPConnector):
+    """A lease has the limits of an earlier one of its name."""
+
+    limits = {}  # noqa: RUF012 - that is the fault
+
+    def open_inbox(self, lease, **limits):
+        return super().open_inbox(lease, **self.limits.setdefault((id(self), lease), limits))
+
+
+@found_by("before=a transfer,moves=a window at a time")
+class PoolsBuffersByTheirSize(Changed, TCPConnector):
+    """The buffers of a lease that is over serve the next one with values of that size, whatever its window."""
+
+    def open_inbox(self, lease, *, window, **limits):
+        buffers, taken = self.__dict__.setdefault("pool", {}).pop(limits["value_bytes"], window), set()
+        end = super().open_inbox(lease, window=window, **limits)
+        take, close = end.take, end.close
+
+        def take_into_a_buffer(index, *piece):
+            if len(taken | {index}) > buffers:
+                raise ConnectorError("no buffer is free")
+            taken.add(index)
+            return take(index, *piece)
+
+        end.take, end.done = take_into_a_buffer, lambda index, _: taken.discard(index)
+        end.close = lambda: (close(), self.pool.update({limits["value_bytes"]: buffers}))
+        return end
+
+
+@found_by("before=four aborts,peer=none")
+class ClosesItsDescriptorAgain(Changed, SharedMemoryConnector):
+    """A second close ends the lease that has the number of the descriptor by then."""
+
+    def change_inbox(self, end, whole):
+        descriptor = whole._segment._descriptor
+
+        def close():
+            with suppress(OSError):
+                if whole._segment is None and "memfd" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                    os.close(descriptor)
+            whole.close()
+
+        end.close = close
+
+
+@found_by("age=30,peer=none")
+class TimesTheLease(Changed, TCPConnector):
+    """The timeout of a call begins with the lease."""
+
+    def change_inbox(self, end, whole):
+        until = time.monotonic() + self.settings.timeout
+
+        def take(*piece):
+            if time.monotonic() > until:
+                raise ConnectorError("the call timed out")
+            return whole.take(*piece)
+
+        end.take = take
+
+
+@found_by("before=another connector,peer=none")
+class NumbersInboxesByConnector(Changed, TCPConnector):
+    """The table of inboxes is one of the process, their numbers are those of a connector."""
+
+    inboxes = {}  # noqa: RUF012 - that is the fault
+
+    def change_inbox(self, end, whole):
+        self.number = self.__dict__.get("number", 0) + 1
+        end.address, values = b"%d" % self.number, {}
+        self.inboxes[self.number] = values
+        end.take = lambda index, *_: whole.take(index, b"", [values[index]])
+
+    def open_outbox(self, lease, address, **limits):
+        number, end = int(address), super().open_outbox(lease, b"", **limits)
+        put = end.put
+
+        def put_there(index, parts):
+            self.inboxes[number][index] = b"".join(put(index, parts).frames)
+            return PutResult(b"")
+
+        end.put = put_there
         return end

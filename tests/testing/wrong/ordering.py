@@ -391,6 +391,78 @@ class RemembersVictims(FewestTokens):
         return row
 
 
+class LogsVictims(FewestTokens):
+    noticed_by = "test_it_forgets_requests"
+
+    def __init__(self):
+        self.log = bytearray()
+
+    def choose(self, running):
+        row = super().choose(running)
+        self.log += row.to_bytes(8, "little")
+        return row
+
+
+class ReturnsWithCredit(FairShare):
+    """Tenants that were idle continue with the clock that they had then."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def __init__(self):
+        super().__init__()
+        self._idle = {}
+
+    def arrived(self, request):
+        new = request.tenant not in self._unfinished
+        super().arrived(request)
+        if new and request.tenant in self._idle:
+            self._clocks[request.tenant] = self._idle.pop(request.tenant)
+
+    def ended(self, request, num_computed):
+        clock = self._clocks.get(request.tenant)
+        super().ended(request, num_computed)
+        if request.tenant not in self._unfinished:
+            self._idle = {**dict(list(self._idle.items())[-15:]), request.tenant: clock}
+
+
+class SharesItsTime(FairShare):
+    """The virtual time is an attribute of the class."""
+
+    noticed_by = "test_order"
+    now = 0
+
+    @property
+    def _now(self):
+        return SharesItsTime.now
+
+    @_now.setter
+    def _now(self, value):
+        SharesItsTime.now = value
+
+
+class LogsAdmissions(Fcfs):
+    """Small numbers, of which a process has one object each, in a list that grows."""
+
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        self._sizes = []
+
+    def admitted(self, request):
+        self._sizes.append(min(request.num_tokens, 200))
+
+
+class CollectsPriorities(Priority):
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        self._seen = np.zeros(0, np.int64)
+
+    def preemption_candidates(self, running):
+        self._seen = np.append(self._seen, running.priorities)
+        return super().preemption_candidates(running)
+
+
 def _faults(base: type) -> list[type]:
     return [
         each

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -373,7 +375,7 @@ class RemembersAborts(Changed):
         return super().abort(request_id)
 
 
-@breaks("1.7", "lifetime:test_id_that_was_used_before_is_that_of_a_new_request")
+@breaks("1.7", "schedule:requests=12,ids=reused,incident=abort_waiting")
 class AbortsAnIdOnce(RemembersAborts):
     """The same fault: an id that is used again cannot be aborted."""
 
@@ -625,3 +627,215 @@ class CountsPromptsOfPreemptedRequestsAgain(Changed):
             batch.counters.prompt_tokens = before + request.prompt_len
 
         instead(self._running_batch, "run", run)
+
+
+# Sequences ----------------------------------------------------------------------------------------------------
+
+
+@breaks("8", "schedule:incident=paused")
+class PauseOnlyStopsAdmission(Changed):
+    stopped = False
+
+    def pause(self):
+        self.stopped = True
+
+    def resume(self):
+        self.stopped = False
+
+    def admit(self, builder, step):
+        if not self.stopped:
+            super().admit(builder, step)
+
+
+@breaks("2.2", "schedule:incident=paused")
+class CountsPauses(Changed):
+    pauses = 0
+
+    def pause(self):
+        self.pauses += 1
+        super().pause()
+
+    def resume(self):
+        self.pauses -= 1
+        if not self.pauses:
+            super().resume()
+
+
+@breaks("8", "signals:test_pause_keeps_the_order_of_requests")
+class PausedRequestsGoLast(Changed):
+    def change(self):
+        def released(part, right, request):
+            if self._planner.paused:
+                request.rank = (10**9 + request.arrival,)
+            right(request)
+
+        instead(self._output_processor, "_on_released", released)
+
+
+@breaks("1.7", "schedule:incident=paused,requests=12")
+class AbortsAfterThePause(Changed):
+    late = ()
+
+    def abort(self, request_id):
+        if not self._planner.paused:
+            return super().abort(request_id)
+        self.late = (*self.late, request_id)
+        return None
+
+    def plan(self):
+        if not self._planner.paused:
+            for name in self.late:
+                super().abort(name)
+            self.late = ()
+        return super().plan()
+
+
+@breaks("3.5", "schedule:caching=true,incident=paused,shared=same")
+class ForgetsNoPrefixes(Changed):
+    def forget_prefixes(self):
+        return self._effects()
+
+
+@breaks("3.5", "schedule:caching=true,incident=paused,shared=same")
+class ChangesTheKeysOfNewRequestsOnly(Changed):
+    def change_weights(self, nonce):
+        self._prefixes.change_weights(nonce)
+        return self._effects()
+
+
+@breaks("3.4", "schedule:depth=2,requests=12,ids=reused,incident=abort_ending")
+class KeepsIdsToAbort(Changed):
+    """Aborts by id in the next plan; the id of a request that ended before that plan stays."""
+
+    def change(self):
+        self._names = set()
+
+    def abort(self, request_id):
+        request = self._requests.get(request_id)
+        if request is None or request.state is not State.RUNNING or request.abort_requested:
+            return super().abort(request_id)
+        request.abort_requested = True
+        self._names.add(request_id)
+        return None
+
+    def plan(self):
+        for name in self._names & self._requests.keys():
+            if self._requests[name].state is not State.WAITING:
+                self._names.discard(name)
+                super().abort(name)
+                self._aborting.append(self._requests[name])
+                self._requests[name].abort_requested = True
+        return super().plan()
+
+
+@breaks("8", "schedule:incident=abort_running,schedulers=two")
+class SharesItsAborts(Changed):
+    aborts: ClassVar[list[Any]] = []
+
+    def change(self):
+        self._aborting = self.aborts
+
+
+@breaks("8", "schedule:schedulers=two")
+class AdmitsByTheClock(Changed):
+    """Admits requests at most every 50 ms."""
+
+    last = -1.0
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self._clock = setup.clock or (lambda: self.last + 1.0)
+
+    def admit(self, builder, step):
+        if self._clock() - self.last >= 0.05:
+            self.last = self._clock()
+            super().admit(builder, step)
+
+
+@breaks("8", "schedule:schedulers=two")
+class OverwritesItsPlans(Plans):
+    """The columns of a plan are views of memory that the next plan overwrites."""
+
+    def change(self):
+        self._starts = np.zeros(self.limits.max_num_seqs, np.int32)
+
+    def changed(self, plan):
+        starts = self._starts[: len(plan.slots)]
+        starts.setflags(write=True)
+        starts[:] = plan.starts
+        starts.setflags(write=False)
+        return replace(plan, starts=starts)
+
+
+@breaks("8", "schedule:schedulers=two")
+class ChoosesSlotsAtRandom(Changed):
+    def change(self):
+        def free_slot(part, right):
+            free = np.flatnonzero(~part.occupied).tolist()
+            return random.choice(free) if free else None
+
+        instead(self._slots, "free_slot", free_slot)
+
+
+@breaks("8", "schedule:keep=all")
+class ReusesNumbersOfOperations(Changed):
+    """Gives an operation the smallest number that is not open."""
+
+    def change(self):
+        def begin(part, right, *arguments):
+            number = right(*arguments)
+            part.next = next(each for each in range(1, len(part.open) + 2) if each not in part.open)
+            return number
+
+        instead(self._operations, "begin", begin)
+
+
+@breaks("3.6", "schedule:incident=paused")
+class PausesForgetAborts(Changed):
+    def pause(self):
+        super().pause()
+        self._aborting.clear()
+
+
+@breaks("1.2", "schedule:pairs=elsewhere,incident=paused")
+class PausesLoseLoads(Changed):
+    """Does not admit a request whose KV arrives in a pause, and preempts it."""
+
+    def complete(self, completion):
+        found = super().complete(completion)
+        if self._planner.paused:
+            self._running_batch.kv_loaded.clear()
+        return found
+
+
+@breaks("2.1", "schedule:caching=true,requests=12,ids=reused")
+class ReportsCachedTokensOncePerId(Changed):
+    def change(self):
+        self._told = set()
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        for at, delta in enumerate(deltas):
+            if delta.request_id in self._told:
+                deltas[at] = msgspec.structs.replace(delta, cached_tokens=None)
+            self._told.add(delta.request_id)
+        return deltas, effects
+
+
+@breaks("2.1", "schedule:pairs=elsewhere")
+class CountsFetchedTokensAsCached(Changed):
+    def change(self):
+        def finish_load(part, right, request, num_tokens, num_cached):
+            right(request, num_tokens, num_tokens)
+
+        instead(self._running_batch, "finish_load", finish_load)
+
+
+@breaks("8", "schedule:schedulers=two")
+class ReturnsTheSameList(Changed):
+    def change(self):
+        self._deltas = []
+
+    def commit(self, plan, output):
+        self._deltas[:], effects = super().commit(plan, output)
+        return self._deltas, effects

@@ -79,13 +79,13 @@ class Plans(Changed):
 # Signals ------------------------------------------------------------------------------------------------------
 
 
-@breaks("1.1", "signals:test_tokens_in_flight_at_a_revocation_are_delivered[2]")
+@breaks("1.1", "schedule:depth=2")
 class DropsTokensInFlightForADrainingSlot(Answers):
     def keeps(self, delta, state, output):
         return not (state is State.DRAINING and delta.token_ids)
 
 
-@breaks("1.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[2-3-24]")
+@breaks("1.1", "schedule:k=3")
 class DeliversOneTokenOfAStep(Answers):
     """Accepted drafts are lost."""
 
@@ -94,7 +94,7 @@ class DeliversOneTokenOfAStep(Answers):
         return [msgspec.structs.replace(delta, token_ids=delta.token_ids[:1]) for delta in deltas], effects
 
 
-@breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+@breaks("1.2", "schedule:depth=3")
 class RevokesTwice(Plans):
     """Repeats a revocation until it is acknowledged."""
 
@@ -106,7 +106,7 @@ class RevokesTwice(Plans):
         return replace(plan, revocations=self.pending)
 
 
-@breaks("1.2", "signals:test_an_abort_while_draining_ends_with_the_release[2]")
+@breaks("1.2", "schedule:incident=abort_draining")
 class EndsAnAbortedRequestBeforeItsRelease(Changed):
     def abort(self, request_id):
         request = self._requests.get(request_id)
@@ -117,7 +117,7 @@ class EndsAnAbortedRequestBeforeItsRelease(Changed):
         return delta
 
 
-@breaks("1.3", "signals:test_a_batch_that_is_aborted_as_a_whole_is_a_step[1]")
+@breaks("1.3", "schedule:incident=abort_all")
 class MakesNoStepOfRevocationsAlone(Plans):
     def plan(self):
         running = [self._slots.request_in(int(slot)) for slot in np.flatnonzero(self._slots.running)]
@@ -126,13 +126,13 @@ class MakesNoStepOfRevocationsAlone(Plans):
         return super().plan()
 
 
-@breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
+@breaks("1.3", "schedule:incident=error")
 class DropsRowsAfterAnError(Answers):
     def keeps(self, delta, state, output):
         return not output.errors or delta.finish_reason is FinishReason.ERROR
 
 
-@breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+@breaks("1.2", "schedule:plain")
 class ReassignsADrainingSlot(Changed):
     """A slot is free as soon as it is revoked; its request is requeued at once."""
 
@@ -145,7 +145,7 @@ class ReassignsADrainingSlot(Changed):
         instead(self._running_batch, "revoke", revoke)
 
 
-@breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+@breaks("1.4", "schedule:depth=2")
 class ForgetsTokensReceivedWhileDraining(Plans):
     """A request is readmitted with the tokens that it had when its slot was revoked."""
 
@@ -167,13 +167,13 @@ class ForgetsTokensReceivedWhileDraining(Plans):
         return replace(plan, admissions=cut)
 
 
-@breaks("1.5", "signals:test_an_answer_of_another_epoch_or_step_is_dropped[{'epoch': -1}]")
+@breaks("1.5", "schedule:incident=stale")
 class AcceptsAnotherEpoch(Changed):
     def commit(self, plan, output):
         return super().commit(plan, replace(output, epoch=plan.epoch))
 
 
-@breaks("1.5", "signals:test_repeated_output_is_dropped")
+@breaks("1.5", "schedule:incident=repeated")
 class AppliesAnAnswerTwice(Changed):
     def commit(self, plan, output):
         self._output_processor._next_step = plan.step
@@ -188,7 +188,7 @@ class MatchesRowsBySlotOnly(Changed):
         return super().commit(plan, replace(output, gens=gens))
 
 
-@breaks("1.5", "signals:test_gens_of_a_slot_grow")
+@breaks("1.5", "schedule:plain")
 class KeepsTheGen(Changed):
     def change(self):
         def occupy(slots, right, slot, request, matched, blocks):
@@ -213,7 +213,7 @@ class RequeuesRequestsThatEndedWhileDraining(Answers):
         ], effects
 
 
-@breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
+@breaks("1.7", "schedule:incident=abort_waiting")
 class AbortsWhenItIsAdmitted(Changed):
     def abort(self, request_id):
         request = self._requests.get(request_id)
@@ -232,7 +232,7 @@ class AbortsOneStepLate(Changed):
         return super().plan()
 
 
-@breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
+@breaks("1.7", "schedule:incident=abort_waiting")
 class ReportsAnAbortTwice(Changed):
     def abort(self, request_id):
         delta = super().abort(request_id)
@@ -272,7 +272,7 @@ class ReservesBudgetForEverySlot(Changed):
         self._planner._limits = msgspec.structs.replace(self.limits, max_num_batched_tokens=budget)
 
 
-@breaks("2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-0]")
+@breaks("2", "schedule:k=3,wrong=1.0,depth=3")
 class ChargesOneTokenForEachDecode(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
@@ -285,7 +285,7 @@ class ChargesOneTokenForEachDecode(Changed):
         instead(self._planner, "_decode", decode)
 
 
-@breaks("2.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[1-3-24]")
+@breaks("2.1", "schedule:budget=3,k=2")
 class ChargesMissingDrafts(Changed):
     def change(self):
         def ready(slots, right):
@@ -295,7 +295,7 @@ class ChargesMissingDrafts(Changed):
         instead(self._slots, "ready", ready)
 
 
-@breaks("2.2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-1]")
+@breaks("2.2", "schedule:budget=3,k=2")
 class SkipsDecodesForDrafts(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
@@ -350,7 +350,7 @@ class ExaminesTheWholeQueue(Changed):
         return super().plan()
 
 
-@breaks("2.5", "budget:test_every_valid_budget_is_accepted_and_served[5-64-4]")
+@breaks("2.5", "schedule:budget=3")
 class RequiresBudgetForEverySlot(Changed):
     def change(self):
         budget, demand = self.limits.max_num_batched_tokens, self.limits.max_num_seqs * (1 + self.limits.max_drafts)
@@ -373,20 +373,20 @@ class AdmitsTheShortestFirst(Changed):
 # Blocks -------------------------------------------------------------------------------------------------------
 
 
-@breaks("3.2", "blocks:test_block_in_use_by_a_step_in_flight_is_not_reallocated[2]")
+@breaks("3.2", "schedule:depth=2")
 class FreesWithAStepInFlight(Changed):
     def change(self):
         instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, -1))
 
 
-@breaks("3.2", "storage:test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over[WELL]")
+@breaks("3.2", "schedule:incident=abort_loading")
 class FreesWhileALoadWrites(Changed):
     def change(self):
         instead(self._pool, "pin", lambda pool, right, blocks: None)
         instead(self._pool, "unpin", lambda pool, right, blocks: None)
 
 
-@breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
+@breaks("3.3", "schedule:incident=abort_loading")
 class EvictsMatchedBlocks(Changed):
     """Allocates new blocks before it acquires those of the cached prefix."""
 
@@ -496,7 +496,7 @@ class ComparesSaltPrefixes(Changed):
         instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
 
 
-@breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
+@breaks("3.1", "schedule:incident=abort_loading")
 class LeaksBlocksOfAbortedRequests(Changed):
     def change(self):
         def give_up(running_batch, right, slot, request):
@@ -583,7 +583,7 @@ class FetchesThePromptOfAnotherEpochAgain(Changed):
         self._admission_planner._transferring = Asking()
 
 
-@breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
+@breaks("6.1", "schedule:depth=3,requests=12,incident=abort_loading")
 class KeepsLeasesOfAbortedRequests(Changed):
     def change(self):
         def take(operations, right):
@@ -683,7 +683,7 @@ class ReportsNoCachedTokens(ChangesDeltas):
         return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
 
 
-@breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
+@breaks("1.3", "schedule:incident=error")
 class FailsWithoutAMessage(ChangesDeltas):
     def changed_delta(self, delta):
         return msgspec.structs.replace(delta, error=None)
@@ -705,7 +705,7 @@ class ServesTheNewestFirst(Changed):
         instead(self._waiting, "push", push)
 
 
-@breaks("3.5", "storage:test_only_settled_blocks_are_saved[1.0]")
+@breaks("3.5", "schedule:keep=preempted")
 class SavesUnsettledBlocks(Changed):
     """Saves every registered block, computed or not."""
 
@@ -726,7 +726,7 @@ class ReturnsMutablePlans(Plans):
         return replace(plan, slots=plan.slots.copy())
 
 
-@breaks("4", "signals:test_output_of_an_earlier_epoch_is_continued[7]")
+@breaks("4", "schedule:plain")
 class ChangesTheParameters(Plans):
     """After a restart, max_tokens of a request is the number of its remaining tokens."""
 

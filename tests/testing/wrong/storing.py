@@ -189,3 +189,12 @@ class NeverFreesAdapters:
         made = super().prepare_lora(parts, outs, gated=gated)
         self.__dict__.setdefault("arena", []).append(made)
         return made
+
+
+@wrong("reference", "lifetime:test_sleeping_engine_frees_its_cache", spreads_to=("lifetime:*",))
+class HoldsTheLastCache:
+    """The pack keeps the cache for its plans, so that sleep frees no memory."""
+
+    def allocate_kv(self, shape, num_blocks):
+        self.planned = super().allocate_kv(shape, num_blocks)
+        return self.planned

@@ -49,11 +49,10 @@ class ScaffoldRecipe:
     """One kind of project. Texts may contain the words of templates, such as `$name`."""
 
     kind: plugins.Kind[Any]
-    what: str
-    module: str
     suffix: str
     """Suffix of the class name, after the name."""
     files: Mapping[str, tuple[str, str]]
+    """Templates and purposes of the files in the package; the first has the class."""
     summary: str
     about: str = ""
     """Continuation of the README's first sentence."""
@@ -66,8 +65,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
     {
         PluginKind.BACKEND: ScaffoldRecipe(
             kind=plugins.BACKEND,
-            what="hardware backend",
-            module="backend",
             suffix="Backend",
             files={
                 "backend.py": (
@@ -83,8 +80,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
             kind=plugins.SCHEDULER,
-            what="scheduler",
-            module="scheduler",
             suffix="Scheduler",
             files={"scheduler.py": ("scheduler.py", "the scheduler: what each step computes")},
             summary="static batching: requests enter and leave together",
@@ -93,8 +88,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.DRAFTER: ScaffoldRecipe(
             kind=plugins.DRAFTER,
-            what="drafter",
-            module="drafter",
             suffix="Drafter",
             files={"drafter.py": ("runner_hooks/drafter.py", "the drafter: the next tokens of a request")},
             summary="the tokens that followed the last one before",
@@ -103,8 +96,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.SCHEDULING_POLICY: ScaffoldRecipe(
             kind=plugins.SCHEDULING_POLICY,
-            what="scheduling policy",
-            module="policy",
             suffix="Policy",
             files={"policy.py": ("policies/scheduling_policy.py", "the policy: the order of waiting requests")},
             summary="short prompts first, within limits",
@@ -112,8 +103,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.VICTIM_POLICY: ScaffoldRecipe(
             kind=plugins.VICTIMS,
-            what="victim policy",
-            module="policy",
             suffix="Policy",
             files={"policy.py": ("policies/victim_policy.py", "the policy: the request to preempt")},
             summary="the youngest of the least important requests",
@@ -121,8 +110,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.POSTPROCESS: ScaffoldRecipe(
             kind=plugins.POSTPROCESS,
-            what="postprocessor",
-            module="postprocess",
             suffix="Postprocess",
             files={"postprocess.py": ("runner_hooks/postprocess.py", "the postprocessor: the token matrix of a step")},
             summary="looks up the tokens of each row in a table",
@@ -131,8 +118,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.STORE: ScaffoldRecipe(
             kind=plugins.STORE,
-            what="KV store",
-            module="store",
             suffix="Store",
             files={"store.py": ("store.py", "the store: named values outside the engine")},
             summary="an SQLite file",
@@ -141,8 +126,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.CONNECTOR: ScaffoldRecipe(
             kind=plugins.CONNECTOR,
-            what="connector",
-            module="connector",
             suffix="Connector",
             files={"connector.py": ("connector.py", "the connector: how KV travels between two workers")},
             summary="files in a folder that both workers share",
@@ -151,8 +134,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.ROUTER_POLICY: ScaffoldRecipe(
             kind=plugins.ROUTER_POLICY,
-            what="router policy",
-            module="policy",
             suffix="Policy",
             files={"policy.py": ("policies/router_policy.py", "the policy: the worker of a request")},
             summary="longest cached prefix among workers with few requests",
@@ -161,8 +142,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.LAUNCHER: ScaffoldRecipe(
             kind=plugins.LAUNCHER,
-            what="launcher",
-            module="launcher",
             suffix="Launcher",
             files={"launcher.py": ("launcher.py", "the launcher: where the processes of a deployment run")},
             summary="child processes on the cores of this machine",
@@ -171,8 +150,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.SCALING_POLICY: ScaffoldRecipe(
             kind=plugins.SCALING_POLICY,
-            what="scaling policy",
-            module="policy",
             suffix="Scaling",
             files={"policy.py": ("policies/scaling_policy.py", "the policy: the number of workers of a group")},
             summary="one worker for so many requests",
@@ -181,8 +158,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.OBSERVER: ScaffoldRecipe(
             kind=plugins.OBSERVER,
-            what="observer",
-            module="observer",
             suffix="Observer",
             files={"observer.py": ("runner_hooks/observer.py", "the observer: what it does with sampled tokens")},
             summary="counts tokens and accepted drafts",
@@ -190,8 +165,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.TOOL_PARSER: ScaffoldRecipe(
             kind=plugins.TOOL_PARSER,
-            what="tool parser",
-            module="parser",
             suffix="Tools",
             files={"parser.py": ("parsers/tool_parser.py", "the parser: which parts of an answer are calls")},
             summary="calls on lines that begin with CALL",
@@ -200,8 +173,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
         ),
         PluginKind.REASONING_PARSER: ScaffoldRecipe(
             kind=plugins.REASONING_PARSER,
-            what="reasoning parser",
-            module="parser",
             suffix="Reasoning",
             files={"parser.py": ("parsers/reasoning_parser.py", "the parser: which part of an answer is reasoning")},
             summary="from THINK: to ANSWER:",
@@ -273,12 +244,12 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "distribution": f"fd-{name.replace('_', '-')}",
         "package": f"fd_{name}",
         "kind": kind.replace("-", "_"),
-        "module": recipe.module,
+        "module": next(iter(recipe.files)).removesuffix(".py"),
         "cls": f"{camel}{recipe.suffix}",
         "ops": f"{camel}Ops",
         "hook": recipe.kind.hook,
         "flag": recipe.kind.flag,
-        "what": recipe.what,
+        "what": recipe.kind.word,
         "guide": recipe.guide,
         "framework": framework.value,
         "title": TITLES[framework],

@@ -10,4 +10,4 @@ from fd_core.http.pages.assembling import assemble
 @cache
 def api_docs_page() -> str:
     """Return the page as HTML text; its script reads /openapi.json."""
-    return assemble(__package__, shared=("theme.css", "curves.js"), own=("page.css", "schemas.js", "docs.js"))
+    return assemble(__package__, "fd_core API", own=("page.css", "schemas.js", "docs.js"), served=True)

@@ -25,7 +25,7 @@ from fd_core.http.access.control import limit_headers
 from fd_core.http.access.record import TENANT_HEADER, USAGE_HEADER, RequestRecord, Tenant, UsageMeter, sign_tenant
 from fd_core.http.bodies import BodyShare
 from fd_core.http.draining import DRAINING_HEADER
-from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.errors import OLLAMA_PATH, ApiError, unavailable
 from fd_core.http.headers import refuse_encoding
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
@@ -39,7 +39,7 @@ _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
 """Error codes of workers for an unknown model, in OpenAI's and in Anthropic's format."""
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of an error response that are kept for the client in case all retries fail."""
-_ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"})
 
 _ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
 """Error of the span of an attempt, by verdict."""
@@ -58,7 +58,8 @@ def error_response(error: ApiError, path: str) -> web.Response:
 
 def error_event(error: ApiError, path: str) -> bytes:
     """Return an error as the last event of a stream from `path`, which no `[DONE]` follows."""
-    return b"event: error\ndata: " + error.body_at(path) + b"\n\n"
+    body = error.body_at(path)
+    return body + b"\n" if path.startswith(OLLAMA_PATH) else b"event: error\ndata: " + body + b"\n\n"
 
 
 def refusal(answer: NoWorker) -> ApiError:
@@ -340,7 +341,7 @@ class Exchange:
         refused = web.Response(body=body, status=response.status, headers=headers)
         if response.status in (429, 503):
             refused.headers.setdefault("Retry-After", "1")
-        no_model = any(name in body for name in _NO_MODEL)
+        no_model = self.request.path.startswith(OLLAMA_PATH) or any(name in body for name in _NO_MODEL)
         if self.attempts.refused(response.status, refused, time.monotonic(), no_model=no_model):
             raise _TryElsewhere
         return refused

@@ -1,6 +1,6 @@
 """The answer of one worker: held back until its first bytes can be sent, then streamed as it arrives.
 
-Of server-sent events only whole ones are passed on, so that an error event can follow.
+Of server-sent events and lines of JSON only whole ones are passed on, so that an error can follow.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from fd_core.router.workers import RouterWorker
 
@@ -101,6 +102,8 @@ _HELD_BYTES: Final = 1 << 20
 _DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
+_LINES: Final = "application/x-ndjson"
+"""Content type of streams in Ollama's format."""
 
 
 def is_resource_exhaustion(error: BaseException) -> bool:
@@ -112,10 +115,21 @@ class WorkerLost(Exception):
     """The answer of a worker is incomplete because the worker was lost."""
 
 
+class _JsonLine(msgspec.Struct):
+    done: bool = False
+    error: Any = None
+
+
+_line: Final = msgspec.json.Decoder(_JsonLine)
+
+
 class EventCutter:
     """Passes chunks on up to the end of the last whole event. Usually a chunk is one event and nothing is held."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lines: bool = False) -> None:
+        """`lines`: an event is a line of JSON."""
+        self._lines = lines
+        self._ends = (b"\n",) if lines else (b"\n\n", b"\r\n\r\n")
         self._held: list[bytes] = []
         self._size = 0
         self._edge = b""
@@ -123,11 +137,11 @@ class EventCutter:
 
     def push(self, chunk: bytes) -> bytes:
         """Process a chunk; return the bytes that may be sent to the client, none if no event has ended."""
-        if chunk.endswith(b"\n\n"):
+        if chunk.endswith(self._ends[0]):
             return self._pass(chunk)
         border = len(self._edge)
         seen = self._edge + chunk
-        end = max(_index_after(seen, b"\n\n"), _index_after(seen, b"\r\n\r\n")) - border
+        end = max(_index_after(seen, mark) for mark in self._ends) - border
         if end > 0:
             ready = self._pass(chunk[:end])
             chunk = chunk[end:]
@@ -146,14 +160,22 @@ class EventCutter:
 
     @property
     def done(self) -> bool:
-        """True if the last event passed on is `[DONE]`, which marks a complete answer."""
-        return self._last.rstrip().endswith(_DONE)
+        """True if the last event passed on marks a complete answer."""
+        return self._last_line().done if self._lines else self._last.rstrip().endswith(_DONE)
 
     @property
     def error_forwarded(self) -> bool:
         """True if the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
+        if self._lines:
+            return self._last_line().error is not None
         last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
         return b'"error"' in last
+
+    def _last_line(self) -> _JsonLine:
+        try:
+            return _line.decode(self._last.rstrip().rpartition(b"\n")[2])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return _JsonLine()
 
     def _pass(self, chunk: bytes) -> bytes:
         if self._held:
@@ -170,16 +192,17 @@ class UpstreamAnswer:
     """An answer whose headers have arrived. `begin` returns the first bytes to send, `rest` yields all others."""
 
     def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
-        """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
+        """`ends_with_done`: a stream of this path is complete only with a last event that marks it as such."""
         self._response = response
-        readable = response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
-        self._cutter = EventCutter() if readable else None
+        kind = response.content_type
+        readable = kind in ("text/event-stream", _LINES) and "Content-Encoding" not in response.headers
+        self._cutter = EventCutter(lines=kind == _LINES) if readable else None
         self._ends_with_done = ends_with_done and response.status == 200
         self._ended = False
 
     @property
     def is_stream(self) -> bool:
-        """True if the answer consists of server-sent events."""
+        """True if the answer consists of server-sent events or lines of JSON."""
         return self._cutter is not None
 
     @property

@@ -10,17 +10,20 @@ import msgspec
 import numpy as np
 
 from fd_core.errors import FdError
+from fd_core.http.errors import OLLAMA_PATH
 from fd_core.router.selection import RouteRequest
 from fd_core.server.api import completions, embeddings
 from fd_core.server.api.embeddings import distinct, pairs_of, read_texts
 from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
+from fd_core.server.ollama import routes as ollama
+from fd_core.server.ollama.schemas import LATEST, EmbedRequest, OllamaTextRequest
 from fd_core.server.preprocess.body import BodyFormat, decodable, require_json
 from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.schemas import ResponsesRequest
-from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
 from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import Parsers
@@ -59,11 +62,15 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     n: Any = None
+    raw: Any = None
+    """Of Ollama's API, as is `options`."""
+    options: Any = None
 
     @property
     def output_tokens(self) -> int:
         """Most tokens that the request allows for its answers; 0 if it sets no limit."""
-        asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+        option = self.options.get("num_predict") if isinstance(self.options, dict) else None
+        asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens, option)
         most = next((each for each in asked if type(each) is int and each > 0), 0)
         return most * (self.n if type(self.n) is int and self.n > 0 else 1)
 
@@ -107,13 +114,15 @@ class RouteRequestReader:
         if self._prompts is not None:
             self._prompts.close()
 
-    async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
+    async def read(self, body: bytes, session: str | None = None, path: str = "") -> RouteRequest:
         """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
         if not await decodable(body, _MAX_IDS):  # the worker rejects it
             return _by_bytes(body, session, "")
         if self._prompts is None:
-            return self._read(body, session)
-        return await self._prompts.run(len(body), lambda: self._read(body, session), at_once=b'"messages"' not in body)
+            return self._read(body, session, path)
+        return await self._prompts.run(
+            len(body), lambda: self._read(body, session, path), at_once=b'"messages"' not in body
+        )
 
     @staticmethod
     async def model(body: bytes) -> str | None:
@@ -123,11 +132,13 @@ class RouteRequestReader:
         except _UNREADABLE:
             return None
 
-    def _read(self, body: bytes, session: str | None) -> RouteRequest:
+    def _read(self, body: bytes, session: str | None, path: str) -> RouteRequest:
         try:
             asked = _decoder.decode(body)
         except _UNREADABLE:
             return _by_bytes(body, session, "")
+        if path.startswith(OLLAMA_PATH):
+            self._read_ollama(asked)
         session = session or _name(asked.session_id) or _name(asked.user)
         salt = _name(asked.cache_salt) or ""
         try:
@@ -138,6 +149,14 @@ class RouteRequestReader:
         else:
             read = RouteRequest(tokens, session, salt, prefill_tokens=length, model=_name(asked.model))
         return replace(read, output_tokens=asked.output_tokens)
+
+    def _read_ollama(self, asked: _Body) -> None:
+        """Change a body to what OpenAI's API has for it: the name of the model, and a chat for a prompt."""
+        if isinstance(asked.model, str):
+            asked.model = asked.model.removesuffix(LATEST)
+        has_template = self._prompts is not None and self._prompts.template_source is not None
+        if has_template and asked.raw is not True and isinstance(asked.prompt, str):
+            asked.messages = [{"role": "user", "content": asked.prompt}]
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
         """Return the first prompt's ids and the tokens of all; `FdError`, or `TypeError` without tokenizer."""
@@ -185,14 +204,20 @@ def _name(value: Any) -> str | None:
 
 
 _UNKNOWN_CONTEXT: Final = 1 << 19
-_FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
+COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"})
+"""Paths whose text is not cached by a worker, and so is not routed as a prompt."""
+FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     "/v1/chat/completions": completions.CHAT_BODY,
     "/v1/completions": completions.COMPLETION_BODY,
     "/v1/messages": messages.BODY,
     "/v1/responses": responses.BODY,
     "/v1/embeddings": embeddings.EMBEDDINGS,
+    **dict.fromkeys(("/v1/classify", "/classify"), embeddings.CLASSIFY),
     **dict.fromkeys(("/v1/score", "/score"), embeddings.SCORE),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), embeddings.RERANK),
+    "/api/chat": ollama.CHAT_BODY,
+    "/api/generate": ollama.GENERATE_BODY,
+    "/api/embed": ollama.EMBED_BODY,
 }
 
 
@@ -227,12 +252,15 @@ class CostReader:
 
     async def cost(self, path: str, content_type: str, body: bytes, limit: int | None) -> Cost:
         """Return the tokens that a request charges to its key's `limit`; `ApiError`, `BadRequest` if it is invalid."""
-        body_format = _FORMATS.get(path)
+        body_format = FORMATS.get(path)
         if body_format is None:
             return Cost(0, 0)
-        require_json(content_type)
+        if body_format.needs_type:
+            require_json(content_type)
         decoded, _ = await body_format.decode_bounded(body, self.context or _UNKNOWN_CONTEXT)
-        if isinstance(decoded, EmbeddingRequest | ScoreRequest | RerankRequest):
+        if isinstance(decoded, EmbedRequest):
+            decoded = EmbeddingRequest(input=decoded.input)
+        if isinstance(decoded, TextsRequest | ScoreRequest | RerankRequest):
             read = await self._pooled(decoded)
             return Cost(read, read)
         if isinstance(decoded, CompletionRequest):
@@ -241,18 +269,22 @@ class CostReader:
             asked: ChatRequest | CompletionRequest = decoded
         else:
             asked = asking = self._countable(self._as_chat(decoded))
+            if isinstance(decoded, OllamaTextRequest) and not asking.messages:
+                return Cost(0, 0)
             ids = await chat_prompt(self, asking)
             lengths = [len(ids) if asking.prompt_token_ids else self._tokens(len(ids))]
         context = None if self.text is None else self.context
         counted = text_cost(asked, lengths, most_texts=self.max_n, context=context, limit=limit)
         return Cost(sum(lengths), counted.tokens)
 
-    def _as_chat(self, decoded: ChatRequest | CountRequest | ResponsesRequest) -> ChatRequest:
+    def _as_chat(self, decoded: ChatRequest | CountRequest | ResponsesRequest | OllamaTextRequest) -> ChatRequest:
         """Return the chat that a worker makes of a request, without the stored conversation that it continues."""
         if isinstance(decoded, ChatRequest):
             return decoded
         if isinstance(decoded, ResponsesRequest):
             return responses.as_chat(decoded, ())
+        if isinstance(decoded, OllamaTextRequest):
+            return ollama.as_chat(self, decoded)
         if self.text is None:  # without a tokenizer there is no template to apply an effort
             decoded = msgspec.structs.replace(decoded, output_config=None)
         return messages.as_chat(self, decoded)
@@ -269,8 +301,8 @@ class CostReader:
             )
         return request
 
-    async def _pooled(self, decoded: EmbeddingRequest | ScoreRequest | RerankRequest) -> int:
-        if isinstance(decoded, EmbeddingRequest):
+    async def _pooled(self, decoded: TextsRequest | ScoreRequest | RerankRequest) -> int:
+        if isinstance(decoded, TextsRequest):
             found = await read_texts(self, decoded.input, "input", add_special=decoded.add_special_tokens is not False)
         else:
             pairs, name = pairs_of(decoded)

@@ -220,25 +220,28 @@ def _port(text: str) -> int | None:
 
 
 class _ModelList(msgspec.Struct):
-    data: list[dict[str, Any]]
+    data: list[dict[str, Any]] | None = None
+    models: list[dict[str, Any]] | None = None
+    """Of Ollama's API."""
 
 
+MODELS_PATH: Final = "/v1/models"
 _models: Final = msgspec.json.Decoder(_ModelList)
 
 
-async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model of the healthy workers once. Raises `ApiError` if none responds, or one rejects the key."""
+async def union(state: GatewayState, headers: Mapping[str, str], path: str = MODELS_PATH) -> list[dict[str, Any]]:
+    """Return each model that healthy workers list, once; `ApiError` if none responds, or one rejects the key."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
-    found = await asyncio.gather(*(_of(state, worker, headers) for worker in workers))
+    found = await asyncio.gather(*(_of(state, worker, headers, path) for worker in workers))
     lists = [each for each in found if not isinstance(each, ApiError)]
     if not lists:
         raise next(each for each in found if isinstance(each, ApiError))
     models: dict[str, dict[str, Any]] = {}
     for each in lists:
         for model in each:
-            models.setdefault(str(model.get("id")), model)
+            models.setdefault(str(model.get("id") or model.get("name")), model)
     return list(models.values())
 
 
@@ -263,15 +266,19 @@ async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[s
     return frozenset(name for name, _ in named), frozenset(name for name, parent in named if parent)
 
 
-async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
+async def _of(
+    state: GatewayState, worker: RouterWorker, headers: Mapping[str, str], path: str = MODELS_PATH
+) -> list[dict[str, Any]] | ApiError:
     try:
         async with state.session.get(
-            f"{worker.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
+            worker.url + path, headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
         ) as answer:
             if answer.status in (401, 403):
                 return ApiError(answer.status, "the workers do not accept this API key", code="invalid_api_key")
             if answer.status == 200:
-                return _models.decode(await read_up_to(answer.content, 1 << 20)).data
+                listed = _models.decode(await read_up_to(answer.content, 1 << 20))
+                if (found := listed.data if listed.models is None else listed.models) is not None:
+                    return found
     except (*UPSTREAM_ERRORS, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return unavailable("no worker reported its models", "none_healthy", retry_after=1)

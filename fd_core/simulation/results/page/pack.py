@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fd_core.config.outputs import write_whole
 from fd_core.errors import ConfigError
 from fd_core.http.pages.assembling import assemble
 from fd_core.simulation.clock.waits import WAIT_TITLES
@@ -25,7 +26,6 @@ from fd_core.simulation.results.report import (
 )
 from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
-from fd_core.simulation.workloads.files import write_whole
 
 _MOST_CASES: Final = 1000
 _MOST_WORKERS: Final = 64
@@ -40,8 +40,8 @@ def page_of(report: Report) -> str:
     """Return the page as HTML text; raises `ConfigError` as `write_page` does."""
     # User-supplied names must not end the element that carries them.
     facts = msgspec.json.encode(facts_of(report)).decode().replace("<", "\\u003c")
-    scripts = ("plots.js", "view.js")
-    return assemble(__package__, shared=("theme.css", "curves.js"), own=("page.css", *scripts), values={"facts": facts})
+    own = ("page.css", "plots.js", "view.js")
+    return assemble(__package__, "fd_core simulation", own=own, values={"facts": facts})
 
 
 def facts_of(report: Report) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.answers import CALLS
-from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, meaning_of
+from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 
 NAMES = ["w", "now_and_then", "get.weather-2_x", "x" * 64]
@@ -36,13 +36,6 @@ def arguments_of(target: ParserTarget, form: CallForm) -> list[dict[str, Any]]:
     if form.arguments == "json":
         possible += [{'a "b" \\': "", "": {}, "é🙂": 1}, *({marker: [marker]} for marker in target.markers)]
     return possible
-
-
-@pytest.mark.law("8.3")
-@pytest.mark.parametrize("name", NAMES)
-def test_calls_with_any_name_are_parsed(target: ParserTarget, name: str) -> None:
-    for answer in target.answers(Words(tool=name)):
-        answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
 
 
 @pytest.mark.law("8.3")

@@ -9,17 +9,6 @@ from fd_core.testing.parsers.target import ParserTarget, meaning_of
 
 
 @pytest.mark.law("8.5")
-def test_no_markup_is_content_wherever_the_text_ends(target: ParserTarget) -> None:
-    """Truncate the text at every position; a single first character of a marker may be text."""
-    for answer in target.answers():
-        whole = meaning_of(target.read(answer.text, tools=answer.tools)).content
-        for end in range(len(answer.text)):
-            content = meaning_of(target.read(answer.text[:end], tools=answer.tools)).content.rstrip()
-            right = whole.startswith((content, content[:-1]))
-            require(right, "8.5", f"content of {answer.text[:end]!r} is {content!r}")
-
-
-@pytest.mark.law("8.5")
 def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> None:
     """Repeat or drop markers; calls that were complete before must remain."""
     for answer in target.answers():

@@ -51,6 +51,15 @@ def test_reasoning_that_the_prompt_opened_has_begun(target: ParserTarget, turns:
         require(begun, "8.3", f"it does not begin with reasoning after the prompt {prompt!r}")
 
 
+@pytest.mark.law("8.3")
+def test_what_is_known_of_a_prompt_changes_no_other_call(target: ParserTarget) -> None:
+    """Look at two prompts without markers: only what the template can do makes a difference, in any order of calls."""
+    begins = target.cls.begins_reasoning
+    first = [begins("<|user|>Hi<|assistant|>", switched=switched) for switched in (True, False)]
+    second = [begins("<|user|>Why?<|assistant|>", switched=switched) for switched in (False, True)]
+    require(first == second[::-1], "8.3", f"it begins with reasoning or not by the order of calls: {first}, {second}")
+
+
 @pytest.mark.law("8.1", "8.3", "8.4")
 @pytest.mark.fd_cases(ANSWERS)
 def test_answer_with_reasoning(target: ParserTarget, case: KitCase) -> None:

@@ -14,34 +14,6 @@ from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, 
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_one_drains
 
 
-@pytest.mark.law("3.1", "3.2")
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_block_in_use_by_a_step_in_flight_is_not_reallocated(target: SchedulerTarget, depth: int) -> None:
-    """Finish and abort requests with steps in flight while others wait for their blocks."""
-    specs = [greedy(f"r{index}", prompt_of(9, index), 5 + index % 7) for index in range(24)]
-    driver = drive(target, *specs, depth=depth, caching=False, max_num_seqs=6)
-    for number in range(12):
-        driver.step(depth)
-        if number % 3 == 2 and driver.auditor.live:
-            driver.abort(driver.auditor.live[0].request.name)
-    driver.run(depth)
-
-
-@pytest.mark.law("3.3")
-def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
-    """Fill the pool with free cached prefixes; a request that matches one needs most of the other blocks."""
-    target.require("prefix_caching")
-    old, other = prompt_of(28, 1), prompt_of(29, 2)
-    driver = drive(target, max_num_seqs=1)
-    for name, prompt in (("old", old), ("other", other)):
-        driver.submit(greedy(name, prompt, 1))
-        driver.run()
-    driver.submit(greedy("again", [*old, *prompt_of(30, 3)], 4))
-    driver.run()
-    shared = driver.computed_before("again")[:1]
-    require(shared == [28], "3.3", f"28 tokens are cached, {sum(shared)} shared")
-
-
 @pytest.mark.law("3.4")
 @pytest.mark.parametrize("depth", [2, 3])
 def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarget, depth: int) -> None:
@@ -93,35 +65,6 @@ def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
         driver.run()
         shared = driver.computed_before(f"r{number}")
         require(not any(shared[:1]), "5.3", f"salt {salt!r} shares KV computed under another salt")
-
-
-@pytest.mark.law("3.1", "3.2", "3.5")
-@pytest.mark.parametrize("depth", [1, 2])
-def test_requests_with_a_common_prefix_share_what_is_settled(target: SchedulerTarget, depth: int) -> None:
-    """Add requests together and one by one, and abort some while others use their KV."""
-    prefix = prompt_of(16)
-    driver = drive(target, depth=depth, num_kv_blocks=24, max_num_batched_tokens=9)
-    for number in range(10):
-        driver.submit(greedy(f"r{number}", [*prefix, number], 3 + number % 5))
-        if number % 2:
-            driver.step(depth)
-        if number in (3, 7):
-            driver.abort(f"r{number - 2}")
-    driver.run(depth)
-
-
-@pytest.mark.law("3.6", "1.7")
-@pytest.mark.parametrize("depth", [1, 3])
-def test_at_idle_nothing_is_held(target: SchedulerTarget, depth: int) -> None:
-    driver = drive(target, *long_ones(5, 20), k=3, wrong=0.5, depth=depth)
-    start = drive(target).scheduler.held()
-    for name in ("r1", "r3"):
-        driver.step(depth)
-        driver.abort(name, name)
-    driver.run(depth)
-    held = driver.scheduler.held()
-    for field in ("waiting", "loading", "running", "draining", "owned", "fenced", "operations"):
-        require(getattr(held, field) == getattr(start, field), "3.6", f"{field} is {getattr(held, field)} at idle")
 
 
 @pytest.mark.law("8")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -82,44 +80,6 @@ def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
     driver.run()
 
 
-@pytest.mark.law("2.1", "2.2", "2.4")
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("k", KS)
-def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: SchedulerTarget, k: int, depth: int) -> None:
-    specs = [greedy(f"r{index}", prompt_of(8, index), 20) for index in range(5)]
-    driver = drive(target, *specs, k=k, wrong=0.3, depth=depth, max_num_batched_tokens=1 + k)
-    driver.run(depth)
-
-
-@pytest.mark.law("2.5", "2.4")
-@pytest.mark.parametrize("k", [0, 5])
-@pytest.mark.parametrize(("slots", "block_size"), [(1, 1), (1, 64), (64, 4)])
-def test_every_valid_budget_is_accepted_and_served(
-    target: SchedulerTarget, slots: int, block_size: int, k: int
-) -> None:
-    """The settings reject a budget below 1 + k before a scheduler is created; it must accept all others."""
-    specs = [greedy("long", prompt_of(63), 1), greedy("short", prompt_of(1, 1), 63), greedy("next", prompt_of(9, 2), 9)]
-    limits: dict[str, Any] = {"max_num_seqs": slots, "block_size": block_size, "num_kv_blocks": 64 // block_size}
-    driver = drive(target, *specs, k=k, wrong=0.3, max_num_batched_tokens=1 + k, **limits)
-    driver.run()
-
-
-@pytest.mark.law("2.2")
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("spare", [0, 1, 2])
-def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: int, spare: int) -> None:
-    count = 4 if k < 4 else 6
-    budget = max(count + spare, 1 + k)
-    driver = drive(target, *decoding(count), k=k, max_num_seqs=count, num_kv_blocks=64, max_num_batched_tokens=budget)
-    until_all_decode(driver, count)
-    for _ in range(3):
-        plan = driver.plan()
-        rows = 0 if plan is None else len(plan.slots)
-        require(rows == count, "2.2", f"{rows} of {count} decodes are planned with a budget of {budget}")
-        driver.answer()
-    driver.run()
-
-
 @pytest.mark.law("2.2")
 def test_drafts_that_are_rejected_become_fewer(target: SchedulerTarget) -> None:
     """`DraftControl` lowers the number of drafts of a request; a rejected draft costs as much as a token."""
@@ -182,27 +142,6 @@ def test_budget_of_an_aborted_request_goes_to_others(target: SchedulerTarget, k:
     plan = driver.must_plan()
     total = plan.total_tokens
     require(total == budget, "2.3", f"r0 left, and the plan computes {total} of {budget} tokens")
-    driver.run()
-
-
-@pytest.mark.law("2.3", "2.4")
-@pytest.mark.parametrize("depth", [1, 2])
-def test_budget_of_a_preempted_request_goes_to_others(target: SchedulerTarget, depth: int) -> None:
-    """The auditor checks for every plan with a revocation that other requests use the refunded budget."""
-    specs = [greedy(f"r{index}", prompt_of(8 + index, index), 44) for index in range(5)]
-    driver = drive(target, *specs, k=3, depth=depth, max_num_batched_tokens=5)
-    driver.run(depth)
-
-
-@pytest.mark.law("2.4")
-def test_blocks_grow_with_any_budget(target: SchedulerTarget) -> None:
-    """Four decodes fill the budget and all need a block at once."""
-    driver = drive(target, *decoding(4), num_kv_blocks=64, max_num_batched_tokens=4)
-    until_all_decode(driver, 4)
-    for _ in range(10):
-        plan = driver.must_plan()
-        require(len(plan.slots) == 4, "2.4", f"{len(plan.slots)} of 4 decodes are planned with a budget of 4")
-        driver.answer()
     driver.run()
 
 
@@ -283,46 +222,6 @@ def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: Sche
     specs = [greedy(f"r{index}", prompt_of(prompt, index), out) for index, (prompt, out) in enumerate(sizes)]
     room: dict[str, Any] = {"max_num_seqs": 16, "num_kv_blocks": 20, "max_model_len": 32, "max_num_batched_tokens": 48}
     drive(target, *specs, depth=2, **room).run(2)
-
-
-def _planning_seconds(driver: Driver, plans: int) -> float:
-    """Return the median thread time of plans, without commits."""
-    taken = []
-    for _ in range(plans):
-        begun = time.thread_time()
-        plan, effects = driver.scheduler.plan()
-        taken.append(time.thread_time() - begun)
-        driver.auditor.planned(plan, effects)
-        assert plan is not None
-        output = driver.execute(plan)
-        driver.auditor.executed(plan, output)
-        deltas, effects = driver.scheduler.commit(plan, output)
-        driver.auditor.answered(plan, output, deltas, effects)
-    return median(taken)
-
-
-@pytest.mark.law("2.6")
-@pytest.mark.parametrize(
-    ("waits_for", "count", "length"),
-    [("slots", 60, 900), ("blocks", 200, 900)],
-    ids=["long for slots", "many for blocks"],
-)
-def test_planning_does_not_grow_with_what_waits(
-    target: SchedulerTarget, waits_for: str, count: int, length: int
-) -> None:
-    """Eight requests decode with a waiting queue."""
-    slots = 8 if waits_for == "slots" else 16
-    shape: dict[str, Any] = {"max_num_seqs": slots, "num_kv_blocks": 30, "block_size": 32, "max_model_len": 960}
-    found = []
-    for waiting in (0, count):
-        driver = drive(target, *decoding(8, 900), max_num_batched_tokens=64, **shape)
-        until_all_decode(driver, 8)
-        driver.submit(*(greedy(f"w{index}", prompt_of(length, index + 10), 50) for index in range(waiting)))
-        _planning_seconds(driver, 10)
-        found.append(_planning_seconds(driver, 40))
-    alone, beside = found
-    times = f"a plan takes {beside * 1e6:.0f} us with {count} prompts of {length} tokens, {alone * 1e6:.0f} without"
-    require(beside < 3 * alone + 0.0003, "2.6", times)
 
 
 @pytest.mark.law("2.6")

@@ -19,16 +19,6 @@ from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
 from fd_core.types import FinishReason, Pooling
 
 
-@pytest.mark.law("4", "1.1")
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("k", "budget"), [(0, 24), (0, 1), (1, 9), (3, 24), (5, 6)])
-def test_batches_chunks_preemption_and_drafts_change_no_text(
-    target: SchedulerTarget, k: int, budget: int, depth: int
-) -> None:
-    driver = drive(target, *many_specs(), k=k, wrong=0.3, depth=depth, max_num_batched_tokens=budget)
-    driver.run(depth)
-
-
 @pytest.mark.law("1.1", "4")
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 @pytest.mark.parametrize("k", [0, 3, 5])

@@ -17,6 +17,7 @@ from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import FewestTokens
+from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
@@ -123,21 +124,7 @@ def test_memory_does_not_grow_with_requests(target: SchedulerTarget, how: str) -
         tracemalloc.stop()
     grown = sizes[1] - sizes[0]
     require(grown <= _SERVED * _MAX_BYTES, "3.6", f"after {_SERVED} requests that ended it holds {grown} bytes more")
-
-
-@pytest.mark.law("1.7")
-def test_id_that_was_used_before_is_that_of_a_new_request(target: SchedulerTarget) -> None:
-    """Abort, end, abort and serve requests of one id, as of a client that tries again."""
-    run, spec = _run(target), greedy("again", (1, 2, 3), 2)
-    for number in range(4):
-        run.scheduler.add(spec)
-        if number % 2:
-            ends = [delta.finish_reason for _ in range(4) for delta in run.step()[1]]
-            require(FinishReason.LENGTH in ends, "1.7", f"request {number} of one id was not served")
-            continue
-        delta = run.scheduler.abort("again")
-        aborted = delta is not None and delta.finish_reason is FinishReason.ABORT
-        require(aborted and not run.scheduler.request_ids(), "1.7", f"abort {number} of one id returned {delta}")
+    require_freed(lambda: _run(target).scheduler)
 
 
 @pytest.mark.law("1.7")

@@ -73,23 +73,6 @@ def test_a_text_that_has_begun_goes_on_where_it_is(target: SchedulerTarget, *, d
         lacks("the scheduler preempts no request here")
 
 
-@pytest.mark.law("6.1", "1.7", "3.2")
-@pytest.mark.parametrize("how", list(OperationEnd), ids=lambda how: how.name.lower())
-def test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over(
-    target: SchedulerTarget, how: OperationEnd
-) -> None:
-    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), paired=True)
-    fetch = until_fetched(driver)
-    driver.abort("far", "far")
-    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "it waited for another worker and did not end")
-    driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
-    for _ in range(6):
-        driver.step_alone()
-    require(fetch.operation in driver.tiers.cancelled, "6.1", "it was aborted, but its lease is still active")
-    end(driver, how)
-    driver.run()
-
-
 @pytest.mark.law("1.7", "6.1")
 @pytest.mark.parametrize("how", list(OperationEnd), ids=lambda how: how.name.lower())
 def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
@@ -171,17 +154,6 @@ def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: 
     driver.abort("job", "job")
     driver.run()
     require(job.is_over, "6.1", "the job was aborted, but its lease is still active")
-
-
-@pytest.mark.law("6.1", "1.3")
-def test_a_job_whose_step_failed_is_given_up(target: SchedulerTarget) -> None:
-    driver = drive(target, job_for("job", prompt_of(37)), paired=True, max_num_batched_tokens=7)
-    for _ in range(3):
-        driver.plan()
-        driver.answer(*([] if len(driver.plans) < 3 else [0]))
-    driver.run()
-    require(driver.texts.ends == {"job": FinishReason.ERROR}, "1.3", f"it failed, and ended with {driver.texts.ends}")
-    require(driver.auditor.requests["job"].is_over, "6.1", "the job failed, but its lease is still active")
 
 
 @pytest.mark.law("6.1", "6.2", "6.3", "3.2", "4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
-from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.audit import Occupancy
@@ -54,91 +53,6 @@ def until_one_drains_in_flight(driver: Driver, depth: int) -> Occupancy:
     return occupancy
 
 
-@pytest.mark.law("1.1", "1.2", "1.3", "1.4", "4")
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("k", KS)
-def test_preempted_again_and_again_nothing_is_lost(target: SchedulerTarget, k: int, depth: int) -> None:
-    driver = drive(target, *long_ones(5), k=k, wrong=0.3, depth=depth)
-    driver.run(depth)
-    if not driver.auditor.preemptions:
-        lacks("the scheduler preempts nobody here")
-
-
-@pytest.mark.law("1.1")
-@pytest.mark.parametrize("depth", [2, 3])
-def test_tokens_in_flight_at_a_revocation_are_delivered(target: SchedulerTarget, depth: int) -> None:
-    driver = drive(target, *long_ones(3), depth=depth)
-    name = until_one_drains_in_flight(driver, depth).request.name
-    before = len(driver.texts.tokens[name])
-    driver.answer_all()
-    told = len(driver.texts.tokens[name]) - before
-    require(told > 0, "1.1", f"{name} did not get the tokens in flight")
-    driver.run(depth)
-
-
-@pytest.mark.law("1.3", "1.7", "2.4")
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_batch_that_is_aborted_as_a_whole_is_a_step(target: SchedulerTarget, depth: int) -> None:
-    driver = drive(target, *long_ones(2, 12), depth=depth)
-    driver.run_until(lambda: len(driver.auditor.live) == 2 and driver.texts.tokens, depth)
-    while len(driver.in_flight) >= depth:
-        driver.answer()
-    running = [occupancy.request.name for occupancy in driver.auditor.live]
-    for name in running:
-        driver.abort(name, name)
-    plan = driver.plan()
-    if plan is None or len(plan.revocations) != len(running):
-        broken("1.3", f"{running} were aborted, but the next plan does not revoke all of them")
-    driver.answer_all()
-    for name in running:
-        require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
-    driver.run(depth)
-
-
-@pytest.mark.law("1.3")
-def test_an_error_in_one_row_swallows_no_other(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(3, 12), depth=2, num_kv_blocks=48)
-    driver.run_until(lambda: len(driver.in_flight) == 2 and len(driver.in_flight[0].plan.slots) == 3, 2)
-    driver.answer(int(driver.in_flight[0].plan.slots[1]))
-    require(Counter(driver.texts.ends.values())[FinishReason.ERROR] == 1, "1.3", "one row failed, one ends")
-    driver.run(2)
-    require(Counter(driver.texts.ends.values())[FinishReason.LENGTH] == 2, "1.3", "two rows were healthy")
-
-
-@pytest.mark.law("1.3", "1.7")
-def test_error_and_release_in_one_step_are_both_delivered(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(3, 12), depth=1, num_kv_blocks=48)
-    driver.run_until(lambda: len(driver.auditor.live) == 3)
-    driver.answer_all()
-    driver.abort("r1")
-    plan = driver.must_plan()
-    driver.answer(int(plan.slots[0]))
-    ends = Counter(driver.texts.ends.values())
-    require(ends[FinishReason.ABORT] == ends[FinishReason.ERROR] == 1, "1.3", f"one failed, one was aborted: {ends}")
-    driver.run()
-
-
-@pytest.mark.law("1.5")
-@pytest.mark.parametrize("changes", [{"epoch": -1}, {"epoch": 1}, {"step": -1}, {"step": 1}], ids=str)
-def test_an_answer_of_another_epoch_or_step_is_dropped(target: SchedulerTarget, changes: dict[str, int]) -> None:
-    driver = drive(target, *long_ones(2, 8), depth=2)
-    for _ in range(6):
-        driver.fill(2)
-        plan = driver.in_flight[0].plan
-        driver.answer_stale(**{name: getattr(plan, name) + by for name, by in changes.items()})
-        driver.answer()
-    driver.run(2)
-
-
-@pytest.mark.law("1.5")
-def test_repeated_output_is_dropped(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(2, 8), depth=2)
-    for _ in range(4):
-        driver.fill(2)
-        driver.answer_twice()
-    driver.run(2)
-
-
 @pytest.mark.law("1.5")
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget, *, aborted: bool) -> None:
@@ -162,12 +76,6 @@ def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget, *, aborted: bo
     require(counted == 1, "1.5", f"expected 1 counted stale row, got {counted}")
 
 
-@pytest.mark.law("1.5")
-def test_gens_of_a_slot_grow(target: SchedulerTarget) -> None:
-    driver = drive(target, *(greedy(f"r{index}", PROMPTS[index][:3], 2) for index in range(12)), max_num_seqs=2)
-    driver.run(2)
-
-
 @pytest.mark.law("1.6")
 @pytest.mark.parametrize("depth", [2, 3])
 def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarget, depth: int) -> None:
@@ -188,17 +96,6 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarge
     driver.run(depth)
 
 
-@pytest.mark.law("1.7")
-def test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(3, 6), max_num_seqs=1)
-    driver.plan()
-    waiting = next(name for name, each in driver.auditor.requests.items() if each.waits)
-    driver.abort(waiting, waiting)
-    require(driver.texts.ends == {waiting: FinishReason.ABORT}, "1.7", f"{waiting} waited, was aborted and did not end")
-    driver.run()
-    require(waiting not in driver.first_plan, "1.7", f"{waiting} was prefilled after its abort")
-
-
 @pytest.mark.law("1.7", "2.4")
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_abort_while_running_frees_the_slot_and_delivers_output_in_flight(target: SchedulerTarget, depth: int) -> None:
@@ -217,35 +114,26 @@ def test_abort_while_running_frees_the_slot_and_delivers_output_in_flight(target
 
 
 @pytest.mark.law("1.7")
-def test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back(target: SchedulerTarget) -> None:
-    driver = drive(target, greedy("r0", PROMPTS[0], 4), max_num_batched_tokens=4)
-    driver.plan()
-    driver.abort("r0")
-    plan = driver.plan()
-    require(plan is not None and len(plan.revocations) == 1, "1.7", "r0 was aborted, but is not revoked")
-    driver.run()
-    require(driver.texts.ends == {"r0": FinishReason.ABORT}, "1.7", "r0 was aborted and has no end")
-
-
-@pytest.mark.law("1.2", "1.7")
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_an_abort_while_draining_ends_with_the_release(target: SchedulerTarget, depth: int) -> None:
-    driver = drive(target, *long_ones(3), depth=depth)
-    name = until_one_drains(driver, depth).request.name
-    driver.abort(name, name)
-    require(name not in driver.texts.ends, "1.2", f"{name} ended before its slot was released")
-    driver.answer_all()
-    require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
-    driver.run(depth)
-
-
-@pytest.mark.law("1.7")
 def test_abort_of_ended_or_unknown_request_is_ignored(target: SchedulerTarget) -> None:
     driver = drive(target, greedy("r0", PROMPTS[0], 1))
     driver.run()
     driver.abort("r0")
     driver.abort("never added")
     require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "1.7", f"it ended with {driver.texts.ends}")
+
+
+@pytest.mark.law("8")
+def test_pause_keeps_the_order_of_requests(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(6, 20), max_num_seqs=3, num_kv_blocks=96, caching=False)
+    for _ in range(3):
+        driver.step()
+    before, running = len(driver.plans), {each.request.name for each in driver.auditor.live}
+    driver.pause()
+    if len(driver.plans) == before:
+        lacks("the scheduler cannot pause")
+    driver.run()
+    names = [each.request_id for plan in driver.plans[before:] for each in plan.admissions][:3]
+    require(set(names) == running, "8", f"{sorted(running)} ran before a pause, and {names} after it")
 
 
 @pytest.mark.law("1.8")
@@ -298,16 +186,6 @@ def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
     driver = drive(target, *specs, k=k, depth=2)
     driver.run(2)
     require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 as a stop token does not end the text")
-
-
-@pytest.mark.law("1.4", "4")
-@pytest.mark.parametrize("delivered", [1, 7, 19])
-def test_output_of_an_earlier_epoch_is_continued(target: SchedulerTarget, delivered: int) -> None:
-    spec = greedy("r0", PROMPTS[0][:9], 20)
-    again = msgspec.structs.replace(spec, delivered=tuple(whole_text(spec)[:delivered]))
-    driver = drive(target, again, max_num_batched_tokens=4)
-    driver.run()
-    require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "4", "max_tokens counts from the prompt")
 
 
 @pytest.mark.law("1.2", "1.7")

@@ -31,16 +31,6 @@ def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
     driver.run(depth)
 
 
-@pytest.mark.law("5.2", "5.5", "3.2", "4")
-@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name.lower())
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_preempted_request_resumes_after_any_storage_result(
-    target: SchedulerTarget, depth: int, how: OperationEnd
-) -> None:
-    driver = drive(target, *long_ones(4), keep=OffloadSelection(), k=3, wrong=0.3, depth=depth)
-    run_ending(driver, how, depth)
-
-
 @pytest.mark.law("5.2")
 def test_saved_blocks_are_loaded(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(4), keep=OffloadSelection())
@@ -66,35 +56,6 @@ def test_silent_store_does_not_block_other_calls(target: SchedulerTarget) -> Non
     require(driver.texts.ends["aborted"] is FinishReason.ABORT, "1.7", "its abort waits for storage")
     run_ending(driver, OperationEnd.BADLY, 1)
     require(all(end for end in driver.texts.ends.values()), "5.5", f"operations {silent} were open for long")
-
-
-@pytest.mark.law("1.7", "3.2")
-@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name.lower())
-def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
-    target: SchedulerTarget, how: OperationEnd
-) -> None:
-    driver = drive(target, *long_ones(4), keep=OffloadSelection(), depth=2)
-    for _ in range(400):
-        if any(each.loading for each in driver.auditor.requests.values()):
-            break
-        if driver.plan() is None and not driver.in_flight and not driver.tiers.pending:
-            break
-        waits = [index for index, each in enumerate(driver.tiers.pending) if isinstance(each, Save | Lookup)]
-        if waits:
-            driver.complete(waits[0], OperationEnd.WELL)
-        if len(driver.in_flight) == 2:
-            driver.answer()
-    loading = [name for name, each in driver.auditor.requests.items() if each.loading]
-    if not loading:
-        lacks("the scheduler loads nothing here")
-    driver.abort(loading[0], loading[0])
-    driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
-    for _ in range(12):
-        if len(driver.in_flight) < 2:
-            driver.plan()
-        if driver.in_flight:
-            driver.answer()
-    run_ending(driver, how, 2)
 
 
 def run_returning(driver: Driver, how: OperationEnd) -> None:
@@ -135,14 +96,6 @@ def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget
     loads = driver.begun(Load)
     what = f"a token is computed in {compute} s, a block loaded in {load} s, and {len(loads)} loads begin"
     require(bool(loads) == loading_is_faster, "5.6", what)
-
-
-@pytest.mark.law("3.5", "5.3")
-@pytest.mark.parametrize("wrong", [0.3, 1.0])
-def test_only_settled_blocks_are_saved(target: SchedulerTarget, wrong: float) -> None:
-    specs = [greedy(f"r{index}", prompt_of(9, index % 2), 20, cache_salt=f"s{index % 3}") for index in range(6)]
-    driver = drive(target, *specs, keep=OffloadSelection(True, True, True), k=3, wrong=wrong, depth=2)
-    run_ending(driver, OperationEnd.WELL, 2)
 
 
 @pytest.mark.law("5.4")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.http.access.control import AccessControl
+from fd_core.http.access.control import ROUTES, AccessControl
 from fd_core.http.access.record import RequestRecord
-from fd_core.router.gateway.requests.route_requests import CostReader
+from fd_core.router.gateway.requests.route_requests import COMPUTES_NOTHING, FORMATS, CostReader
 from fd_core.text.prompt_reader import ModelText
 from tests.router.gateway.test_tenants import Service, gateway
 from tests.server.fakes import byte_tokenizer, chat_template, live
@@ -29,6 +29,10 @@ CONTENT = st.one_of(TEXT, st.lists(TEXT, max_size=3).map(lambda t: [{"type": "te
 TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": CONTENT})
 TURNS = st.one_of(st.lists(TURN, max_size=3), st.just("text"), st.just([{"role": "user"}]))
 SHORT = st.sampled_from([None, 3, -1, 0, 2.0, "3"])
+
+MODEL = st.sampled_from(["fake", "fake:latest"])
+SPOKEN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT})
+OPTIONS = st.fixed_dictionaries({}, optional={"num_predict": COUNT})
 
 
 def body(required: dict[str, Any], **optional: Any) -> Any:
@@ -64,6 +68,13 @@ BODIES = {
     "/v1/embeddings": body({"input": PROMPT}, add_special_tokens=st.booleans()),
     "/v1/score": body({"text_1": st.one_of(TEXT, st.lists(TEXT, max_size=3))}, text_2=st.lists(TEXT, max_size=3)),
     "/v1/rerank": body({"query": TEXT, "documents": st.lists(TEXT, max_size=4)}, top_n=COUNT),
+    "/api/chat": body(
+        {"model": MODEL, "messages": st.lists(SPOKEN, min_size=1, max_size=3)},
+        options=OPTIONS,
+        think=st.sampled_from([True, "low"]),
+    ),
+    "/api/generate": body({"model": MODEL, "prompt": TEXT}, system=TEXT, raw=st.booleans(), options=OPTIONS),
+    "/api/embed": body({"model": MODEL, "input": PROMPT}),
     "/tokenize": body({"prompt": TEXT}, n=COUNT),
     "/v1/messages/count_tokens": body({"model": st.just("fake"), "messages": TURNS}, max_tokens=COUNT),
 }
@@ -105,6 +116,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
+def test_every_forwarded_request_has_a_cost() -> None:
+    computed = {
+        path for path, route in ROUTES.items() if route.forwarded and "POST" in route.methods
+    } - COMPUTES_NOTHING
+    assert computed == FORMATS.keys()
+
+
+def test_every_format_of_the_server_is_forwarded() -> None:
+    kept = {
+        path
+        for path, route in ROUTES.items()
+        if route.right == "key" and "POST" in route.methods and not route.forwarded
+    }
+    assert kept == {"/v1/abort_requests", "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_server_and_router_reserve_the_same_cost(pair: Pair, path: str) -> None:
     @settings(max_examples=40, deadline=None, derandomize=True)
@@ -127,6 +154,9 @@ def test_server_and_router_reserve_the_same_cost(pair: Pair, path: str) -> None:
         ("/v1/embeddings", {"input": ["ab", "c"]}, 3),
         ("/v1/rerank", {"query": "ab", "documents": ["c", "c", "def"]}, 6),
         ("/tokenize", {"prompt": "abc"}, 0),
+        ("/api/chat", {"model": "fake"}, 0),
+        ("/api/generate", {"model": "fake", "prompt": "abc", "raw": True, "options": {"num_predict": 10}}, 3 + 10),
+        ("/api/embed", {"model": "fake:latest", "input": ["ab", "c"]}, 3),
     ],
 )
 def test_cost_covers_every_prompt_and_every_choice(pair: Pair, path: str, body: Any, tokens: int) -> None:
@@ -159,6 +189,7 @@ def test_rejected_body_reserves_nothing(pair: Pair, wrong: dict[str, Any]) -> No
         ("/v1/completions", {"prompt": ["x" * 40] * 3, "n": 2, "max_tokens": 20}, 30 + 120),
         ("/v1/completions", {"prompt": [[70_000, 2]], "max_tokens": 4.0}, 2 + 4),
         ("/v1/completions", {"prompt": "x" * 40}, 10 + 16),
+        ("/v1/classify", {"input": ["x" * 40, "x" * 20]}, 10 + 5),
         ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 400}]}, 100),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}, 1000),
     ],

@@ -18,11 +18,11 @@ from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_l
 TEXT = find_text("bytes", offline=True)
 
 
-def read(body: Any, *, tokenizer: bool = True, session: str | None = None) -> RouteRequest:
+def read(body: Any, *, tokenizer: bool = True, session: str | None = None, path: str = "") -> RouteRequest:
     reader = RouteRequestReader(TEXT if tokenizer else None)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        return asyncio.run(reader.read(data, session))
+        return asyncio.run(reader.read(data, session, path))
     finally:
         reader.close()
 
@@ -42,6 +42,15 @@ def test_prompts_are_tokenized_as_the_server_does() -> None:
     assert TEXT.tokenizer.decode(goes_on.tokens.tolist()) == "system: be\nuser: hi\nassistant: I"
     long = "word " * 5000
     assert len(read({"prompt": long}).tokens) == len(long)
+
+
+def test_prompts_of_ollama_are_chats_unless_raw() -> None:
+    body = {"model": "m:latest", "prompt": "hi", "system": "be", "options": {"num_predict": 5}}
+    asked = read(body, path="/api/generate")
+    assert TEXT.tokenizer.decode(asked.tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert (asked.model, asked.output_tokens) == ("m", 5)
+    raw = read(body | {"raw": True}, path="/api/generate")
+    assert TEXT.tokenizer.decode(raw.tokens.tolist()) == "hi"
 
 
 def test_tools_count_as_the_server_counts_them() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fd_core.config.outputs import write_whole
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.files import write_whole
 
 
 def test_file_is_replaced_atomically(tmp_path: Path) -> None:
