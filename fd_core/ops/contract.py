@@ -120,7 +120,10 @@ class KVCache(abc.ABC):
 
     @abc.abstractmethod
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write the result of `export_blocks` into other blocks, bit for bit; `data` may be read-only."""
+        """Write the result of `export_blocks` into other blocks, bit for bit.
+
+        `data` may be read-only, and a slice of heads or layers that is not contiguous.
+        """
 
 
 @dataclass(frozen=True, slots=True)

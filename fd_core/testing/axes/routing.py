@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -34,7 +35,11 @@ ORACLE: Final = NumpyOps()
 # Experts -------------------------------------------------------------------------------------------------------------
 
 _MOE: Final = (
-    Axis("tokens", (5, 1, 2, 9, 31, 33, 64, 65, 129, 257), rare=({"tokens": 1025},)),
+    Axis(
+        "tokens",
+        (5, 1, 2, 9, 31, 33, 64, 65, 129, 257),
+        rare=({"tokens": 1025}, {"tokens": 8193, "top_k": 8, "experts": 33, "hidden": 38, "inner": 24}),
+    ),
     Axis("experts", (5, 1, 2, 8, 33, 64, 128)),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
     Axis("normalize", (True, False)),
@@ -140,11 +145,14 @@ _LORA: Final = (
     Axis("missing", ("none", "a part", "an adapter")),
     Axis("places", ("mixed", "runs", "one", "last", "few")),
     Axis("wild", (False, True)),
-    Axis("placed", ("at once", "after others", "no"), ("Lora.deltas",)),
+    Axis("placed", ("at once", "in turns", "no"), ("Lora.deltas",)),
 )
 """`places` of tokens: adapters, alternating or in runs, one for all, the last one, or hardly any; `wild`: the first
-adapter's products overflow, which only its own tokens may show. `placed` by `place_loras`, possibly after others, which
-change all parts in all slots."""
+adapter's products overflow, which only its own tokens may show. `placed` by `place_loras`, or in turns with
+others, which change all parts: at each turn, every second slot changes."""
+
+_Terms: TypeAlias = list[LowRank | None] | None
+"""Of one adapter for each part of a linear."""
 
 
 def _lora_fits(case: Case) -> bool:
@@ -157,11 +165,11 @@ def check_lora(ops: Ops, case: Case) -> None:
     rows, count, ins, out, parts = (int_of(case, name) for name in ("rows", "adapters", "inputs", "outputs", "parts"))
     make, places = Values(rows), _places(case)
     y, x = make(rows, parts * out), make(rows, ins)
-    adapters: list[list[LowRank | None] | None] = [
+    adapters: list[_Terms] = [
         [_low_rank(make, max(1, int_of(case, "rank") - index % 3), ins, out) for _ in range(parts)]
         for index in range(count)
     ]
-    earlier = [[_low_rank(make, 2, ins, out) for _ in range(parts)] for _ in range(count)]
+    others: list[_Terms] = [[_low_rank(make, 2, ins, out) for _ in range(parts)] for _ in range(count)]
     if case["missing"] == "an adapter" and count > 1:
         adapters[places[-1] - 1] = None  # of the last token
     for each in adapters[1::2] if case["missing"] == "a part" and parts > 1 else ():
@@ -170,31 +178,40 @@ def check_lora(ops: Ops, case: Case) -> None:
     if case["wild"]:
         adapters[0] = [LowRank(np.full((2, ins), 3e38, np.float32), make(out, 2)) for _ in range(parts)]
     step = step_input([(rows, rows)], 8, np.zeros((1, -(-rows // 8)), np.int32))
-    results: list[Any] = []
-    deltas: Any
+    turns = _turns(adapters, others) if case["placed"] == "in turns" else [adapters]
+    results: list[list[Floats]] = []
     for pack in (ops, ORACLE):
         with pack.replaceable_weights():
-            deltas, others = (
-                [
-                    None if each is None else pack.prepare_lora(each, [out] * parts, gated=bool(case["gated"]))
-                    for each in every
-                ]
-                for every in (adapters, earlier)
-            )
+            prepared = {
+                id(each): pack.prepare_lora(each, [out] * parts, gated=bool(case["gated"]))
+                for each in (*adapters, *others)
+                if each is not None
+            }
+        before = pack.place_loras([], ins, [out] * parts) if case["placed"] == "in turns" else None
+        results.append([])
+        for turn in turns:
+            deltas: Any = [None if each is None else prepared[id(each)] for each in turn]
             if case["placed"] != "no":
-                before = pack.place_loras(others, ins, [out] * parts) if case["placed"] == "after others" else None
-                deltas = pack.place_loras(deltas, ins, [out] * parts, before)
-        lora = Lora(deltas, replace(step, **adapter_rows(places, pack)))
-        with np.errstate(all="ignore"):
-            changed = (
-                pack.lora(activations(pack, y), activations(pack, x), lora)
-                if deltas is not None
-                else activations(pack, y)
-            )
-        results.append(np.array(pack.to_host(changed), np.float32))
+                deltas = before = pack.place_loras(deltas, ins, [out] * parts, before)
+            changed = activations(pack, y)
+            if deltas is not None:
+                lora = Lora(deltas, replace(step, **adapter_rows(places, pack)))
+                with np.errstate(all="ignore"):
+                    changed = pack.lora(changed, activations(pack, x), lora)
+            results[-1].append(np.array(pack.to_host(changed), np.float32))
     well = places != 1 if case["wild"] else np.ones(rows, np.bool_)
-    if well.any():
-        assert_near(ops, ops.from_host(results[0][well]), results[1][well])
+    for found, expected in zip(*results, strict=True) if well.any() else ():
+        assert_near(ops, ops.from_host(found[well]), expected[well])
+
+
+def _turns(adapters: list[_Terms], others: Sequence[_Terms]) -> list[list[_Terms]]:
+    """Return the adapters of each slot, which begin with others, turn by turn; slots that keep theirs are unchanged."""
+    turns = [list(others)]
+    for turn, target in enumerate((adapters, adapters, others, others)):
+        changed = list(turns[-1])
+        changed[turn % 2 :: 2] = target[turn % 2 :: 2]
+        turns.append(changed)
+    return turns
 
 
 def _low_rank(make: Values, rank: int, inputs: int, outputs: int) -> LowRank:

@@ -49,7 +49,7 @@ def write_adapter(
 
 def merge_adapter(model: Path, adapter: Path, folder: Path) -> Path:
     """Write the merged model with weights W + alpha / r B A, as float32 safetensors, into `folder` and return it."""
-    shutil.copytree(model, folder)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     rank = settings["r"]
     scale = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)

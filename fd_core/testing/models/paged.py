@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import Model, cache_shape
-from fd_core.ops.contract import Ops
+from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import on_device, step_input
+from fd_core.types import IntArray
 
 BLOCK_SIZE = 4
 
@@ -41,15 +42,23 @@ class PagedDriver:
         kv_dtype: str = "auto",
         places: list[int] | None = None,
         last_only: bool = False,
+        states: bool = False,
+        stage_before: PagedDriver | None = None,
     ) -> None:
         """`places`: adapter slot of each row, for a model with adapters.
 
         `last_only`: compute logits of each row's last position in a step, as an engine does, not of every position.
+        `states`: compute the states of all tokens first, as an engine does for scores of prompts. `stage_before`:
+        driver of the pipeline stage before the model's.
         """
         self.last_only = last_only
         self.ops = ops
         self.places = places
-        self.forward = ops.compile(model.forward) if places is None else ops.compile_adapted(model.forward)
+        self.stage_before = stage_before
+        compiled = ops.compile_adapted if places is not None else ops.compile_states if states else ops.compile
+        compute = self.forward = compiled(model.states if states else model.forward)
+        if states:
+            self.forward = lambda step, cache: model.head(ops.gather_rows(compute(step, cache), step.logits_rows))
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
         num_blocks = width * len(prompts) + 3
@@ -70,24 +79,39 @@ class PagedDriver:
         used = -(-host.context_len // BLOCK_SIZE)
         visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
         step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)
-        step = on_device(self.ops, step)
-        if self.places is not None:
-            step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
-        logits = self.ops.to_host(self.forward(step, self.cache)).copy()
+        logits = self._output(step, row_of)
         for index, (row, count) in enumerate(work):
             start, end = host.query_start[index : index + 2]
             self.rows[row].logits.extend(logits[(start <= wanted) & (wanted < end)])
             self.rows[row].computed += count
 
+    def _output(self, host: StepInput, row_of: IntArray) -> npt.NDArray[np.float32]:
+        """Return the logits of a step, or the states of a stage before the last."""
+        step = on_device(self.ops, host)
+        if self.places is not None:
+            step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
+        if self.stage_before is not None:
+            states = self.stage_before._output(host, row_of)
+            step = replace(step, states=self.ops.states_from_host(states))
+        output: npt.NDArray[np.float32] = self.ops.to_host(self.forward(step, self.cache)).copy()
+        return output
+
     def generate(self, count: int, chunk: int | None = None) -> None:
         """Generate `count` greedy tokens in every row."""
-        while work := [
+        while self.advance(count, chunk):
+            pass
+
+    def advance(self, count: int, chunk: int | None = None) -> bool:
+        """Compute a step of all rows that lack some of `count` greedy tokens; return False if there are none."""
+        work = [
             (index, min(len(row.tokens) - row.computed, chunk or len(row.tokens)))
             for index, row in enumerate(self.rows)
             if len(row.generated) < count
-        ]:
+        ]
+        if work:
             self.step(work)
-            for row, _ in work:
-                state = self.rows[row]
-                if state.computed == len(state.tokens):
-                    state.tokens.append(int(state.logits[-1].argmax()))
+        for row, _ in work:
+            state = self.rows[row]
+            if state.computed == len(state.tokens):
+                state.tokens.append(int(state.logits[-1].argmax()))
+        return bool(work)

@@ -193,6 +193,7 @@ def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
     assert set(ops.weight_formats) <= WEIGHT_FORMATS
 
 
-def test_oversized_cache_is_reported(ops: Ops) -> None:
+def test_oversized_cache_is_reported(ops: Ops, values: Values) -> None:
     with pytest.raises(MemoryError):
         ops.allocate_kv(KVShape(64, 64, 256, block_size=64), 2**24)
+    attend(ops, values, [(3, 3)])

@@ -116,8 +116,7 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     for name, settings in ADAPTERS.items():
         adapters.append(checkpoints / f"{case}-{name}")
         merged = checkpoints / f"{case}-{name}-merged"
-        if not merged.exists():
-            merge_adapter(folder, write_adapter(folder, adapters[-1], **settings), merged)
+        merge_adapter(folder, write_adapter(folder, adapters[-1], **settings), merged)
         if target.quantization == "auto":
             right.append(partial(oracle_logits, merged))
         else:
@@ -153,13 +152,32 @@ def test_a_model_computes_what_the_oracle_computes(
         assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"
 
 
-def test_equal_dimensions(target: Target, ops: Ops, checkpoints: Path) -> None:
-    """Compute logits of a few tokens of a step, as an engine does."""
-    folder = checkpoints / "equal"
-    write_checkpoint("llama", folder, **EQUAL)
-    model = loaded(target, ops, folder)
-    driver = PagedDriver(model, ops, prompts(model.vocab_size, (1, 23, 8)), longest=64, last_only=True)
-    driver.generate(GENERATED)
-    for row in driver.rows:
-        expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)[row.prompt_len - 1 :]
-        assert_close(target, row, expected)
+def test_models_take_turns_on_one_pack(target: Target, ops: Ops, checkpoints: Path) -> None:
+    """Compute logits of the last token of each row, as an engine does, in turns with a model of the same shapes and a
+    smaller one, as a draft model is."""
+    folder, adapter, twin = (checkpoints / name for name in ("equal", "equal-adapter", "equal-merged"))
+    merge_adapter(write_checkpoint("llama", folder, **EQUAL), write_adapter(folder, adapter, seed=1), twin)
+    draft = write_checkpoint("llama", checkpoints / "draft", num_hidden_layers=1)
+    drivers = []
+    for path, states, placed in (
+        (folder, False, False),
+        (twin, False, False),
+        (folder, True, False),
+        (draft, False, False),
+        (twin, True, False),
+        (folder, False, True),
+    ):
+        model = loaded(target, ops, path)
+        if placed:
+            model = adapted_by(model, path, [adapter])
+        texts, places = prompts(model.vocab_size, (1, 23, 8)), [1, 1, 1] if placed else None
+        driver = PagedDriver(model, ops, texts, longest=64, places=places, last_only=True, states=states)
+        drivers.append((driver, path, adapter if placed else None))
+    for _ in range(GENERATED):
+        for driver, _, _ in drivers:
+            driver.advance(GENERATED)
+    for driver, path, added in drivers:
+        assert [len(row.generated) for row in driver.rows] == [GENERATED] * 3
+        for row in driver.rows:
+            expected = oracle_logits(path, tuple(row.tokens[:-1]), target.quantization, added)[row.prompt_len - 1 :]
+            assert_close(target, row, expected)

@@ -276,3 +276,57 @@ class TakesThePeakOfHiddenScores:
             lost = (scores.max(axis=-1) - peaks > 103).reshape(count, -1)
             output[own][np.repeat(lost, q.shape[-1], axis=1)] = np.nan
         return output
+
+
+@wrong("reference", "models:test_models_take_turns_on_one_pack")
+class KeepsOneCapture:
+    """The pack has one captured forward; that of a second model, such as a draft model, takes its place."""
+
+    def compile(self, forward):
+        self.captured = forward
+        return lambda step, cache: self.captured(step, cache)
+
+
+@wrong("reference", "models:test_models_take_turns_on_one_pack")
+class KeepsOneCaptureOfStates:
+    def compile_states(self, states):
+        self.captured = states
+        return lambda step, cache: self.captured(step, cache)
+
+
+@wrong("reference", "models:test_models_take_turns_on_one_pack", spreads_to=("models:*",))
+class FindsCapturesByShape:
+    """A model of the same architecture and shapes is replayed with the weights of the first one."""
+
+    def compile(self, forward):
+        model = forward.__self__
+        captures = self.__dict__.setdefault("captures", {})
+        return captures.setdefault((model.architecture, model.vocab_size, model.kv_shape(1)), forward)
+
+
+@wrong("reference", "ranks:test_stages_compute_what_the_oracle_computes*")
+class CapturesStatesOfTheFirstStep:
+    """Inputs of a captured decode are copied to its buffers, except the states of the previous stage."""
+
+    def compile(self, forward):
+        held = {}
+
+        def replay(step, cache):
+            if step.states is None or step.max_query > 1:
+                return forward(step, cache)
+            return forward(replace(step, states=held.setdefault(len(step.token_ids), step.states)), cache)
+
+        return replay
+
+
+@wrong("reference", "ranks:test_ranks_compute_what_the_oracle_computes*")
+class AddsTwoRanks:
+    """The fused sum exchanges with one other rank."""
+
+    def project_residual(self, x, weight, residual, post_norm=None, lora=None):
+        if self.parallel.size < 3:
+            return super().project_residual(x, weight, residual, post_norm, lora)
+        y = self.linear(x, weight)
+        parts = self.all_gather(y).reshape(len(y), self.parallel.size, -1)
+        y = parts[:, 0] + parts[:, 1]
+        return self.add(residual, y if post_norm is None else self.rms_norm(y, post_norm))

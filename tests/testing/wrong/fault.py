@@ -12,6 +12,8 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 
 FAULTS: dict[str, Fault] = {}
+WHOLE_MODELS = ("ranks:*", "models:test_models_take_turns_on_one_pack")
+"""Tests of whole models, in which many faults show."""
 BASES = {"null": NullBackend, "reference": ReferenceBackend}
 
 
@@ -36,7 +38,7 @@ class Fault:
 
     def is_named_by(self, test: str) -> bool:
         """Return True if a test may fail because of the fault."""
-        return any(matches(test, pattern) for pattern in (*self.noticed_by, *self.spreads_to))
+        return any(matches(test, pattern) for pattern in (*self.noticed_by, *self.spreads_to, *WHOLE_MODELS))
 
 
 def matches(test: str, pattern: str) -> bool:

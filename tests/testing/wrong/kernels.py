@@ -847,7 +847,7 @@ class MissesNaNWithASign(NumpyOps):
         return super().sample(np.where(smallest, np.float32(-np.inf), logits), rows)
 
 
-@shown_by("lora", missing="an adapter", placed="after others")
+@shown_by("lora", missing="an adapter", placed="in turns")
 class KeepsTermsThatANewAdapterLacks(NumpyOps):
     """A slot is overwritten only by an adapter that changes the same linear."""
 
@@ -855,6 +855,39 @@ class KeepsTermsThatANewAdapterLacks(NumpyOps):
         if before is not None:
             deltas = [old if new is None else new for old, new in zip(before, deltas, strict=True)]
         return super().place_loras(deltas, inputs, outs, before)
+
+
+class _Placed(list):
+    other = None
+    last = ()
+
+
+@shown_by("lora", placed="in turns", adapters=2)
+class SwapsBuffersOfAdapters(NumpyOps):
+    """Two buffers take turns; slots that changed since the last call are copied to one of them only."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        if super().place_loras(deltas, inputs, outs, before) is None:
+            return None
+        if not isinstance(before, _Placed) or before.other is None:
+            placed = _Placed(deltas)
+        else:
+            same = [new is old for new, old in zip(deltas, before.last, strict=True)]
+            placed = _Placed(old if keep else new for new, old, keep in zip(deltas, before.other, same, strict=True))
+        placed.other, placed.last = list(before or ()) or None, list(deltas)
+        return placed
+
+
+@shown_by("moe", tokens=8193)
+class IndexesChoicesInSixteenBits(NumpyOps):
+    """Pairs of tokens and choices, grouped by expert, have indices of 16 bits."""
+
+    def moe(self, x, experts, activation):
+        output = super().moe(x, experts, activation)
+        lost = np.arange(len(x)) * experts.top_k >= 2**16
+        if lost.any():
+            output[lost] = self.add_shared(np.zeros_like(x[lost]), x[lost], experts, activation)
+        return output
 
 
 class _LateCopies(HostCopies):

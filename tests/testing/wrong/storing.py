@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
+from fd_core.ops.numpy.ops import NumpyKVCache
 from tests.testing.wrong.fault import wrong
 
 
@@ -18,6 +21,7 @@ def changed(cache, **methods):
     "kv:test_blocks_are_restored_bit_for_bit",
     "kv:test_an_import_touches_its_blocks_alone",
     "kv:test_an_exported_array_is_the_callers",
+    "kv:test_blocks_of_another_type_are_refused",
     spreads_to=(
         "golden:test_preemption_changes_no_text*",
         "kv:test_an_engine_goes_on_from_imported_blocks",
@@ -142,6 +146,49 @@ class SharesAScaleAcrossTokens:
             steps = np.rint(x / np.where(scale == 0, np.float32(1), scale)).astype(np.int8)
             layer[side, blocks, offsets] = np.concatenate([steps, scale.view(np.int8)], axis=-1)
         return None
+
+
+class _Locked(NumpyKVCache):
+    def __init__(self, shape, num_blocks):
+        super().__init__(shape, num_blocks)
+        self.lock = threading.Lock()
+
+    def import_blocks(self, blocks, data):
+        if not self.lock.acquire(timeout=0.5):
+            raise RuntimeError("the lock is held")
+        super().import_blocks(blocks, data)
+        self.lock.release()
+
+
+@wrong("reference", "kv:test_blocks_of_another_type_are_refused")
+class KeepsItsLockAfterAnError:
+    def allocate_kv(self, shape, num_blocks):
+        return _Locked(shape, num_blocks)
+
+
+@wrong("reference", "kv:test_blocks_are_restored_bit_for_bit")
+class ImportsThroughAPointer:
+    """Data is taken to be contiguous; a rank's share of the heads is not."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        put = cache.import_blocks
+
+        def through_a_pointer(self, blocks, data):
+            strides = np.empty(data.shape, data.dtype).strides
+            put(blocks, np.lib.stride_tricks.as_strided(data, data.shape, strides))
+
+        return changed(cache, import_blocks=through_a_pointer)
+
+
+@wrong("reference", "scale:test_unloaded_adapters_are_freed")
+class NeverFreesAdapters:
+    """An arena holds what was prepared, also inside `replaceable_weights`."""
+
+    def prepare_lora(self, parts, outs, *, gated=False):
+        made = super().prepare_lora(parts, outs, gated=gated)
+        self.__dict__.setdefault("arena", []).append(made)
+        return made
 
 
 @wrong("reference", "lifetime:test_sleeping_engine_frees_its_cache", spreads_to=("lifetime:*",))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,10 @@ from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.kit.target import Target
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import STEP_CASE
 from fd_core.testing.models.stepper import ManualDriver
+from fd_core.testing.models.texts import greedy, run
 
 pytestmark = pytest.mark.fd_alone
 KIBI: Final = 2**10
@@ -144,6 +148,32 @@ def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
     assert growth[2] < 3 * KIBI, f"the process grows by {growth[2]:.0f} bytes per step"
     if growth[3] >= 3 * KIBI:
         assert counts_host_memory(target.backend), f"the device loses {growth[3]:.0f} bytes per step"
+
+
+def test_unloaded_adapters_are_freed(target: Target, checkpoints: Path, require: Callable[..., None]) -> None:
+    """Replace an adapter of at least a MiB again and again, each after a request."""
+    require("checkpoints")
+    model = target.checkpoint(STEP_CASE)
+    assert model is not None
+    folders = [write_adapter(model, checkpoints / f"replaced-{seed}", seed=seed, rank=128) for seed in range(2)]
+    with target.engine(case=STEP_CASE, max_loras=1, max_lora_rank=128) as engine:
+
+        def taken(cycles: int) -> list[int]:
+            """Return the growth of this process, and what the device loses, while adapters are loaded and unloaded."""
+            before = resident(), -target.backend.free_memory()
+            for _ in range(cycles):
+                for folder in folders:
+                    digest = engine.load_adapter("replaced", folder).digest
+                    run(engine, [msgspec.structs.replace(greedy("a", range(9), 2), adapter=digest)])
+                    engine.unload_adapter("replaced")
+                    engine.begin_steps()  # which releases it
+            return [resident() - before[0], -target.backend.free_memory() - before[1]]
+
+        taken(3)  # libraries allocate their caches on first use
+        process, device = taken(20)
+    assert process < 20 * MEBI, f"the process grows by {process / MEBI:.0f} MiB with 40 adapters"
+    if device >= 20 * MEBI:
+        assert counts_host_memory(target.backend), f"the device loses {device / MEBI:.0f} MiB with 40 adapters"
 
 
 def test_free_memory_can_be_allocated(target: Target, require: Callable[..., None]) -> None:
