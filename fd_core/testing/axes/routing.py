@@ -130,7 +130,7 @@ MOE: Final[Part[Ops]] = operation_part(
         int_of(case, "top_k") <= int_of(case, "experts")
         and not (case["packed_down"] and not case["packed"])
         and not (case["packed"] and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128))
-        and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2e6
+        and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2.2e6
     ),
     _MOE_EDGES,
 )
