@@ -127,6 +127,12 @@ class DividesByPromptBlocks(RouterPolicy):
         return context.candidates[int(context.random * len(context.candidates)) % blocks]
 
 
+class DividesByAWeight(RequestNum):
+    def choose(self, context):
+        assert self.config.load_balance_weight / self.config.hit_ratio_weight >= 0
+        return super().choose(context)
+
+
 class EncodesSessions(RouterPolicy):
     def choose(self, context):
         return context.candidates[len((context.session or "").encode("ascii")) % len(context.candidates)]
@@ -335,6 +341,7 @@ def without_shrinking(monkeypatch):
         (CountsIn8Bits, "workers=257,loads=one idle", ()),
         (PacksLoadsIn32Bits, "loads=near 2^32", ()),
         (DividesByPromptBlocks, "tokens=63", ()),
+        (DividesByAWeight, "weights=zero", ()),
         (EncodesSessions, f"session={'ü漢' * 9}", ()),
         (ReturnsToWorkersThatLeft, "change=one leaves", ()),
         (ReordersCandidates, "plain", ()),

@@ -214,8 +214,8 @@ def supported_by(ops: Ops, limits: Collection[str]) -> Callable[[Axis, Value], b
     """Return the argument of `KitCase.with_only` for a pack, and the limits of its backend."""
 
     def supported(axis: Axis, value: Value) -> bool:
-        if axis.name in ("packed", "kv_dtype"):
-            return value in (ops.weight_formats if axis.name == "packed" else ops.kv_dtypes)
+        if axis.name in ("packed", "packed_down", "kv_dtype"):
+            return value in (ops.kv_dtypes if axis.name == "kv_dtype" else ops.weight_formats)
         return axis.needs not in limits
 
     return supported

@@ -48,13 +48,15 @@ _MOE: Final = (
     Axis("shared_expert", (False, True)),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
-    Axis("inner", (64, 24, 130, 128)),
+    Axis("inner", (128, 64, 24, 130)),
     Axis("routing", ("even", "one expert", "last expert")),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+    Axis("source", ("F32", "F16", "BF16")),
+    Axis("packed_down", (None, "Q6_K", "Q4_1", "Q8_0")),
     Axis(
         "group",
         (None,),
-        rare=tuple({"group": group, "packed": name, "inner": 128} for name in GROUPED for group in (32, 128)),
+        rare=tuple({"group": group, "packed": name} for name in GROUPED for group in (32, 128)),
     ),
     Axis("fused", (False, True)),
     Axis("offset", (0, 128, -128)),
@@ -94,7 +96,8 @@ def check_moe(ops: Ops, case: Case) -> None:
             result = pack.moe(device, chosen, g.activation)
         results.append(np.array(pack.to_host(result), np.float32)[well])
     tolerance = max(
-        PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else TOLERANCE[ops.dtype],
+        # Two products follow each other, and the largest input of a single token determines how others are rounded.
+        4 * PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else TOLERANCE[ops.dtype],
         2e-4 if case["offset"] else 0.0,  # a score of 128 has 16 bits after the point
     )
     assert_near(ops, ops.from_host(results[1]), results[0], tolerance)
@@ -125,8 +128,9 @@ MOE: Final[Part[Ops]] = operation_part(
     check_moe,
     lambda case: (
         int_of(case, "top_k") <= int_of(case, "experts")
+        and not (case["packed_down"] and not case["packed"])
         and not (case["packed"] and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128))
-        and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2e6
+        and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2.2e6
     ),
     _MOE_EDGES,
 )

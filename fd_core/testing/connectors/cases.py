@@ -80,6 +80,7 @@ AXES: Final = (
             "four aborts",
             "a refused value",
             "another connector",
+            "another connector that ends later",
             "a lease that ends later",
         ),
     ),
@@ -170,6 +171,8 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
             another = _Transfer(case, *[make(pair.here)] * 2)
             lease = another.open(103, stack)
             stack.callback(another.move_all, [lease])
+        if case["before"] == "another connector that ends later":
+            transfer.another = make(pair.here)
         _happens_before(str(case["before"]), transfer)
         if case["thread"]:
             with ThreadPoolExecutor(1) as pool:
@@ -183,6 +186,7 @@ class _Transfer:
         self.case, self.decode, self.prefill = case, decode, prefill
         self._window = int_of(case, "window")
         self._draw = draws(int_of(case, "pieces"))
+        self.another: Connector | None = None
         self._over: list[_LeaseUnderTest] = []
         """Leases that were closed before."""
 
@@ -224,6 +228,8 @@ class _Transfer:
         with ExitStack() as stack, ExitStack() as earlier:
             if self.case["before"] == "a lease that ends later":
                 self._over.append(self.open(95, earlier))
+            if self.another is not None:
+                earlier.callback(self.another.close)
             numbers = range(int_of(self.case, "leases"))
             if self.case["opened"] == "inboxes first":
                 inboxes = [self._open_inbox(number, stack) for number in numbers]

@@ -55,6 +55,10 @@ class Values:
     def __init__(self, seed: int = 0) -> None:
         self._rng = generator(seed)
 
+    def seed(self) -> int:
+        """Return a seed of other random values."""
+        return int(self._rng.integers(2**31))
+
     def __call__(self, *shape: int, scale: float = 1.0) -> Floats:
         """Return float32 numbers that are exact in bfloat16 and float16: packs of all dtypes have the same inputs."""
         values = self._rng.standard_normal(shape, np.float32) * np.float32(scale)
@@ -190,7 +194,7 @@ GROUPED: Final = ("int8", "int4", "gptq", "awq", FP8)
 
 
 def packed_weight(
-    kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0, stored: str = "usual"
+    kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0, stored: str = "usual", seed: int = 0
 ) -> PackedTensor:
     """Return a random weight [out, inputs] of one of `ops.weights.WEIGHT_FORMATS`, with its usual group size."""
     bits, usual, minima = _PACKED[kind]
@@ -198,7 +202,7 @@ def packed_weight(
     if kind in GROUPED and kind != FP8:
         minima ^= "other minima" in stored
         bits = 8 if "8 bits" in stored and kind == "gptq" else bits
-    rng = generator(out, inputs, bits)
+    rng = generator(out, inputs, bits, seed)
     low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
     values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
     if kind == FP8:
@@ -208,13 +212,28 @@ def packed_weight(
     scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
     lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
 
-    def placed(array: Any) -> Any:
-        if stored == "sliced":
-            return np.hstack([array[:, ::-1], array, array[:, ::-1]])[:, array.shape[1] : 2 * array.shape[1]]
-        return np.asfortranarray(array) if stored == "by columns" else array
+    lowest = None if lowest is None else placed(lowest, stored)
+    numbers = placed(scales.astype(np.float32), stored)
+    return PackedTensor(kind, bits, placed(values, stored), scales=numbers, minima=lowest)
 
-    lowest = None if lowest is None else placed(lowest)
-    return PackedTensor(kind, bits, placed(values), scales=placed(scales.astype(np.float32)), minima=lowest)
+
+def placed(array: npt.NDArray[Any], stored: str) -> npt.NDArray[Any]:
+    """Return an array in memory as one of `STORED` specifies."""
+    if stored == "sliced":
+        return np.hstack([array[:, ::-1], array, array[:, ::-1]])[:, array.shape[1] : 2 * array.shape[1]]
+    return np.asfortranarray(array) if stored == "by columns" else array
+
+
+def stored_weight(values: Floats, source: str, stored: str = "usual") -> RawTensor:
+    """Return a weight as read from a checkpoint of a dtype."""
+    array: Any = values.copy()
+    if source == "F16":
+        array = values.astype(np.float16)
+    elif source == "BF16":
+        array = (values.view(np.uint32) >> 16).astype(np.uint16)
+    array = placed(array, stored)
+    array.flags.writeable = False  # as from a mapped file
+    return RawTensor(source, array)
 
 
 def activations(ops: Ops, values: Floats) -> Array:

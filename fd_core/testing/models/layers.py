@@ -15,7 +15,16 @@ from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_sizes
-from fd_core.testing.models.arrays import Values, activations, generator, on_device, packed_weight, raw, step_input
+from fd_core.testing.models.arrays import (
+    Values,
+    activations,
+    generator,
+    on_device,
+    packed_weight,
+    raw,
+    step_input,
+    stored_weight,
+)
 from fd_core.types import IntArray
 
 
@@ -48,6 +57,10 @@ class Geometry:
     eps: float = 1e-5
     packed: str | None = None
     """Format of all linear layers; None for float32."""
+    source: str = "F32"
+    """Dtype of raw weights in the checkpoint."""
+    packed_down: str | None = None
+    """Format of the last linear of experts, if not `packed`."""
     packed_group: int | None = None
     """Values that share a scale; None for the usual number of the format."""
     kv_dtype: str = "auto"
@@ -168,11 +181,11 @@ class LayerOn:
         for row, blocks in enumerate(np.minimum(full, self.g.shared_blocks)):
             tables[row, :blocks] = tables[first, :blocks]
 
-    def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
-        if self.g.packed is not None:
-            group = self.g.packed_group
-            return [packed_weight(self.g.packed, *shape, group, scale=shape[1] ** -0.5) for shape in shapes]
-        return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+    def _parts(self, make: Values, *shapes: tuple[int, int], kind: str | None = None) -> list[Weight]:
+        kind, group = self.g.packed and (kind or self.g.packed), self.g.packed_group
+        if kind is not None:
+            return [packed_weight(kind, *shape, group, shape[1] ** -0.5, seed=make.seed()) for shape in shapes]
+        return [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source) for shape in shapes]
 
     def loras(self) -> list[Lora | None]:
         """Return the low-rank terms of q, k and v, of the output, of gate and up, and of down."""
@@ -202,7 +215,9 @@ class LayerOn:
             # Scores of similar size, so that all chosen experts matter.
             router=ops.prepare_vector(make(g.experts, g.hidden, scale=g.hidden**-0.5)),
             gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
-            down=ops.prepare_experts([self._parts(make, down) for _ in range(g.experts)], gated=False),
+            down=ops.prepare_experts(
+                [self._parts(make, down, kind=g.packed_down) for _ in range(g.experts)], gated=False
+            ),
             top_k=g.top_k,
             normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,

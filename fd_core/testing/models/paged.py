@@ -79,6 +79,7 @@ class PagedDriver:
         used = -(-host.context_len // BLOCK_SIZE)
         visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
         step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)
+        step = replace(step, uniform=host.max_query == 1)
         logits = self._output(step, row_of)
         for index, (row, count) in enumerate(work):
             start, end = host.query_start[index : index + 2]

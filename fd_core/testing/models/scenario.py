@@ -130,9 +130,10 @@ class Scenario:
                 if folder is not None:
                     rewrite_weights(folder, STEP_CASE)
                 failures: list[FdError | None] = []
-                engine.control(UpdateWeights(str(folder or "scripted")), failures.append)
-                engine.begin_steps()
-                assert failures == [None], f"the weights were not updated: {failures}"
+                for path in (Path("absent"), folder or Path("scripted")):
+                    engine.control(UpdateWeights(str(path)), failures.append)
+                    engine.begin_steps()
+                assert failures[1:] == [None], f"the weights were not updated: {failures}"
             if self.events.poison is not None and "kv_transfer" not in self.target.limits:
                 fill_with_nan(engine.probe().runner.cache)
             yield engine

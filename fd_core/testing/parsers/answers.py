@@ -28,7 +28,7 @@ TEXTS: Final = {
     "plain": "The quick brown fox jumps over 13 lazy dogs; then it rests",
     "unicode": "Röm 🙂 東京, e\u0301 👩‍👩‍👧 \u05e9\u05dc\u05d5\u05dd \u202babc\u202c \U0010ffff end",
     "lines": "first\n\n  second\r\n\tthird   and on",
-    "code": "if 1 < 2 and [x] or {y}: `z` \\n 'q' \"r\" end",
+    "code": "if 1 < 2 and [x] or {y}: `z` \\n 'q' \"r\" &lt;b&gt; &amp;amp; &#39; %41 end",
     "half-markers": "",
     "words": "null, true and 007 end",
 }

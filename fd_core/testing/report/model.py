@@ -15,8 +15,7 @@ SCHEMA: Final = 1
 """Version of the JSON, incremented on incompatible changes."""
 SECTIONS: Final = (
     "cases",
-    "operations",
-    "fusions",
+    "attention",
     "models",
     "signals",
     "budget",

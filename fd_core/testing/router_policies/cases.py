@@ -47,6 +47,12 @@ _URLS: Final[dict[str, Callable[[int], str]]] = {
 }
 _SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "four in turn", "each its own")
 
+_WEIGHTS: Final = (
+    *("hit_ratio_weight", "load_balance_weight", "waiting_weight"),
+    *("balance_abs_threshold", "balance_rel_threshold", "prefix_hash_slack"),
+)
+"""Settings that may be 0."""
+
 AXES: Final = (
     Axis("workers", (3, 1, 2, 4, 5, 8, 9, 64, 65, 255, 256, 257, 1000), ("RoutingContext.candidates",)),
     Axis(
@@ -65,6 +71,7 @@ AXES: Final = (
     Axis("token_ids", ("small", "zero", "near 2^31", "alike")),
     Axis("block_size", (64, 1, 16, 65_536), ("RouterConfig.cache_block_size",)),
     Axis("max_sessions", (65_536, 1, 2), ("RouterConfig.max_sessions",)),
+    Axis("weights", ("as set", "zero", "large"), tuple(f"RouterConfig.{name}" for name in _WEIGHTS)),
     Axis("session", _SESSIONS, ("RoutingContext.session",)),
     Axis("random", (0.25, 0.0, 2**-53, 0.5, 1 / 3, 1 - 2**-53), ("RoutingContext.random",)),
     Axis("now", (1.0, 0.0, 32_767.5, 2_147_483_647.0, 4_294_967_296.5, 1e12), ("RoutingContext.now",)),
@@ -82,7 +89,7 @@ AXES: Final = (
 EXCUSED: Final[Mapping[str, str]] = {
     f"RouterConfig.{name}": "a setting of the router, or a weight of a policy of the core, whose own tests vary it"
     for name in RouterConfig.__struct_fields__
-    if name not in ("cache_block_size", "max_sessions")
+    if name not in ("cache_block_size", "max_sessions", *_WEIGHTS)
 }
 """Fields of the contract that no axis varies, with the reason."""
 _MAX_SHOWN: Final = 20_000
@@ -138,7 +145,8 @@ class _PolicyInstance:
 
     def __init__(self, policy: PolicyUnderTest, case: Case, *, works_out_again: bool = False) -> None:
         sizes = {"cache_block_size": case["block_size"], "max_sessions": case["max_sessions"]}
-        config = replace(policy.config, **sizes)
+        weight = {"zero": 0.0, "large": 1e9}.get(str(case["weights"]))
+        config = replace(policy.config, **sizes, **({} if weight is None else dict.fromkeys(_WEIGHTS, weight)))
         self._policy = policy.cls(config)
         self.calls = _contexts(policy.cls, config, case, works_out_again=works_out_again)
 

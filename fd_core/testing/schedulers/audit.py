@@ -7,7 +7,7 @@ the content of every position of the cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fd_core import signals
 from fd_core.config import Limits
 from fd_core.effects import operations
-from fd_core.scheduling.contract import SchedulerHoldings, SchedulerStats
+from fd_core.scheduling.contract import RequestActivity, SchedulerHoldings, SchedulerStats
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
@@ -969,6 +969,16 @@ class Auditor:
             ("preemptions", stats.counters.preemptions, self.preemptions),
         ):
             require(not count or count == seen, "3.6", f"its counter {name} is {count}, expected {seen}")
+
+    def active(self, activities: Mapping[str, RequestActivity], held: SchedulerHoldings) -> None:
+        """Compare the activities of requests with the holdings, unless the scheduler tracks none."""
+        if not activities:
+            return
+        require(activities.keys() == self.unfinished, "3.6", f"activities of {set(activities)}")
+        states = Counter(each.state for each in activities.values())
+        for state in ("waiting", "loading", "running"):
+            count = getattr(held, state)
+            require(states[state] == count, "3.6", f"{states[state]} activities are {state}, but it holds {count}")
 
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare the scheduler's reported holdings with the audited state."""

@@ -378,8 +378,8 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
     case = effective({**default_case(AXES), **case})
     specs = specs_of(case)
     driver, depth = driver_of(target, case, specs), int_of(case, "depth")
-    incidents = _incidents(driver, str(case["incident"]))
     waiting = specs[: -(-len(specs) // 2)] if case["ids"] == "reused" else list(specs)
+    incidents = _incidents(driver, str(case["incident"]), waiting)
     for number in range(3 * len(specs) + 40):
         if waiting and not number % 2:
             count = 1 + len(specs) // 3
@@ -400,7 +400,7 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
     driver.check_capacity(driver_of(target, case, ()))
 
 
-def _incidents(driver: Driver, kind: str) -> Iterator[None]:
+def _incidents(driver: Driver, kind: str, waiting: list[RequestSpec]) -> Iterator[None]:
     """Cause an incident now and then, to at most every third request."""
     harmed: set[str] = set()
     for turn in count():
@@ -428,7 +428,8 @@ def _incidents(driver: Driver, kind: str) -> Iterator[None]:
             left = sorted(driver.auditor.unfinished - harmed) if 3 * len(harmed) < len(requests) else []
             aborted = left[turn % 2 - 1 :][:1]
             harmed.update(aborted)
-            driver.pause(*aborted)
+            arriving = [waiting.pop(0)] if waiting else []
+            driver.pause(*aborted, arriving=arriving)
         if driver.in_flight and len(driver.plans) % 5 == 4:
             plan = driver.in_flight[0].plan
             slot = int(plan.slots[len(harmed) % len(plan.slots)]) if len(plan.slots) > 1 else -1

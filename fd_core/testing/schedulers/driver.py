@@ -257,17 +257,20 @@ class Driver:
         self.auditor.dropped(deltas, effects, what)
         self.tiers.perform(effects.operations)
 
-    def pause(self, *aborted: str) -> None:
+    def pause(self, *aborted: str, arriving: Sequence[RequestSpec] = ()) -> None:
         """Pause, and resume once nothing is in a slot, as an engine does to apply an order, each time another one.
 
-        Requests `aborted` are aborted meanwhile. Does nothing if the scheduler cannot pause.
+        Requests `aborted` are aborted meanwhile, and those `arriving` are added. Does nothing else if the scheduler
+        cannot pause.
         """
         scheduler, auditor = self.scheduler, self.auditor
         try:
             scheduler.pause()
         except BadRequest:
+            self.submit(*arriving)
             return
         auditor.paused = True
+        self.submit(*arriving)
         self.abort(*aborted)
         scheduler.pause()
         for _ in range(400):
@@ -446,6 +449,7 @@ class Driver:
         held, names = self.scheduler.held(), self.scheduler.request_ids()
         self.auditor.held(held, names)
         self.auditor.counted(self.scheduler.stats(), held)
+        self.auditor.active(self.scheduler.activities(), held)
         for name in names:
             self.auditor.phases(name, self.scheduler.phases(name))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fd_core.effects.operations import Effects, Fetch, Load
 from fd_core.errors import FdError
-from fd_core.scheduling.contract import Scheduler, SchedulerSetup
+from fd_core.scheduling.contract import RequestActivity, Scheduler, SchedulerSetup
 from fd_core.signals import MalformedOutput
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import require
@@ -127,6 +127,9 @@ class _ReusesIds:
 
     def phases(self, name: str) -> tuple[float, ...] | None:
         return self._inner.phases(self._ids[name])
+
+    def activities(self) -> dict[str, RequestActivity]:
+        return {self._names[own]: each for own, each in self._inner.activities().items()}
 
     def _ended(self, delta: Delta | None) -> Any:
         if delta is None:

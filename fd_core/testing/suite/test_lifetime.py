@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
+from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
 
@@ -142,18 +144,40 @@ def test_closed_engine_frees_its_cache(target: Target) -> None:
     assert [held() for held in gone] == [None, None]
 
 
-def test_sleeping_engine_frees_its_cache(target: Target) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_engine_frees_its_cache_and_weights(
+    target: Target, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
     if not target.cls.updates_weights:
         lacks("an engine on this backend does not sleep")
+    load, models = target.cls.load_model, list[Callable[[], object]]()
+
+    def load_model(*arguments: Any) -> Any:
+        model = load(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(target.cls, "load_model", load_model)
     failures: list[FdError | None] = []
     with target.engine() as engine:
         run(engine, [greedy("a", range(5), 4)])
         cache = weakref.ref(engine.probe().runner.cache)
-        engine.control(Sleep(1), failures.append)
+        engine.control(Sleep(level), failures.append)
         engine.begin_steps()
         assert failures == [None]
         gc.collect()
-        assert cache() is None
+        assert cache() is None, "the cache is held"
+        assert level == 1 or all(model() is None for model in models), "the weights are held"
+
+
+def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:
+    if not target.cls.needs_checkpoint:
+        lacks("it has no weights")
+    path = write_checkpoint("llama", checkpoints / "to_quantize", hidden_size=128, intermediate_size=128)
+    for form in {"int8", "int4"} & {*target.ops.weight_formats}:
+        backend = target.cls(target.config(quantization=form, max_model_len=64))
+        model = backend.load_model(path, backend.make_ops(), lambda *_: None)
+        assert form in {use.computed for use in model.weights}, f"--quantization {form} has no effect"
 
 
 @pytest.mark.fd_thorough

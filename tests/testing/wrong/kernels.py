@@ -1070,3 +1070,65 @@ class PlansByTheNumberOfRows(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
         tables = self.plans.setdefault((len(q), step.block_tables.shape, step.max_context), step.block_tables)
         return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
+
+
+# Forms of weights ----------------------------------------------------------------------------------------------------
+
+
+@shown_by("linear", stored="sliced", source="BF16", packed=None)
+class ReadsHalvesThroughAPointer(NumpyOps):
+    """16-bit weights are read row after row; a shard of columns is not contiguous."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        def read(part):
+            if not isinstance(part, RawTensor) or part.data.itemsize != 2:
+                return part
+            out, ins = part.shape
+            return RawTensor(part.dtype, np.lib.stride_tricks.as_strided(part.data, (out, ins), (2 * ins, 2)).copy())
+
+        return super().prepare_linear([read(part) for part in parts], biases, gated=gated)
+
+
+@shown_by("moe", source="F16", packed=None)
+class TakesFloat16ExpertsForBfloat16(NumpyOps):
+    """Experts are stacked by bits: all of 2 bytes are read as bfloat16."""
+
+    def prepare_experts(self, parts, *, gated):
+        def read(part):
+            is_half = isinstance(part, RawTensor) and part.data.itemsize == 2
+            return RawTensor("BF16", part.data.view(np.uint16)) if is_half else part
+
+        return super().prepare_experts([[read(part) for part in expert] for expert in parts], gated=gated)
+
+
+@shown_by("moe", packed="int8")
+class ReadsTheFirstPackedExpert(NumpyOps):
+    """The stride between packed experts is 0: all have the weights of the first."""
+
+    def prepare_experts(self, parts, *, gated):
+        if isinstance(parts[0][0], PackedTensor):
+            parts = [parts[0] for _ in parts]
+        return super().prepare_experts(parts, gated=gated)
+
+
+@shown_by("moe", packed_down="Q6_K")
+class ReadsDownInTheFormatOfUp(NumpyOps):
+    """The kernel of experts is chosen by gate and up; it reads scales of `down` with their group, and their minima."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = None
+
+    def prepare_experts(self, parts, *, gated):
+        if gated:
+            self.up = parts[0][0]
+        elif isinstance(self.up, PackedTensor) and isinstance(parts[0][0], PackedTensor):
+            parts = [[self.read(part) for part in each] for each in parts]
+        return super().prepare_experts(parts, gated=gated)
+
+    def read(self, part):
+        shape = part.shape[0], part.shape[1] // min(self.up.group, part.shape[1])
+        lost = self.up.minima is None or part.minima is None
+        return replace(
+            part, scales=np.resize(part.scales, shape), minima=None if lost else np.resize(part.minima, shape)
+        )

@@ -390,3 +390,18 @@ class NumbersInboxesByConnector(Changed, TCPConnector):
 
         end.put = put_there
         return end
+
+
+@found_by("before=another connector that ends later")
+class ClosesTheEndsOfOthers(Changed, SharedMemoryConnector):
+    """The list of open ends, which `close` closes, is one of the class."""
+
+    ends = []  # noqa: RUF012 - that is the fault
+
+    def change_inbox(self, end, whole):
+        self.ends.append(whole)
+
+    def close(self):
+        while self.ends:
+            self.ends.pop().close()
+        super().close()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from fd_core.effects.operations import CompileGrammar, GrammarReady, NotStored
+from fd_core.effects.operations import NO_EFFECTS, CompileGrammar, GrammarReady, NotStored
 from fd_core.errors import BadRequest
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.scheduling.policies import Fcfs
@@ -839,3 +839,32 @@ class ReturnsTheSameList(Changed):
     def commit(self, plan, output):
         self._deltas[:], effects = super().commit(plan, output)
         return self._deltas, effects
+
+
+@breaks("1.7", "schedule:incident=paused")
+class QueuesArrivalsOfAPauseLater(Changed):
+    """Effects of `add`, such as compiling a grammar, are lost for requests that arrive in a pause."""
+
+    arrived = ()
+
+    def add(self, spec):
+        if self._planner.paused:
+            self.arrived = (*self.arrived, spec)
+            return NO_EFFECTS
+        return super().add(spec)
+
+    def resume(self):
+        super().resume()
+        arrived, self.arrived = self.arrived, ()
+        for spec in arrived:
+            self.add(spec)
+
+
+@breaks("3.6", "schedule:plain")
+class KeepsActivitiesUntilOthersArrive(Changed):
+    shown: ClassVar = {}
+
+    def activities(self):
+        if self.shown.keys() != self._requests.keys():
+            self.shown = super().activities()
+        return self.shown
