@@ -111,6 +111,6 @@ def test_kit_accepts_a_scheduler_in_a_file(tmp_path: Path) -> None:
         "class Mine(ContinuousBatchingScheduler):\n"
         "    pass\n"
     )
-    words = ["conformance", "--scheduler", f"{mine}:Mine", "--quick", "-k", "preempted_again"]
+    words = ["conformance", "--scheduler", f"{mine}:Mine", "--quick", "-k", "token_0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output

@@ -80,19 +80,19 @@ class PagedDriver:
         visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
         step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)
         step = replace(step, uniform=host.max_query == 1)
-        logits = self._output(step, row_of)
+        logits = self.output(step, row_of)
         for index, (row, count) in enumerate(work):
             start, end = host.query_start[index : index + 2]
             self.rows[row].logits.extend(logits[(start <= wanted) & (wanted < end)])
             self.rows[row].computed += count
 
-    def _output(self, host: StepInput, row_of: IntArray) -> npt.NDArray[np.float32]:
+    def output(self, host: StepInput, row_of: IntArray) -> npt.NDArray[np.float32]:
         """Return the logits of a step, or the states of a stage before the last."""
         step = on_device(self.ops, host)
         if self.places is not None:
             step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
         if self.stage_before is not None:
-            states = self.stage_before._output(host, row_of)
+            states = self.stage_before.output(host, row_of)
             step = replace(step, states=self.ops.states_from_host(states))
         output: npt.NDArray[np.float32] = self.ops.to_host(self.forward(step, self.cache)).copy()
         return output
