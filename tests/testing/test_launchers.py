@@ -9,8 +9,16 @@ from fd_core.launching.contract import LaunchError
 from fd_core.testing.launchers import LauncherSuite
 from tests.testing.wrong.launching import WRONG
 
+HISTORY = "test_processes_start_and_end_in_any_order"
+"""Takes seconds until it fails: the default run has every fourth of its faults."""
+IN_HISTORIES = [cls for cls in WRONG if WRONG[cls] == HISTORY]
+LONG = {cls for number, cls in enumerate(IN_HISTORIES) if number % 4}
 
-@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+
+@pytest.mark.parametrize(
+    "cls",
+    [pytest.param(cls, marks=pytest.mark.soak if cls in LONG else (), id=cls.__name__) for cls in WRONG],
+)
 def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     suite, launcher = LauncherSuite(), cls()

@@ -8,7 +8,7 @@ from fd_core.ops.contract import Ops
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import PackedTensor, RawTensor
-from fd_core.testing.models.arrays import packed_weight
+from fd_core.testing.models.arrays import float32_of, packed_weight
 from fd_core.testing.models.layers import Geometry, LayerOn
 from tests.ops.native.test_program import model_on
 
@@ -149,7 +149,12 @@ def test_fused_operations_with_packed_weights(native, kind, layer, dtype):
     """Norms before and after, residuals, gates and experts work with packed weights."""
     geometry = Geometry(hidden=64, inner=96, packed=kind, post_norm=True, **layer)
     found, expected = LayerOn(native(dtype, 2), geometry), LayerOn(NumpyOps(), geometry)
-    for ours, theirs in zip(found.run(found.ops), expected.run(Ops), strict=True):
+    results = found.run(found.ops)
+    right = expected.run(Ops, results, float32_of(found.exported()))
+    if layer:  # rounding may change the choice of other tokens
+        decided = expected.decided(expected.ops.rms_norm(results[2], expected.norm), 0.1)
+        results[3], right[3] = results[3][decided], right[3][decided]
+    for ours, theirs in zip(results, right, strict=True):
         error = np.abs(ours.reshape(theirs.shape) - theirs)
         assert error.max() < 0.05 * np.abs(theirs).max()
         assert error.mean() < 0.005 * np.abs(theirs).max()
