@@ -160,6 +160,7 @@ def check_layer(ops: Ops, case: Case) -> None:
     ours, oracle = LayerOn(ops, geometry, rows), LayerOn(NumpyOps(), geometry, rows)
     before = ours.exported()
     tolerance = max(TOLERANCE[ops.dtype], 0.0 if geometry.packed is None else PACKED_TOLERANCE[geometry.packed])
+    of_sums = max(TOLERANCE[ops.dtype], 1e-4)  # of tens of thousands of values in another order
     found = ours.run(Ops if case["composed"] else ops)
     expected = oracle.run(Ops, found, float32_of(ours.exported()) if geometry.kv_dtype == "auto" else ours.exported())
     if oracle.experts is not None:
@@ -168,7 +169,7 @@ def check_layer(ops: Ops, case: Case) -> None:
     for name, one, other in zip(FUSIONS, found, expected, strict=False):
         if other.size:
             with _named(name):
-                assert_near(ops, ops.from_host(one), other, TOLERANCE[ops.dtype] if name == "attention" else tolerance)
+                assert_near(ops, ops.from_host(one), other, of_sums if name == "attention" else tolerance)
     with _named("cache"):
         # A sum in another order moves an element on the verge between two of the 255 steps.
         narrow = 1e-2 if geometry.kv_dtype == "int8" else 0.0
