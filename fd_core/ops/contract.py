@@ -8,8 +8,8 @@ Shapes use: T tokens of the step, N rows (requests) of the step, R rows with log
 KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's arrays and dtype; logits are
 always float32.
 
-An array keeps its values until an operation takes it that may write into it, as its docstring then says. The same
-arguments give the same bits, whatever was computed before.
+An array keeps its values until it is passed to an operation whose docstring allows writing into it. The same arguments
+give the same bits, whatever was computed before.
 
 `project_residual` and `moe_residual` return the residual stream in a pack-specific form: it may defer a sum to the next
 norm, so that one kernel computes both. Fusions and `rms_norm` accept it in place of activations, and `settle` converts

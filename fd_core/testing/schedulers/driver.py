@@ -292,7 +292,7 @@ class Driver:
                 effects = order()
                 auditor.forgot(effects, new_weights=self._pauses % 3 == 2)
                 self.tiers.perform(effects.operations)
-                require(not scheduler.held().cached, "3.5", "it holds prefixes that it was told to forget")
+                require(not scheduler.held().cached, "3.5", "it holds cached prefixes after an order to drop them")
         auditor.paused = False
         scheduler.resume()
         self.audit()

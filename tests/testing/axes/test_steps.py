@@ -1,4 +1,4 @@
-"""Cases of engines do what the names of their values say."""
+"""Engines of cases with short memory preempt requests."""
 
 from __future__ import annotations
 
