@@ -19,7 +19,8 @@ from fd_core.engine.core import Engine
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
-from fd_core.testing.hooks.purity import another_world, require_bounded, require_freed
+from fd_core.testing.hooks.purity import another_world, require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
@@ -102,7 +103,7 @@ class DrafterSuite:
             drafter.admit(number % 4, ((texts[number % 4] + number // 4) % 257).astype(np.int32))
             drafter.propose(np.array([number % 4], np.int32), 4)
 
-        require_bounded(drafter, use, 400)
+        require_bounded(use, 100, "requests")
         require_freed(lambda: self.subject().new(4, 4))
 
     @pytest.mark.timing
