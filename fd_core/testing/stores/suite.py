@@ -160,6 +160,10 @@ class BackDoor(abc.ABC):
         """Kill the server of the values and restart it."""
         lacks(f"{type(self).__name__} has no server to restart")
 
+    def size(self) -> int:
+        """Return the bytes of everything at the location, unfinished values included."""
+        lacks(f"{type(self).__name__} cannot tell how much there is")
+
     def fault(self, reason: FailureReason) -> AbstractContextManager[object]:
         """Return a context manager in which the store has the fault; it recovers at exit."""
         lacks(f"{type(self).__name__} cannot simulate {reason}")
@@ -421,6 +425,22 @@ class StoreSuite:
             assert as_bytes(each.get(keys, LIMIT, TIMEOUT)) == [value_of(key) for key in keys]
 
     @pytest.mark.law("5.5")
+    def test_the_cap_holds_for_what_a_killed_writer_left(
+        self, location: str, make_store: MakeStore, back_door: BackDoor
+    ) -> None:
+        """Kill a process before it names a value; a day later the store fills up to its limit."""
+        self.sharing.require()
+        self.size_cap.require()
+        store = make_store(with_parameter(location, f"max_bytes={LIMIT}"))
+        with writer_process(type(store), with_parameter(location, f"max_bytes={LIMIT}"), "write_and_die") as writer:
+            writer.wait()
+        tomorrow = time.time() + 86_400
+        with mock.patch("time.time", lambda: tomorrow), mock.patch("time.time_ns", lambda: int(tomorrow * 1e9)):
+            for number in range(12):
+                store.put([(key_of(number), [value_of(key_of(number), LIMIT // 8)])], TIMEOUT)
+        assert back_door.size() <= LIMIT, f"{back_door.size():,} bytes are there, the limit is {LIMIT:,}"
+
+    @pytest.mark.law("5.5")
     def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
         """Read while a put waits in the middle of its values: the reader ends in time."""
         store.put([(A, [value_of(A)])], TIMEOUT)
@@ -565,7 +585,8 @@ class StoreSuite:
 
         use(0)
         before = resource_snapshot()
-        require_bounded(use, 64, "batches of values that were deleted", "5.5")
+        for number in range(64):
+            use(number)
         after = resource_snapshot()
         for name, grown in (
             ("descriptors", len(after.descriptors) - len(before.descriptors)),
@@ -573,6 +594,7 @@ class StoreSuite:
             ("threads", len(after.threads) - len(before.threads)),
         ):
             assert grown < 32, f"it holds {grown} {name} more after calls for values that are gone"
+        require_bounded(use, 64, "batches of values that were deleted", "5.5")
 
     @pytest.mark.law("5.5")
     def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:
