@@ -56,3 +56,4 @@ def _traced() -> Iterator[None]:
         tracemalloc.stop()
         if freezes:
             gc.unfreeze()
+            gc.collect()  # else the collector, which counted few objects, soon examines all of them again and again
