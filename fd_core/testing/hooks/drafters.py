@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -146,36 +147,10 @@ class DrafterSuite:
         )
 
 
-def _engine(**settings: Any) -> Any:
-    return _Closing(
-        load_engine(
-            EngineConfig(
-                **{
-                    "model": "null",
-                    "backend": "null",
-                    "max_num_seqs": 6,
-                    "block_size": 4,
-                    "max_model_len": 100,
-                    "max_num_batched_tokens": 128,
-                    "pipeline_depth": 1,
-                    **settings,
-                }
-            ),
-            None,
-            progress=lambda *_: None,
-        )
-    )
-
-
-class _Closing:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> Engine:
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
+def _engine(**settings: Any) -> AbstractContextManager[Engine]:
+    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
+    config = EngineConfig(**{"model": "null", "backend": "null", "pipeline_depth": 1, **small, **settings})
+    return closing(load_engine(config, None, progress=lambda *_: None))
 
 
 def _seconds(subject: DrafterUnderTest, text: str, length: int) -> tuple[float, float]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import os
 import random
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
@@ -21,15 +21,6 @@ from fd_core.testing.kit.law import require
 
 _CLOCKS: Final = {"time": 1, "monotonic": 1, "perf_counter": 1, "time_ns": 10**9, "monotonic_ns": 10**9}
 """Clocks, with their units per second."""
-
-_SETTINGS: Final[Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
-    "np.seterr": (np.geterr, lambda value: np.seterr(**value)),
-    "os.chdir": (os.getcwd, os.chdir),
-    "gc.enable": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
-    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
-    "socket.setdefaulttimeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
-}
-"""Settings of the process, on which others depend, by the function that changes them: functions to read and restore."""
 
 
 @contextmanager
@@ -50,17 +41,18 @@ def another_world(shift: int) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
+def _settings() -> tuple[object, ...]:
+    return np.geterr(), Path.cwd(), gc.isenabled(), logging.root.manager.disable, socket.getdefaulttimeout()
+
+
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Restore the settings of the process, and fail if one was changed."""
-    before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    try:
+    """Fail if settings of the whole process change, on which its other parts depend."""
+    before = _settings()
+    with np.errstate():  # restores them
         yield
-    finally:
-        changed = [name for name, (read, _) in _SETTINGS.items() if read() != before[name]]
-        for name in changed:
-            _SETTINGS[name][1](before[name])
-    require(not changed, "8", f"it changes settings of the whole process, as by {changed}")
+        found = _settings()
+    require(found == before, "8", f"it changes settings of the whole process: {before} to {found}")
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:

@@ -77,4 +77,4 @@ def test_nothing_remains_of_many_answers(target: ParserTarget) -> None:
             parser.push(f"{number} {answer.text} {number}")
             (parser.flush, parser.finish, tuple)[number % 3]()
 
-    require_bounded(use, 200, "answers", "8.4")
+    require_bounded(use, 100, "answers", "8.4")
