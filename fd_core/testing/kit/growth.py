@@ -46,7 +46,6 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
 def _traced() -> Iterator[None]:
     """Trace allocations; collections of garbage leave out older objects, of which a process may have millions."""
     freezes = not gc.get_freeze_count()
-    gc.collect()
     if freezes:
         gc.freeze()
     tracemalloc.start()
@@ -56,4 +55,3 @@ def _traced() -> Iterator[None]:
         tracemalloc.stop()
         if freezes:
             gc.unfreeze()
-            gc.collect()  # else the collector, which counted few objects, soon examines all of them again and again
