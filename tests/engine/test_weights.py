@@ -343,7 +343,8 @@ def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
         for engine in (two.decode, two.prefill):
             give(two, engine, messages.WakeUp())
             give(two, engine, messages.ResumeGeneration())
-        two.until(lambda: not (two.decode.has_work or two.prefill.has_work))
+            two.until(lambda: not two.decode.has_work)
+        assert two.outcomes["long-2"] == two.outcomes["long-3"] == "refused"
         two.run(PROMPTS[4])
     assert two.texts.tokens == expected and two.outcomes["long-4"] == "transferred"
 
