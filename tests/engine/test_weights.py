@@ -28,6 +28,7 @@ from fd_core.ops.native.memory import Arena
 from fd_core.runner.runner import Runner
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.drafting import speculation
 from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.building.test_kv_transfer import Pair, at_rest, secret
@@ -95,6 +96,7 @@ def texts_of(folder: Path, specs: list[RequestSpec], **settings: Any) -> Texts:
         {"enable_prefix_caching": False},
         {"host_kv_memory": 0},
         {"num_kv_blocks": 24},
+        {"speculative": speculation(3)},
         {"backend": "cpu", "dtype": "float32"},
         pytest.param({"backend": "cpu", "dtype": "float32", "native_kernels": False}, marks=pytest.mark.soak),
         *RANKS,
@@ -152,6 +154,25 @@ def test_paused_requests_recompute_their_saved_kv(folder: Path) -> None:
     finish(engine, texts)
     assert engine.stats().scheduler.offload.loads == 0
     engine.close()
+
+
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_stored_kv_of_other_weights_is_never_loaded(
+    folder: Path, tmp_path: Path, secret: str, settings: dict[str, Any]
+) -> None:
+    settings = settings | {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret, "host_kv_memory": 0}
+    old, new = (texts_of(folder / name, SPECS[:2]).tokens for name in ("one", "two"))
+    engine = engine_of(folder / "one", **settings)
+    assert run(engine, SPECS[:2]).tokens == old
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts()) is None
+    assert run(engine, SPECS[:2]).tokens == new
+    assert engine.stats().scheduler.offload.loads == 0
+    engine.close()  # completes the writes
+    for name, tokens, loads in (("two", new, False), ("one", old, True)):
+        later = engine_of(folder / name, **settings)
+        assert run(later, SPECS[:2]).tokens == tokens
+        assert (later.stats().scheduler.offload.loads > 0) == loads
+        later.close()
 
 
 def test_reset_keeps_texts_and_recomputes_prompts(folder: Path) -> None:
@@ -352,7 +373,14 @@ def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"pipeline_depth": 2}, {"host_kv_memory": 0}, {"backend": "cpu", "dtype": "float32"}, *RANKS],
+    [
+        {},
+        {"pipeline_depth": 2},
+        {"host_kv_memory": 0},
+        {"speculative": speculation(3)},
+        {"backend": "cpu", "dtype": "float32"},
+        *RANKS,
+    ],
     ids=str,
 )
 def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
