@@ -122,10 +122,19 @@ def choice(server: LiveServer) -> dict[str, Any]:
     return answer.json["choices"][0]
 
 
-def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folder) -> None:
+RANKS = [
+    {},
+    pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("settings", RANKS, ids=str)
+def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folder, settings: dict[str, Any]) -> None:
+    settings = settings | {"weights_folder": str(folder / "weights")}
     with live(partial(loaded, folder, model="weights/trained")) as server:
         expected = choice(server)["token_ids"]
-    with live(partial(loaded, folder, "process", weights_folder=str(folder / "weights"))) as server:
+    with live(partial(loaded, folder, "process", **settings)) as server:
         before = choice(server)
         assert before["weight_version"] == "0" and before["token_ids"] != expected
         answer = server.post(UPDATE, {"model_path": "trained"})
@@ -142,8 +151,9 @@ def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folde
         assert (found["weight_version"], found["token_ids"]) == ("step-2", expected)
 
 
-def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder) -> None:
-    with live(partial(loaded, folder, "process", weights_folder=str(folder / "weights"))) as server:
+@pytest.mark.parametrize("settings", RANKS, ids=str)
+def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder, settings: dict[str, Any]) -> None:
+    with live(partial(loaded, folder, "process", **settings)) as server:
         expected = choice(server)["token_ids"]
         answer = server.post("/v1/sleep?level=2", {})
         assert (answer.status, answer.json["is_sleeping"], answer.json["sleep_level"]) == (200, True, 2)
