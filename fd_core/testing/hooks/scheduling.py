@@ -9,12 +9,15 @@ import pytest
 
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, Queue, returned, running_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
+from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
 
 _RUNNING = running_of(CANDIDATES.case("plain").values)
@@ -153,6 +156,19 @@ class SchedulingPolicySuite:
     @pytest.mark.fd_cases(CANDIDATES)
     def test_preemption_candidates(self, case: KitCase) -> None:
         case.check(self.policy_class(), "pytest", option="--fd-case")
+
+    @pytest.mark.law("1.1", "2.2", "4")
+    def test_a_scheduler_serves_with_it(self) -> None:
+        """Requests of several tenants and priorities compete for blocks; all complete with their texts."""
+        target = SchedulerTarget("continuous", ContinuousBatchingScheduler)
+        specs = [
+            greedy(f"r{index}", prompt_of(1 + 5 * index % 17, index), 30, tenant=f"t{index % 3}", priority=index % 4)
+            for index in range(24)
+        ]
+        driver = drive(target, *specs, policy=RecordingPolicy(self.policy_class()()), depth=2)
+        driver.run(2)
+        require(driver.auditor.preemptions, "2.2", "no request was preempted, although they exceed the blocks")
+        driver.check_policy()
 
 
 def _one(policy: SchedulingPolicy, arrival: int) -> None:

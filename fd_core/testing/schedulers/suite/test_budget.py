@@ -57,6 +57,18 @@ def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("2.1")
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("budget", [4, 7, 24])
+def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k: int) -> None:
+    driver = drive(target, greedy("r0", prompt_of(50), 2), k=k, max_num_batched_tokens=budget)
+    for _ in range(50 // budget):
+        plan = driver.must_plan()
+        require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens, over the budget {budget}")
+        driver.answer()
+    driver.run()
+
+
+@pytest.mark.law("2.1")
 def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
     target.require("prefix_caching")
     prompt = prompt_of(13)

@@ -113,6 +113,15 @@ def test_abort_while_running_frees_the_slot_and_delivers_output_in_flight(target
     driver.run(depth)
 
 
+@pytest.mark.law("1.7")
+def test_abort_of_ended_or_unknown_request_is_ignored(target: SchedulerTarget) -> None:
+    driver = drive(target, greedy("r0", PROMPTS[0], 1))
+    driver.run()
+    driver.abort("r0")
+    driver.abort("never added")
+    require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "1.7", f"it ended with {driver.texts.ends}")
+
+
 @pytest.mark.law("8")
 def test_pause_keeps_the_order_of_requests(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(6, 20), max_num_seqs=3, num_kv_blocks=96, caching=False)
