@@ -13,9 +13,7 @@ import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
-from fd_core.models.loading.checkpoint import Checkpoint
-from fd_core.models.quantization import head_format, quantized
-from fd_core.models.spec import (
+from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
     LinearShare,
@@ -31,6 +29,8 @@ from fd_core.models.spec import (
     stage_layers,
     vocabulary_share,
 )
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 

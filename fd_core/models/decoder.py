@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fd_core.models.spec import DecoderSpec, LinearShare, LinearSpec, adaptable_shares, head_shares, stage_layers
+from fd_core.models.families.spec import (
+    DecoderSpec,
+    LinearShare,
+    LinearSpec,
+    adaptable_shares,
+    head_shares,
+    stage_layers,
+)
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse

@@ -5,8 +5,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fd_core.errors import ConfigError, ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.models.registry import ARCHITECTURES, load_model, spec_of
+from fd_core.models.families.installed import installed_families
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.contract import KVShape
 from fd_core.ops.numpy.ops import NumpyOps
 from tests.models.tiny import CASES
@@ -96,7 +97,7 @@ def test_unknown_architecture_lists_known_ones(folder):
     edit_config(folder, architectures=["MambaForCausalLM"])
     message = refusal(folder)
     assert "unsupported architecture 'MambaForCausalLM'" in message
-    assert all(name in message for name in ARCHITECTURES)
+    assert all(name in message for name in installed_families().architectures)
 
 
 def test_missing_tensor_is_named_with_shape(folder):

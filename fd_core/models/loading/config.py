@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import read_json_object, read_limited
@@ -55,6 +56,14 @@ class ModelConfig:
     def optional_number(self, field: str) -> float | None:
         """Return a finite, positive number, or None if it is absent."""
         return None if self._get(field) is None else self.number(field)
+
+    def single(self, field: str, default: float | None = None) -> float:
+        """Return a positive number, which files hold as a float32, in its shortest decimal form."""
+        return float(str(np.float32(self.number(field, default))))
+
+    def optional_single(self, field: str) -> float | None:
+        """Return a positive number as `single` does, or None if it is absent or 0."""
+        return self.single(field) if self.values.get(field) else None
 
     def flag(self, field: str, default: bool = False) -> bool:
         """Return a boolean."""

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.models.spec import DecoderSpec, LayerSpec, MoeSpec
+from fd_core.models.families.spec import DecoderSpec, LayerSpec, MoeSpec
 from fd_core.ops.contract import SCALE_BYTES, Activation, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
