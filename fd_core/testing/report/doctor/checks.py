@@ -97,6 +97,7 @@ PART_CHECKS: Final = (
     PartCheck("from_host, to_host", products.TRANSFER, ()),
     PartCheck("embedding", products.EMBEDDING),
     PartCheck("rms_norm", products.NORM),
+    PartCheck("activate", products.ACTIVATE, ("primitives", "ungated")),
     PartCheck("linear", products.LINEAR),
     PartCheck("lora", routing.LORA),
     PartCheck("logits_of", products.HEAD),
