@@ -37,7 +37,7 @@ from benchmarks.harness.machine import describe
 from fd_core import LLM, SamplingParams
 from fd_core.cli.models.models import companion_files
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized
 from fd_core.ops.torch import ops as torch_pack
 

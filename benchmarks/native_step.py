@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.harness.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
+from fd_core.models.families.spec import decoder_spec
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import llama
-from fd_core.models.spec import decoder_spec
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward

@@ -49,6 +49,16 @@ def fd_register_backends() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_models() -> Sequence[Entry]:
+    """Offer families of models.
+
+    Each target is a subclass of `fd_core.models.families.contract.Family`, made without arguments. It describes the
+    decoders of its architectures by their configs and names their tensors, and computes nothing itself. An architecture
+    that another family has is an error. `fdcore conformance --model-family NAME` compares it with `transformers`.
+    """
+
+
+@hookspec
 def fd_register_drafters() -> Sequence[Entry]:
     """Offer drafters for speculative decoding.
 

@@ -137,7 +137,7 @@ def _as_float32(raw: np.ndarray) -> np.ndarray:
 
 def _write_quantized(source: Path, target: Path) -> None:
     from fd_core.cli.models.models import companion_files
-    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.opening import open_checkpoint
     from fd_core.models.quantized_folder import write_quantized
 
     with open_checkpoint(source) as checkpoint:

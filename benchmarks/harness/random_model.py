@@ -12,8 +12,7 @@ import numpy as np
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.tokenizer_source import TokenizerSource
-from fd_core.models.registry import ARCHITECTURES
-from fd_core.models.spec import decoder_spec
+from fd_core.models.registry import describe
 from fd_core.ops.weights import FP8, RawTensor, Weight
 from fd_core.simulation.costs.calculating import ModelShape
 from fd_core.testing.models.arrays import packed_weight
@@ -66,10 +65,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, shape: ModelShape, form: str = "bf16") -> None:
         """`form`: one of `roofline.FORMATS`; packed ones have a scale for 128 values."""
         super().__init__(Path(shape.title), config_of(shape), {}, ())
-        config = ModelConfig(dict(self.config))
-        architecture = self.config["architectures"][0]
-        spec = decoder_spec(architecture, config, ARCHITECTURES[architecture](config))
-        self._shapes = dict(spec.tensors())
+        self._shapes = dict(describe(ModelConfig(dict(self.config))).tensors())
         self._form = {"fp8": FP8}.get(form, form)
 
     def names(self) -> list[str]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 
 PROMPTS = ("The old man said that", "She looked at the sea and")
 SAMPLES, TOKENS, CLIP = 8, 20, 0.2

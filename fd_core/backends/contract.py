@@ -188,9 +188,9 @@ class Backend(abc.ABC):
         Called before any rank is started. A backend that overrides `load_model` overrides this as well.
         Raises `ModelError` if the checkpoint cannot be read.
         """
-        from fd_core.models.loading.checkpoint import open_checkpoint
+        from fd_core.models.families.spec import require_division
+        from fd_core.models.opening import open_checkpoint
         from fd_core.models.registry import spec_of
-        from fd_core.models.spec import require_division
 
         if path is not None and cls.needs_checkpoint:
             with open_checkpoint(path) as checkpoint:
@@ -282,7 +282,7 @@ class Backend(abc.ABC):
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
         """Load the checkpoint at `path`; the default supports every architecture of the core."""
-        from fd_core.models.loading.checkpoint import open_checkpoint
+        from fd_core.models.opening import open_checkpoint
         from fd_core.models.registry import load_model
 
         if path is None:

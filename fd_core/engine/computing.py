@@ -20,8 +20,8 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.models.loading.classifier import CLASSIFICATION
+from fd_core.models.classifier import CLASSIFICATION
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import spec_of
 from fd_core.ops.parallel import RankGroup, Stage

@@ -14,10 +14,10 @@ from fd_core.config import EngineConfig
 from fd_core.config.paths import user_path
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.decoder import adapters_bytes
+from fd_core.models.families.spec import DecoderSpec
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
-from fd_core.models.spec import DecoderSpec
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter
 from fd_core.types import AdapterInfo, RequestSpec

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import ProgressSink, check_tensors
+from fd_core.models.families.spec import DecoderSpec, MoeSpec
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.safetensors_files import DTYPE_BYTES
 from fd_core.models.quantization import INT4_GROUP, quantized
 from fd_core.models.registry import spec_of
-from fd_core.models.spec import DecoderSpec, MoeSpec
 from fd_core.ops.weights import PackedTensor
 
 _Header = dict[str, tuple[str, list[int]]]

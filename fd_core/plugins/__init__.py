@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fd_core.disagg.connectors.contract import Connector
     from fd_core.kv.stores.contract import KVStore
     from fd_core.launching.contract import Launcher
+    from fd_core.models.families.contract import Family
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
     from fd_core.runner.observing import Observer
@@ -160,6 +161,7 @@ _PLUGIN_OF: Final[Mapping[str, str]] = {
 
 _BUILTIN_MODULES: Final = (
     "fd_core.backends.builtin",
+    "fd_core.models.families.builtin",
     "fd_core.scheduling.builtin",
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
@@ -230,6 +232,7 @@ ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
 LAUNCHER: Final[Kind[Launcher]] = Kind(
     "launcher", "launchers", "launching.contract:Launcher", flag="--distributed-executor-backend"
 )
+MODEL: Final[Kind[Family]] = Kind("model family", "models", "models.families.contract:Family", flag="MODEL")
 SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
     "scaling policy", "scaling_policies", "cluster.scaling:ScalingPolicy", flag="policy", files=True
 )
@@ -241,6 +244,7 @@ REASONING_PARSER: Final[Kind[ReasoningParser]] = Kind(
 )
 KINDS: Final[tuple[Kind[Any], ...]] = (
     BACKEND,
+    MODEL,
     SCHEDULER,
     SCHEDULING_POLICY,
     VICTIMS,
@@ -333,10 +337,9 @@ class PluginOffer:
         return cls
 
     def _ask(self) -> Availability:
-        from fd_core.backends.contract import Availability
-
-        answer = self._import().probe()
-        if not isinstance(answer, Availability):
+        answer: Availability = self._import().probe()
+        kept: bool = isinstance(answer, _import_target("fd_core.backends.contract:Availability"))
+        if not kept:
             cause = f"{self.entry.target}.probe: expected an Availability, got {described(answer)}"
             raise PluginContractError(cause, "return Availability(True or False, the reason in one line)")
         return answer

@@ -19,7 +19,7 @@ from fd_core.backends.paddle import PaddleBackend, PaddleDevices
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.computing import rehearsed
 from fd_core.errors import PluginError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.contract import StepInput
 from fd_core.runner.runner import Runner

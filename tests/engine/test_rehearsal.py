@@ -6,7 +6,7 @@ import pytest
 
 from fd_core.config import Limits
 from fd_core.engine.computing import rehearsed
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.contract import StepInput
 from fd_core.ops.numpy.ops import NumpyOps

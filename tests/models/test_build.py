@@ -12,7 +12,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import PackedTensor, RawTensor, Weight, WeightUse

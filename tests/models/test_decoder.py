@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.torch.ops import TorchOps
 from tests.models.paged import PagedDriver

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.models.checkpoints import write_checkpoint

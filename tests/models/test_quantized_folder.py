@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fd_core.errors import ConfigError, ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import quantized
 from fd_core.models.quantized_folder import write_quantized
 from fd_core.models.registry import load_model, spec_of

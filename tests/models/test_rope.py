@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from fd_core.models.families.spec import rope_spec, rope_tables
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.spec import rope_spec, rope_tables
 from fd_core.ops.numpy.ops import NumpyOps
 from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE
 

@@ -5,10 +5,10 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.models.decoder import adapters_bytes
+from fd_core.models.families.spec import head_shares, require_division, width_share
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
-from fd_core.models.spec import head_shares, require_division, width_share
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch.ops import TorchOps

@@ -9,7 +9,7 @@ import transformers
 
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.families.spec import stage_layers
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
-from fd_core.models.spec import stage_layers
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Stage
 from fd_core.ops.torch.ops import TorchOps

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
 from fd_core.structured.grammar import CallsConstraint, RequestedCall
 from fd_core.text.parsing.contract import ToolParser

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer

@@ -83,7 +83,7 @@ def export(
 
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
-    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.opening import open_checkpoint
     from fd_core.models.quantized_folder import new_folder
 
     with startup_bars() as bars:
@@ -145,7 +145,7 @@ def quantize(
     """
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
-    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.opening import open_checkpoint
     from fd_core.models.quantized_folder import write_quantized
 
     with startup_bars() as bars:

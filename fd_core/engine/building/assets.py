@@ -16,8 +16,9 @@ from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import ResolvedModel, resolve_model
 from fd_core.models.fetching.packaged import ProgressSink
-from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import read_json_object
+from fd_core.models.opening import open_checkpoint
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 

@@ -35,7 +35,7 @@ from fd_core.engine.ranks.stages import LastStageRunner
 from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
-from fd_core.models.loading.classifier import read_classifier
+from fd_core.models.classifier import read_classifier
 from fd_core.models.loading.config import VectorSettings, read_vector_settings
 from fd_core.ops.contract import KVShape
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses

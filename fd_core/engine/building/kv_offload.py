@@ -32,7 +32,7 @@ from fd_core.kv.stores.envelope import HEADER_BYTES, Compression, Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.plugins import CONNECTOR, STORE, Plugins
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.types import PrefillJob, RequestSpec

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import PICKLE_HINT
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.files import StoredTensor, read_json_object
+from fd_core.models.loading.files import PICKLE_HINT, StoredTensor, read_json_object
 from fd_core.models.loading.safetensors_files import read_safetensors
 from fd_core.ops.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 

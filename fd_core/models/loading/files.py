@@ -16,6 +16,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from fd_core.errors import ModelError
 
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+PICKLE_HINT = (
+    "pickled weights can run code when opened; use a safetensors or GGUF version of the model, or "
+    "convert it if you trust the file: load it with transformers and call save_pretrained()"
+)
+
 
 class MappedFile:
     """One file, mapped once. Slices are views: they cost address space, not memory."""

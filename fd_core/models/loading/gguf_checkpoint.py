@@ -1,15 +1,15 @@
 """GGUF tensors under Hugging Face names, and the inverse of the converter's changes.
 
-- llama: the rows of q and k were permuted for interleaved rope; Hugging Face's order is restored.
-- gemma3: norm weights had 1 added; it is subtracted, because the model adds it as Hugging Face's does.
-- experts: one stacked tensor for each projection; each expert is a view of its part.
+- Rows of q and k that were permuted for interleaved rope get Hugging Face's order.
+- A number that was added to norm weights is subtracted, because the model adds it as Hugging Face's does.
+- Experts: one stacked tensor for each projection; each expert is a view of its part.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint, TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
+from fd_core.models.loading.gguf_family import Gguf, KnownGguf, StoredTensors
 from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_blocks
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
 from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
@@ -44,11 +45,6 @@ _BLOCK = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_GEMMA_BLOCK = _BLOCK | {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _CORRECTION = "exp_probs_b"
 
@@ -56,15 +52,15 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
 
 
-def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorView]:
+def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[str, TensorView]:
     match = _PATTERN.fullmatch(tensor.name)
     block, part, kind = match.groups() if match else (None, "", "")
     layer = f"model.layers.{int(block or 0)}"
-    parts = _GEMMA_BLOCK if config["model_type"] == "gemma3_text" else _BLOCK
+    parts = {**_BLOCK, **gguf.tensors}
     if block is None and part in _TOP:
-        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, config)}
+        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, config, gguf)}
     if block is not None and part in parts:
-        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, config)}
+        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, config, gguf)}
     if block is not None and part in _EXPERTS and len(tensor.shape) == 3:
         return {
             f"{layer}.mlp.experts.{index}.{_EXPERTS[part]}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
@@ -78,10 +74,10 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorV
     )
 
 
-def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> TensorView:
-    if config["model_type"] == "gemma3_text" and part.endswith("norm"):
-        return TensorView(tensor.shape, tensor, lambda stored: RawTensor("F32", stored.to_float32() - np.float32(1)))
-    if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
+def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any], gguf: Gguf) -> TensorView:
+    if (offset := np.float32(gguf.norm_offset)) and part.endswith("norm"):
+        return TensorView(tensor.shape, tensor, lambda stored: RawTensor("F32", stored.to_float32() - offset))
+    if gguf.permuted and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
             raise ModelError(
@@ -120,15 +116,15 @@ _SAMPLING: Final = {
 class GgufCheckpoint(Checkpoint):
     """GGUF checkpoint: tensors under Hugging Face names, with the converter's changes reverted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: KnownGguf) -> None:
         values, tensors = read_gguf(path)
         self._metadata = ModelConfig(values, origin=str(path))
-        config = config_from(self._metadata, tensors)
+        config, stored = config_from(self._metadata, tensors, known)
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
             if tensor.name == _ROPE_FACTORS:  # part of the config
                 continue
-            for name, view in _views(tensor, config).items():
+            for name, view in _views(tensor, config, stored).items():
                 if name in views:
                     raise ModelError(f"{path}: two tensors map to {name!r}")
                 views[name] = view
@@ -189,8 +185,6 @@ def _finite(values: NDArray[np.float32], tensor: StoredTensor, what: str) -> NDA
     return values
 
 
-Tensors = Mapping[str, StoredTensor]
-
 _NO_TOKEN = 0xFFFFFFFF
 
 
@@ -199,8 +193,8 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
     return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
 
 
-def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported.
+def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf) -> tuple[dict[str, Any], Gguf]:
+    """Return the config in Hugging Face's terms, and how tensors are stored; `ModelError` for an unknown architecture.
 
     Values missing in a GGUF file are llama.cpp's constants for the architecture.
     """
@@ -213,32 +207,21 @@ def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
             f"{path} is one part of a split GGUF file", hint="join the parts with llama-gguf-split --merge"
         )
     name = metadata.text("general.architecture", "")
-    if name not in _ARCHITECTURES:
+    if name not in known:
         raise ModelError(
-            f"{path}: architecture {name!r} is not supported",
-            hint=f"supported in GGUF are {', '.join(sorted(_ARCHITECTURES))}",
+            f"{path}: architecture {name!r} is not supported", hint=f"supported in GGUF are {', '.join(sorted(known))}"
         )
-    architecture, model_type, specific = _ARCHITECTURES[name]
+    architecture, model_type, stored = known[name]
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     shape = ModelConfig(own, prefix, metadata.origin)
     config = _common(shape, tensors) | {"architectures": [architecture], "model_type": model_type}
     for kind in ("bos", "eos"):
         config[f"{kind}_token_id"] = token_id(metadata, f"tokenizer.ggml.{kind}_token_id")
-    return config | specific(shape, tensors)
+    return config | stored.config(shape, tensors), stored
 
 
-def _number(shape: ModelConfig, key: str, default: float | None = None) -> float:
-    """Return a positive number, which files hold as a float32, in its shortest decimal form."""
-    return float(str(np.float32(shape.number(key, default))))
-
-
-def _optional_number(shape: ModelConfig, key: str) -> float | None:
-    """Return a positive number, or None if it is absent or 0."""
-    return _number(shape, key) if shape.values.get(key) else None
-
-
-def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
     head_dim = shape.count("attention.key_length", hidden // heads)
@@ -264,8 +247,8 @@ def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": shape.count("context_length"),
-        "rms_norm_eps": _number(shape, "attention.layer_norm_rms_epsilon"),
-        "rope_theta": _number(shape, "rope.freq_base", 10000.0),
+        "rms_norm_eps": shape.single("attention.layer_norm_rms_epsilon"),
+        "rope_theta": shape.single("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(shape, tensors, head_dim),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -273,7 +256,7 @@ def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(shape: ModelConfig, tensors: StoredTensors, head_dim: int) -> dict[str, Any] | None:
     if _ROPE_FACTORS in tensors:
         return _llama3_scaling(shape, tensors, head_dim)
     kind = shape.text("rope.scaling.type", "none")
@@ -281,14 +264,14 @@ def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[s
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{shape.origin}: rope scaling {kind!r} is not supported")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": _number(shape, "rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": shape.single("rope.scaling.factor")}
     original = shape.index("rope.scaling.original_context_length", 0)
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
     return scaling
 
 
-def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(shape: ModelConfig, tensors: StoredTensors, head_dim: int) -> dict[str, Any]:
     """Recover Llama 3's scaling parameters from the factors that the converter computed from them."""
     tensor = tensors[_ROPE_FACTORS]
     if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
@@ -296,7 +279,7 @@ def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict
     factors = tensor.view("<f4")
     factor = float(factors.max())
     # Llama 3's divisor of each rope frequency (low 1, high 4, original context 8192).
-    wavelength = 2 * math.pi * _number(shape, "rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelength = 2 * math.pi * shape.single("rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(factors, expected, rtol=1e-3):
@@ -308,66 +291,3 @@ def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-
-
-def _llama(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    if shape.index("expert_count", 0):
-        raise ModelError(f"{shape.origin}: Mixtral-style experts are not supported")
-    return {"mlp_bias": False}
-
-
-def _qwen3_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    return {
-        "use_sliding_window": False,
-        "num_experts": shape.count("expert_count"),
-        "num_experts_per_tok": shape.count("expert_used_count"),
-        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _gemma3(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    layers = shape.count("block_count")
-    heads = shape.count("attention.head_count")
-    hidden = shape.count("embedding_length")
-    # The 27B model, identified by its 62 layers, scales queries by hidden size / heads, the others by the head size.
-    scalar = hidden // heads if layers == 62 else shape.count("attention.key_length", hidden // heads)
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": shape.count("attention.sliding_window"),
-        "layer_types": ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)],
-        "rope_local_base_freq": _number(shape, "rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": _optional_number(shape, "final_logit_softcapping"),
-        "attn_logit_softcapping": _optional_number(shape, "attn_logit_softcapping"),
-    }
-
-
-def _ernie(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    return {"use_bias": "blk.0.attn_q.bias" in tensors}
-
-
-def _ernie_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    return _ernie(shape, tensors) | {
-        "moe_num_experts": shape.count("expert_count"),
-        "moe_k": shape.count("expert_used_count"),
-        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
-        "moe_num_shared_experts": shape.index("expert_shared_count", 0),
-        "moe_layer_start_index": shape.index("leading_dense_block_count", 0),
-        "moe_layer_end_index": shape.count("block_count") - 1,
-        "moe_layer_interval": shape.count("interleave_moe_layer_step", 1),
-    }
-
-
-_ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, Tensors], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", "llama", _llama),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", lambda *_: {"use_sliding_window": False}),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3", lambda *_: {"use_sliding_window": False}),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
-    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
-    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
-}
-"""GGUF's name -> Hugging Face's architecture and model type, and the architecture-specific part of the config."""

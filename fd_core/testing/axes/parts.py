@@ -26,7 +26,7 @@ from fd_core.testing.axes.covering import (
 from fd_core.testing.hooks.purity import unchanged_process
 
 if TYPE_CHECKING:
-    from fd_core.models.spec import DecoderSpec
+    from fd_core.models.families.spec import DecoderSpec
 
 Subject = TypeVar("Subject")
 _SECONDS_TO_REDUCE: Final = 20.0

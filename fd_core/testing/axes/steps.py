@@ -18,7 +18,7 @@ from fd_core.engine.process.messages import (
     WakeUp,
 )
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part

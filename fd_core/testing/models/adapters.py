@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.models.arrays import Values
 

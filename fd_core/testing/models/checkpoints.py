@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
+from fd_core.models.families.installed import installed_families
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.registry import ARCHITECTURES
-from fd_core.models.spec import decoder_spec
+from fd_core.models.registry import describe
 from fd_core.testing.models.arrays import Values
 
 
@@ -123,16 +123,6 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
     FORMER_STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
 }
-_ARCHITECTURE_OF: Final[Mapping[str, str]] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-}
 _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "llama-biases-wide-heads": ("biases",),
     "mistral-window": ("window",),
@@ -156,13 +146,12 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     `more` are fields of its config.
     """
     kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
-    name = _ARCHITECTURE_OF[kind]
+    name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
     config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
-    parsed = ModelConfig(config)
-    spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
+    spec = describe(ModelConfig(config))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
     if case in (STEP_CASE, FORMER_STEP_CASE):

@@ -12,7 +12,7 @@ import pytest
 
 from fd_core.backends.contract import AdaptableModel, Model
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy.ops import NumpyOps

@@ -18,7 +18,7 @@ def test_exported_tokenizer_is_read_by_other_tools(tmp_path: Path, monkeypatch) 
     import tokenizers
     import transformers
 
-    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.opening import open_checkpoint
 
     source, folder = write_gguf(tmp_path / "tiny.gguf", extra=TOKENIZER), tmp_path / "exported"
     done = CliRunner().invoke(app, ["models", "export", str(source), str(folder)])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.testing.models.checkpoints import ENGINE_CASE, write_checkpoint
 from tests.models.loading.tiny_gguf import write_gguf
 

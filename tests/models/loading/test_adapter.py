@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.opening import open_checkpoint
 from tests.models.loading.tiny_gguf import write_gguf
 
 VOCABULARY = ["a", "b", "<eos>", "</s>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"]

@@ -14,7 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
-from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.opening import open_checkpoint
 from tests.models.loading.tiny_gguf import write_gguf
 
 torch = pytest.importorskip("torch")

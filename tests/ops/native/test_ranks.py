@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fd_core.models.loading.adapter import read_adapter
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.parallel import RankExchangeError

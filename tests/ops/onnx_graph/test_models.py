@@ -11,7 +11,7 @@ import pytest
 from fd_core.backends.onnx import OnnxBackend
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.onnx_graph.pack import OnnxOps, SessionForward

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.contract import StepInput
 from fd_core.ops.numpy.ops import NumpyOps

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.loading.gguf_format import PACKED_TYPES
+from fd_core.models.opening import open_checkpoint
 from fd_core.ops.weights import PackedTensor
 from tests.models.loading.tiny_gguf import LLAMA, llama_tensors, write_gguf
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.opening import open_checkpoint
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor
 
 OUT, IN, GROUP = 24, 64, 16

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.loading.config import Classifier, ModelConfig
 from fd_core.models.loading.files import read_json_object
+from fd_core.models.opening import open_checkpoint
 
 CLASSIFICATION: Final = "ForSequenceClassification"
 """End of the architecture of such a checkpoint."""

@@ -1,0 +1,1 @@
+"""Families of models: how the configs and tensors of each describe a decoder."""

@@ -1,0 +1,100 @@
+"""ERNIE 4.5."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.loading.config import ModelConfig
+
+
+def _dense(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in tensors}
+
+
+def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return _dense(shape, tensors) | {
+        "moe_num_experts": shape.count("expert_count"),
+        "moe_k": shape.count("expert_used_count"),
+        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": shape.index("expert_shared_count", 0),
+        "moe_layer_start_index": shape.index("leading_dense_block_count", 0),
+        "moe_layer_end_index": shape.count("block_count") - 1,
+        "moe_layer_interval": shape.count("interleave_moe_layer_step", 1),
+    }
+
+
+class Ernie(Family):
+    """`Ernie4_5ForCausalLM`: rope rotates adjacent elements; one flag adds a bias to every linear."""
+
+    architectures = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
+    model_type = "ernie4_5"
+    cases: ClassVar = {"biases": {"use_bias": True, "tie_word_embeddings": True}, "plain": {"use_bias": False}}
+    gguf: ClassVar = {"ernie4_5": Gguf(config=_dense)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; its layers for multi-token prediction are ignored."""
+        rope = rope_spec(config, head_dim_of(config), theta=500_000.0, interleaved=True)
+        bias = config.flag("use_bias")
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bias,
+            tied=True,
+            ignored=(r"^model\.mtp_",),
+        )
+
+
+class ErnieMoe(Family):
+    """`Ernie4_5_MoeForCausalLM`: the first layers dense, then experts with a bias on the routing scores."""
+
+    architectures = ("Ernie4_5_MoeForCausalLM",)
+    model_type = "ernie4_5_moe"
+    cases: ClassVar = {
+        "shared": {
+            "use_bias": True,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_norm_min": 0.7,
+            "tie_word_embeddings": True,
+        },
+    }
+    gguf: ClassVar = {"ernie4_5-moe": Gguf(config=_experts)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model, from `moe_layer_start_index` to `moe_layer_end_index` with experts."""
+        hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size", 1536)
+        num_experts, num_shared = config.count("moe_num_experts", 64), config.index("moe_num_shared_experts", 2)
+        every, start = config.count("moe_layer_interval", 1), config.index("moe_layer_start_index", 1)
+        end = config.values.get("moe_layer_end_index")
+        last = config.count("num_hidden_layers") - 1 if end in (None, -1) else config.index("moe_layer_end_index", 0)
+        bias = config.flag("use_bias")
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+            if not start <= layer <= last or (layer + 1) % every:
+                return None
+            block = f"{prefix}.mlp"
+            return MoeSpec(
+                norm=norm,
+                router=VectorSpec(f"{block}.gate.weight", (num_experts, hidden)),
+                experts=tuple(
+                    gate_up_down(f"{block}.experts.{expert}", hidden, intermediate) for expert in range(num_experts)
+                ),
+                top_k=config.count("moe_k", 6),
+                normalize=True,
+                norm_floor=config.number("moe_norm_min", 1e-12),
+                correction_bias=VectorSpec(f"{block}.moe_statics.e_score_correction_bias", (1, num_experts)),
+                shared=(
+                    gate_up_down(f"{block}.shared_experts", hidden, intermediate * num_shared, bias)
+                    if num_shared
+                    else None
+                ),
+            )
+
+        return replace(Ernie().traits(config), moe=moe, head_bias=bias)

@@ -1,0 +1,161 @@
+"""Gemma."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+from fd_core.errors import ModelError
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.spec import RopeSpec, Traits, head_dim_of, rope_spec, scaled_rope_spec
+from fd_core.models.loading.config import ModelConfig
+
+_GLOBAL_THETA: Final = 1_000_000.0
+_LOCAL_THETA: Final = 10_000.0
+_PATTERN: Final = 6
+"""By default, every sixth layer has full attention."""
+
+
+def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    layers = shape.count("block_count")
+    heads = shape.count("attention.head_count")
+    hidden = shape.count("embedding_length")
+    # The 27B model, identified by its 62 layers, scales queries by hidden size / heads, the others by the head size.
+    scalar = hidden // heads if layers == 62 else shape.count("attention.key_length", hidden // heads)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": shape.count("attention.sliding_window"),
+        "layer_types": ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)],
+        "rope_local_base_freq": shape.single("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": shape.optional_single("final_logit_softcapping"),
+        "attn_logit_softcapping": shape.optional_single("attn_logit_softcapping"),
+    }
+
+
+class Gemma(Family):
+    """`GemmaForCausalLM`: norms with `1 + weight`, embeddings multiplied by the root of the hidden size."""
+
+    architectures = ("GemmaForCausalLM",)
+    model_type = "gemma"
+    cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model. Its activation is the approximated gelu, also where old configs name gelu."""
+        rope = rope_spec(config, head_dim_of(config), theta=_LOCAL_THETA)
+        bias = config.flag("attention_bias")
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=bias,
+            output_bias=bias,
+            norm_offset=1.0,
+            embedding_scale=math.sqrt(config.count("hidden_size")),
+            tied=True,
+            activation="hidden_activation",
+        )
+
+
+class Gemma2(Family):
+    """`Gemma2ForCausalLM`: every other layer slides, norms before and after each block, capped scores and logits."""
+
+    architectures = ("Gemma2ForCausalLM",)
+    model_type = "gemma2"
+    cases: ClassVar = {
+        "capped": {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 15.0,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+        "biases": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model. Raises `ModelError` for attention in both directions."""
+        config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
+        count, window = config.count("num_hidden_layers"), config.count("sliding_window", 4096)
+        types = config.layer_types(count) or ("sliding_attention", "full_attention") * count
+        return replace(
+            Gemma().traits(config),
+            window=lambda layer: window if types[layer] == "sliding_attention" else None,
+            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            norms="around",
+            attention_softcap=config.optional_number("attn_logit_softcapping"),
+            softcap=config.optional_number("final_logit_softcapping"),
+        )
+
+
+class Gemma3(Family):
+    """`Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block."""
+
+    architectures = ("Gemma3ForCausalLM",)
+    model_type = "gemma3_text"
+    cases: ClassVar = {
+        "mixed": {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+        },
+    }
+    gguf: ClassVar = {
+        "gemma3": Gguf(
+            config=_gemma3_config,
+            tensors={
+                "ffn_norm": "pre_feedforward_layernorm",
+                "post_attention_norm": "post_attention_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm",
+            },
+            norm_offset=1.0,
+        )
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a text model. Raises `ModelError` for attention in both directions."""
+        config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
+        num_layers = config.count("num_hidden_layers")
+        types = config.layer_types(num_layers)
+        if types is None:
+            pattern = config.count("sliding_window_pattern", _PATTERN)
+            types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
+        full, sliding = _ropes(config)
+        window = config.count("sliding_window")
+        bias = config.flag("attention_bias")
+        return Traits(
+            rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
+            window=lambda layer: window if types[layer] == "sliding_attention" else None,
+            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            qkv_bias=bias,
+            output_bias=bias,
+            head_norms="before rope",
+            norms="around",
+            norm_offset=1.0,
+            embedding_scale=math.sqrt(config.count("hidden_size")),
+            tied=True,
+            activation="hidden_activation",
+            attention_softcap=config.optional_number("attn_logit_softcapping"),
+            softcap=config.optional_number("final_logit_softcapping"),
+        )
+
+
+def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
+    """Return the ropes of full-attention layers and of sliding layers, from either config format."""
+    head_dim = head_dim_of(config)
+    parameters = config.part("rope_parameters")
+    if parameters is None:
+        scaling = config.part("rope_scaling")
+        theta = config.number("rope_theta", _GLOBAL_THETA)
+        local_theta = config.number("rope_local_base_freq", _LOCAL_THETA)
+        return (
+            scaled_rope_spec(config, scaling, head_dim, theta=theta),
+            scaled_rope_spec(config, None, head_dim, theta=local_theta),
+        )
+    if "rope_theta" in parameters.values:
+        raise ModelError(f"{config.origin}: rope_parameters must name full_attention and sliding_attention")
+    return (
+        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=_GLOBAL_THETA),
+        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=_LOCAL_THETA),
+    )

@@ -1,0 +1,132 @@
+"""Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.loading.config import ModelConfig
+
+
+def _whole_contexts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {
+        "use_sliding_window": False,
+        "num_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+class Qwen2(Family):
+    """`Qwen2ForCausalLM`: biases on q, k and v."""
+
+    architectures = ("Qwen2ForCausalLM",)
+    model_type = "qwen2"
+    cases: ClassVar = {
+        "tied": {"tie_word_embeddings": True},
+        "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    }
+    gguf: ClassVar = {"qwen2": Gguf(config=_whole_contexts)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; some of its layers may have a window."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return Traits(rope=lambda layer: rope, window=_window(config), qkv_bias=True)
+
+
+class Qwen3(Family):
+    """`Qwen3ForCausalLM`: no biases, norms on the heads of q and k."""
+
+    architectures = ("Qwen3ForCausalLM",)
+    model_type = "qwen3"
+    cases: ClassVar = {
+        "yarn": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "biases": {"attention_bias": True},
+    }
+    gguf: ClassVar = {"qwen3": Gguf(config=_whole_contexts)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; some of its layers may have a window."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        bias = config.flag("attention_bias")
+        return Traits(
+            rope=lambda layer: rope, window=_window(config), qkv_bias=bias, output_bias=bias, head_norms="before rope"
+        )
+
+
+class Qwen3Moe(Family):
+    """`Qwen3MoeForCausalLM`: as Qwen3, most layers with experts."""
+
+    architectures = ("Qwen3MoeForCausalLM",)
+    model_type = "qwen3_moe"
+    cases: ClassVar = {
+        "normalized": {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        "every-second": {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    }
+    gguf: ClassVar = {"qwen3moe": Gguf(config=_experts)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; each of its layers has experts, or is listed or skipped by the config."""
+        hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size")
+        num_experts = config.optional_count("num_experts") or config.count("num_local_experts")
+        every = config.count("decoder_sparse_step", 1)
+        dense = config.indices("mlp_only_layers")
+        window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+            if layer in dense or (layer + 1) % every:
+                return None
+            return MoeSpec(
+                norm=norm,
+                router=VectorSpec(f"{prefix}.mlp.gate.weight", (num_experts, hidden)),
+                experts=tuple(
+                    gate_up_down(f"{prefix}.mlp.experts.{expert}", hidden, intermediate)
+                    for expert in range(num_experts)
+                ),
+                top_k=config.count("num_experts_per_tok"),
+                normalize=config.flag("norm_topk_prob"),
+            )
+
+        return replace(Qwen3().traits(config), window=lambda layer: window, moe=moe)
+
+
+def _window(config: ModelConfig) -> Callable[[int], int | None]:
+    """Return the layers with a sliding window: those listed in the config, or those above `max_window_layers`."""
+    window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+    types = config.layer_types(config.count("num_hidden_layers"))
+    first = config.index("max_window_layers", 0)
+
+    def of(layer: int) -> int | None:
+        slides = layer >= first if types is None else types[layer] == "sliding_attention"
+        return window if slides else None
+
+    return of

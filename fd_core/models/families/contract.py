@@ -1,0 +1,35 @@
+"""Contract of a family of models, which plugins offer with `fd_register_models`.
+
+A family is data: it maps a config to `Traits`, the differences from the plain decoder of Llama, and names tensors. It
+computes nothing. The decoder is written once over `Ops`, so a family runs on every backend.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fd_core.models.families.spec import Traits
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import Gguf, StoredTensors
+
+__all__ = ["Family", "Gguf", "StoredTensors"]
+
+
+class Family(abc.ABC):
+    """One family, made without arguments."""
+
+    architectures: ClassVar[tuple[str, ...]]
+    """Names in `architectures` of `config.json`, the usual one first."""
+    model_type: ClassVar[str]
+    """Name in `model_type` of `config.json`, by which `transformers` finds its code."""
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}}
+    """Small models on which the conformance kit compares the family with `transformers`: name to the fields of the
+    config that differ from the kit's usual ones. They should cover every field that `traits` reads."""
+    gguf: ClassVar[Mapping[str, Gguf]] = {}
+    """By the name of the architecture in `general.architecture` of GGUF files; empty if llama.cpp has no such model."""
+
+    @abc.abstractmethod
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""
