@@ -14,7 +14,9 @@ from fd_core.testing.kit.law import broken
 
 _MAX_BYTES: Final = 4
 """Bytes that may remain of each call on average; a list of small numbers takes 8."""
-_clear_names: Final[Callable[[], None]] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+_clear_names: Final[Callable[[], None]] = next(
+    getattr(sys, name) for name in ("_clear_internal_caches", "_clear_type_cache") if hasattr(sys, name)
+)
 """Clears the interpreter's cache of attributes, which fills at random."""
 
 
