@@ -160,6 +160,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     parsed = ModelConfig(config)
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
