@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from fd_core.errors import ConfigError, ModelError
+from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, check_tensors
 from fd_core.models.classifier import CLASSIFICATION
 from fd_core.models.decoder import DecoderModel
@@ -117,10 +117,17 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
         for field, count in config.values.items():
             if isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
                 raise ModelError(f"{config.origin}: {field} is {count}, but there are {num_tensors} tensors")
-    traits = family.traits(config)
-    if name.endswith(CLASSIFICATION):
-        traits = replace(traits, ignored=(*traits.ignored, r"^score\.weight$"))
-    return decoder_spec(name, config, traits, most_tensors=most)
+    try:
+        traits = family.traits(config)
+        if name.endswith(CLASSIFICATION):
+            traits = replace(traits, ignored=(*traits.ignored, r"^score\.weight$"))
+        return decoder_spec(name, config, traits, most_tensors=most)
+    except (FdError, MemoryError):
+        raise
+    except Exception as error:  # a family is a plugin, and numbers may be too large or too small to compute with
+        raise ModelError(
+            f"{config.origin}: the config of {name} cannot be used: {type(error).__name__}: {error}"
+        ) from error
 
 
 def architecture_of(config: ModelConfig) -> str:

@@ -46,12 +46,8 @@ class HunyuanMoe(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Raises `ModelError` for numbers of experts that differ between layers."""
-        for field in ("num_experts", "moe_topk"):
-            listed = config.values.get(field)
-            if isinstance(listed, list | tuple) and len({*listed}) > 1:
-                raise ModelError(f"{config.origin}: {field} differs between layers, which is not supported")
         hidden, intermediate = config.count("hidden_size"), config.count("intermediate_size")
-        count, top_k = (config.indices(field)[0] for field in ("num_experts", "moe_topk"))
+        count, top_k = (_of_all_layers(config, field) for field in ("num_experts", "moe_topk"))
 
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
             block = f"{prefix}.mlp"
@@ -65,3 +61,14 @@ class HunyuanMoe(Family):
             )
 
         return replace(HunyuanDense().traits(config), moe=moe)
+
+
+def _of_all_layers(config: ModelConfig, field: str) -> int:
+    """Return a positive integer, or that which a list has for every layer."""
+    listed = config.values.get(field)
+    if not isinstance(listed, list | tuple):
+        return config.count(field)
+    found = {*config.indices(field)}
+    if len(found) != 1 or 0 in found:
+        raise ModelError(f"{config.origin}: {field} differs between layers, which is not supported")
+    return found.pop()
