@@ -21,7 +21,8 @@ class Gguf:
     """Returns the fields of `config.json` that the common metadata do not give, from the architecture's own metadata,
     named without its prefix, and the tensors."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer whose name differs from the usual one: GGUF's name to Hugging Face's."""
+    """Tensors of a layer whose name differs from the usual one: GGUF's name to Hugging Face's, with `{}` for the index
+    of an expert."""
     permuted: bool = False
     """True if the rows of q and k were permuted for interleaved rope."""
     norm_offset: float = 0.0

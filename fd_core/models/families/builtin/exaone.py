@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the window, and the layers that use it: all but every fourth, unless the file lists them."""
+    key = "attention.sliding_window_pattern"
+    layers, listed = range(shape.count("block_count")), shape.values.get(key)
+    slides = [(layer + 1) % 4 > 0 for layer in layers] if listed is None else listed
+    if not isinstance(slides, list | tuple) or len(slides) != len(layers):
+        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {len(layers)} layers")
+    return {
+        "sliding_window": (window := shape.optional_count("attention.sliding_window")),
+        "layer_types": ["sliding_attention" if window and each else "full_attention" for each in slides],
+    }
 
 
 class Exaone4(Family):
@@ -28,6 +41,7 @@ class Exaone4(Family):
             "tie_word_embeddings": True,
         },
     }
+    gguf: ClassVar = {"exaone4": Gguf(config=_gguf_config)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with or without windows."""

@@ -17,6 +17,18 @@ _PATTERN: Final = 6
 """By default, every sixth layer has full attention."""
 
 
+def _gemma2_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    heads, hidden = shape.count("attention.head_count"), shape.count("embedding_length")
+    # The 27B model, identified by its 46 layers, scales queries by hidden size / heads, the others by the head size.
+    wide = shape.count("block_count") == 46
+    return {
+        "query_pre_attn_scalar": hidden // heads if wide else shape.count("attention.key_length", hidden // heads),
+        "sliding_window": shape.count("attention.sliding_window", 4096),
+        "final_logit_softcapping": shape.single("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": shape.single("attn_logit_softcapping", 50.0),
+    }
+
+
 def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     layers = shape.count("block_count")
     heads = shape.count("attention.head_count")
@@ -40,6 +52,7 @@ class Gemma(Family):
     architectures = ("GemmaForCausalLM",)
     model_type = "gemma"
     cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
+    gguf: ClassVar = {"gemma": Gguf(norm_offset=1.0)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Its activation is the approximated gelu, also where old configs name gelu."""
@@ -70,6 +83,9 @@ class Gemma2(Family):
             "tie_word_embeddings": True,
         },
         "biases": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    }
+    gguf: ClassVar = {
+        "gemma2": Gguf(config=_gemma2_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
     }
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -102,15 +118,7 @@ class Gemma3(Family):
         },
     }
     gguf: ClassVar = {
-        "gemma3": Gguf(
-            config=_gemma3_config,
-            tensors={
-                "ffn_norm": "pre_feedforward_layernorm",
-                "post_attention_norm": "post_attention_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            },
-            norm_offset=1.0,
-        )
+        "gemma3": Gguf(config=_gemma3_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
     }
 
     def traits(self, config: ModelConfig) -> Traits:
