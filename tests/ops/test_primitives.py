@@ -105,6 +105,12 @@ def test_rms_norm_of_heads(ops: Ops, values: Values) -> None:
     assert_near(ops, found, x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight)
 
 
+def test_joint_norm_of_all_heads(ops: Ops, values: Values) -> None:
+    x, weight = values(3, 2, 8), values(2, 8)
+    found = ops.joint_norm(heads_of(ops, x)[0], Norm(ops.prepare_vector(weight), 0.1), 16)
+    assert_near(ops, found, x / np.sqrt((x**2).mean(axis=(1, 2), keepdims=True) + 0.1) * weight)
+
+
 def test_linear_stacks_its_parts(ops: Ops, values: Values) -> None:
     x, a, b = values(3, 5), values(2, 5), values(4, 5)
     found = ops.linear(activations(ops, x), ops.prepare_linear([raw(a), raw(b)]))

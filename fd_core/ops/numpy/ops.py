@@ -134,6 +134,11 @@ class NumpyOps(NumpySampling, Ops):
         q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
         return split[:, :q_end], split[:, q_end:k_end], split[:, k_end:]
 
+    def joint_norm(self, x: Floats, norm: Norm, width: int) -> Floats:
+        squares = self.all_reduce(np.square(x).sum(axis=(1, 2), keepdims=True))
+        normalized: Floats = x / np.sqrt(squares / np.float32(width) + np.float32(norm.eps)) * norm.weight
+        return normalized
+
     def rope(self, x: Floats, rope: Rope, positions: IntArray) -> Floats:
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
         half = cos.shape[-1]

@@ -153,6 +153,15 @@ class OnnxOps(NumpyOps):
         )
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
+            how = {"axis": -1, "epsilon": float(norm.eps)}
+            weight = graph.reshape(graph.weight(norm.weight), -1)
+            return graph.reshape(graph.op("RMSNormalization", graph.reshape(x, 0, -1), weight, **how), 0, *shape)
+
+        shape = norm.weight.shape
+        return self._call(emit, x)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         """Rotate pairs of elements; each token is a separate sequence."""
 

@@ -422,6 +422,11 @@ class PaddleOps(Ops):
         q, k, v = paddle.split(split, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], axis=1)
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        wide = x.astype("float32")
+        squares = self.all_reduce(wide.square().sum(axis=[1, 2], keepdim=True))
+        return (wide * paddle.rsqrt(squares / width + norm.eps) * norm.weight).astype(x.dtype)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         cos = paddle.index_select(rope.cos, positions).unsqueeze(1)
         sin = paddle.index_select(rope.sin, positions).unsqueeze(1)

@@ -165,6 +165,11 @@ class TorchOps(TorchSampling, Ops):
         )
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        wide = x.float()
+        squares = self.all_reduce(wide.square().sum(dim=(1, 2), keepdim=True))
+        return (wide * torch.rsqrt(squares / width + norm.eps) * norm.weight).to(x.dtype)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         cos = rope.cos.index_select(0, positions)[:, None]
         sin = rope.sin.index_select(0, positions)[:, None]

@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = {family.model_type: family for family in installed_families().architectures.values()}
-CONVERTED_AS = {"internlm3": "llama", "mistral": "llama", "mixtral": "llama"}
+CONVERTED_AS = {"internlm3": "llama", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 """Families that the converter writes under the name of another one."""
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"num_hidden_layers": 4, "layer_types": None, "attention_bias": False, "tie_word_embeddings": True},
@@ -40,6 +40,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "nemotron": {"hidden_act": "relu2"},
+    "olmoe": {"norm_topk_prob": False},
     "qwen2": {"use_sliding_window": False},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
@@ -177,7 +178,7 @@ def _values(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values["rope.scaling.attn_factor"] = np.sqrt(1 + np.log(scale) / np.log(original)) if scale > 1 else 1.0
     if "sliding_attention" in config["rope_parameters"]:
         values["rope.freq_base_swa"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
-    if arch == "exaone4" and config["sliding_window"]:
+    if arch in ("exaone4", "olmo2") and config.get("sliding_window"):
         values["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     return values
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.contract import Family, Gguf
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
-
-
-def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    """Return the window, and the layers that use it: all but every fourth, unless the file lists them."""
-    key = "attention.sliding_window_pattern"
-    layers, listed = range(shape.count("block_count")), shape.values.get(key)
-    slides = [(layer + 1) % 4 > 0 for layer in layers] if listed is None else listed
-    if not isinstance(slides, list | tuple) or len(slides) != len(layers):
-        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {len(layers)} layers")
-    return {
-        "sliding_window": (window := shape.optional_count("attention.sliding_window")),
-        "layer_types": ["sliding_attention" if window and each else "full_attention" for each in slides],
-    }
+from fd_core.models.loading.gguf_family import windows
 
 
 class Exaone4(Family):
@@ -41,7 +29,7 @@ class Exaone4(Family):
             "tie_word_embeddings": True,
         },
     }
-    gguf: ClassVar = {"exaone4": Gguf(config=_gguf_config)}
+    gguf: ClassVar = {"exaone4": Gguf(config=lambda shape, tensors: windows(shape))}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with or without windows."""

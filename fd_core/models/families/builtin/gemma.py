@@ -129,7 +129,7 @@ class Gemma3(Family):
         if types is None:
             pattern = config.count("sliding_window_pattern", _PATTERN)
             types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
-        full, sliding = _ropes(config)
+        full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
         window = config.count("sliding_window")
         bias = config.flag("attention_bias")
         return Traits(
@@ -149,14 +149,13 @@ class Gemma3(Family):
         )
 
 
-def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
+def ropes_of_kinds(config: ModelConfig, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
     """Return the ropes of full-attention layers and of sliding layers, from either config format."""
     head_dim = head_dim_of(config)
     parameters = config.part("rope_parameters")
     if parameters is None:
         scaling = config.part("rope_scaling")
-        theta = config.number("rope_theta", _GLOBAL_THETA)
-        local_theta = config.number("rope_local_base_freq", _LOCAL_THETA)
+        theta = config.number("rope_theta", theta)
         return (
             scaled_rope_spec(config, scaling, head_dim, theta=theta),
             scaled_rope_spec(config, None, head_dim, theta=local_theta),
@@ -164,6 +163,6 @@ def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
     if "rope_theta" in parameters.values:
         raise ModelError(f"{config.origin}: rope_parameters must name full_attention and sliding_attention")
     return (
-        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=_GLOBAL_THETA),
-        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=_LOCAL_THETA),
+        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=theta),
+        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=local_theta),
     )
