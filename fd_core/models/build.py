@@ -229,7 +229,7 @@ class _Reader:
         return self.linear(gate_up, rows, gated=gated, after=after), self.linear(down, columns, adds=True)
 
     def moe(self, spec: MoeSpec) -> Moe:
-        bias = spec.correction_bias
+        bias, gate = spec.correction_bias, spec.shared_gate
         rows, columns = feed_forward_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
@@ -243,6 +243,7 @@ class _Reader:
             norm_floor=spec.norm_floor,
             shared_gate_up=shared[0],
             shared_down=shared[1],
+            shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
         )
         return Moe(self.norm(spec.norm), experts)
 

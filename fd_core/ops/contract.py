@@ -195,6 +195,9 @@ class Experts:
     shared_gate_up: Array | None = None
     """Shared experts, as one gated linear."""
     shared_down: Array | None = None
+    shared_gate: Array | None = None
+    """[H] prepared by `prepare_vector`: the sigmoid of its product with a token multiplies the output of the shared
+    experts (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -770,9 +773,24 @@ class Ops(abc.ABC):
 
     def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
         """Return y [T, H] plus the output of the shared experts for x; may write into `y`."""
-        if experts.shared_gate_up is not None:
-            y += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        shared = self.shared(x, experts, activation)
+        if shared is not None:
+            y += shared
         return y
+
+    def shared(self, x: Array, experts: Experts, activation: Activation) -> Array | None:
+        """Return the output of the shared experts for x, or None without any."""
+        if experts.shared_gate_up is None:
+            return None
+        y = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        return y if experts.shared_gate is None else self.weigh(y, x, experts.shared_gate)
+
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        """Multiply y [T, H] by sigmoid(x @ gate), for x [T, H] and a vector [H], computed in float32.
+
+        Only shared experts with a gate need it. Raises `ConfigError` by default.
+        """
+        raise ConfigError(f"the operations of {self.name} have no gate for shared experts", field="--backend")
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """x + all_reduce(moe(norm(x))): [T, H] -> [T, H], the residual stream. May write into `x`."""

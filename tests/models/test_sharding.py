@@ -7,6 +7,7 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.models.decoder import adapters_bytes
+from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import head_shares, require_division, width_share
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
@@ -65,10 +66,12 @@ def test_two_ranks_match_one(case, pack, tmp_path):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps, partial(load_native_ops, "float32", 1)])
-def test_norms_of_all_heads_span_the_ranks(pack, size, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+def test_joint_norms_and_gated_experts_span_the_ranks(name, pack, size, tmp_path, monkeypatch):
     """Four ranks hold two KV heads: each counts twice in the sum of squares and in its width."""
-    monkeypatch.setitem(checkpoints.CASES, "olmo2", ("olmo2", {}))
-    checked(write_checkpoint("olmo2", tmp_path / "model"), pack, size, atol=5e-5)
+    case = next(each.cases["plain"] for each in installed_families().architectures.values() if each.model_type == name)
+    monkeypatch.setitem(checkpoints.CASES, name, (name, case))
+    checked(write_checkpoint(name, tmp_path / "model"), pack, size, atol=5e-5)
 
 
 @pytest.mark.parametrize("targets", [EVERYTHING, ("k_proj", "o_proj", "up_proj"), ("q_proj", "v_proj", "down_proj")])

@@ -322,6 +322,8 @@ class MoeSpec(_Parts):
     norm_floor: float = 0.0
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
+    shared_gate: VectorSpec | None = None
+    """[1, hidden], whose sigmoid multiplies the output of the shared experts."""
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:

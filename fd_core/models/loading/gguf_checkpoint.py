@@ -52,6 +52,8 @@ _BLOCK = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _CORRECTION = "exp_probs_b"
+_SHARED_GATE = "ffn_gate_inp_shexp"
+"""Some converters write its one row as a vector."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -95,6 +97,8 @@ def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str
         # The order of rows that turns (pair, half) of each head back into (half, pair).
         rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return TensorView(tensor.shape, tensor, rows=rows)
+    if part == _SHARED_GATE and len(tensor.shape) == 1:
+        return TensorView((1, *tensor.shape), tensor, _as_row)
     return TensorView(tensor.shape, tensor)
 
 

@@ -178,6 +178,10 @@ class NumpyOps(NumpySampling, Ops):
         shared: Floats = self.add_shared(output, x, experts, activation)
         return shared
 
+    def weigh(self, y: Floats, x: Floats, gate: Floats) -> Floats:
+        weighted: Floats = y / (1 + np.exp(-(x @ gate)))[:, None]
+        return weighted
+
     def add(self, x: Floats, y: Floats) -> Floats:
         return x + y
 

@@ -203,7 +203,11 @@ class OnnxOps(NumpyOps):
             y = routed_experts(graph, x, experts, compute=compute)
             if experts.shared_gate_up is None or experts.shared_down is None:
                 return y
-            return graph.op("Add", y, compute(x, experts.shared_gate_up, experts.shared_down))
+            shared = compute(x, experts.shared_gate_up, experts.shared_down)
+            if experts.shared_gate is not None:
+                score = graph.op("MatMul", x, graph.reshape(graph.weight(experts.shared_gate), -1, 1))
+                shared = graph.op("Mul", shared, graph.op("Sigmoid", score))
+            return graph.op("Add", y, shared)
 
         return self._call(emit, x)
 

@@ -472,6 +472,9 @@ class PaddleOps(Ops):
                 paddle.index_add_(output, tokens[start:end], 0, y)
         return self.add_shared(output, x, experts, activation)
 
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        return y * functional.sigmoid(paddle.matmul(x.astype("float32"), gate)).astype(y.dtype).unsqueeze(1)
+
     def add(self, x: Array, y: Array) -> Array:
         return x + y
 

@@ -210,6 +210,9 @@ class TorchOps(TorchSampling, Ops):
                 output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
         return self.add_shared(output, x, experts, activation)
 
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        return y * torch.sigmoid(x.float() @ gate).to(y.dtype)[:, None]
+
     def add(self, x: Array, y: Array) -> Array:
         return x + y
 

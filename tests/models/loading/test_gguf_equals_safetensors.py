@@ -42,6 +42,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_act": "relu2"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2": {"use_sliding_window": False},
+    "qwen2_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1, "qkv_bias": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
     "starcoder2": {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
@@ -105,7 +106,7 @@ def _changed(arch: str, name: str, value: np.ndarray, config: Any) -> np.ndarray
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         rows = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(value.shape))
-    return np.squeeze(value) if "e_score_correction" in name else value
+    return np.squeeze(value) if "e_score_correction" in name or "shared_expert_gate" in name else value
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +150,7 @@ _SAME_VALUES = {
     "expert_count": ("num_local_experts", "num_experts", "moe_num_experts"),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_shared_count": ("moe_num_shared_experts",),
     "leading_dense_block_count": ("moe_layer_start_index",),
     "interleave_moe_layer_step": ("moe_layer_interval",),

@@ -35,6 +35,7 @@ def fd_register_models() -> list[Entry]:
         Entry("olmoe", f"{families}.olmo:Olmoe", "OLMoE"),
         Entry("phi3", f"{families}.phi:Phi3", "Phi-3, Phi-4 and Phi-4-mini"),
         Entry("qwen2", f"{families}.qwen:Qwen2", "Qwen2 and Qwen2.5"),
+        Entry("qwen2_moe", f"{families}.qwen:Qwen2Moe", "Qwen1.5 and Qwen2, mixtures of experts"),
         Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),
         Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
         Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),
