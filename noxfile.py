@@ -125,7 +125,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def plugins(session: nox.Session) -> None:
     """The suites of the plugins, with the core and without a framework; arguments after `--` go to pytest."""
-    session.install("-e", ".", "pytest-xdist>=3.6", *PLUGIN_TESTS)
+    session.install("-e", ".", "pytest-xdist>=3.8", *PLUGIN_TESTS)
     for plugin in PLUGINS:
         with session.chdir(plugin):
             session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
@@ -159,7 +159,7 @@ def newest(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """The core's tests with the oldest releases of its dependencies but torch, as uv resolves them."""
     session.install(*DIRECT["optional-dependencies"]["cpu"], "uv>=0.5")
-    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]")
+    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]", *PLUGIN_TESTS)
     session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT, *session.posargs)
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +15,9 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     version: int = FORMAT_VERSION
     """Format of messages and pieces."""
     model: str
-    """Digest of everything that determines the KV of given tokens: weights, tokenizer, dtype, layout."""
+    """Digest of everything but the weights that determines the KV of given tokens: tokenizer, dtype, layout."""
+    weights: str = ""
+    """Digest of the weights, which an update changes."""
     dtype: str
     block_size: int
     num_layers: int
@@ -30,10 +32,11 @@ _NAMES: Final = {
     "num_layers": "the number of layers",
     "num_kv_heads": "the number of KV heads",
     "head_dim": "the size of a head",
-    "model": "the model (weights, tokenizer, dtype or layout of the KV)",
+    "model": "the model (tokenizer, dtype or layout of the KV)",
+    "weights": "the version of the weights",
 }
-"""Every field with its display name, in the order in which differences are searched. The digest of the model
-is last because it differs whenever most of the others do."""
+"""Every field with its display name, in the order in which differences are searched. The digests are last because
+they differ whenever most of the others do."""
 _MAX_SHOWN: Final = 20
 """Characters: longer values are not displayed."""
 

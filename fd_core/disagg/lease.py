@@ -112,7 +112,8 @@ def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return f"the idle timeout is not {_MIN_IDLE_TIMEOUT:g} to {_MAX_IDLE_TIMEOUT:g} seconds"
     if not 1 <= len(opening.connector) <= 64 or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
-    texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, compatibility.model, compatibility.dtype)
+    digests = (compatibility.model, compatibility.weights, compatibility.dtype)
+    texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, *digests)
     if max(map(len, texts)) > MAX_TEXT:
         return f"salt, tenant, trace and request id may have at most {MAX_TEXT} characters"
     return None

@@ -9,8 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+import msgspec
+
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
+from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.stats import SideStats
+from fd_core.effects.operations import ChangeTransfers
 from fd_core.effects.port import CompletionQueue, EffectPort, OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.types.metrics import one_more
@@ -49,6 +53,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         thread: str,
         queue: CompletionQueue,
         stats: _Stats,
+        compatibility: KVCompatibility,
         clock: Callable[[], float],
         stuck_seconds: float,
         make_loop: Callable[..., ThreadLoop],
@@ -59,6 +64,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self._turned_at = clock()
         """Time of the thread's last iteration, or of the first operation that requires one since."""
         self._clock = clock
+        self._compatibility = compatibility
         self._stats = stats
         self._logger = OnceLogger()
         self._loop = make_loop(thread, self._turn, self._end_all)
@@ -98,6 +104,11 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         """Complete every operation early. Thread-safe."""
 
     # The thread of transfers ------------------------------------------------------------------------------
+
+    def _change(self, effect: ChangeTransfers) -> None:
+        """Describe the KV of other weights to peers from now on."""
+        if effect.weights:
+            self._compatibility = msgspec.structs.replace(self._compatibility, weights=effect.weights)
 
     @abstractmethod
     def _copy(self, lease: _Kept) -> None:

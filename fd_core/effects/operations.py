@@ -3,7 +3,7 @@
 Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
 `fd_core.effects.port.EffectPort`, which performs them on other threads, and returns the completions before the next
 plan. Nothing here blocks. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
-performs `Fetch`, `Send` and `AbandonLease`; `fd_core.structured` performs `CompileGrammar`.
+performs `Fetch`, `Send`, `AbandonLease` and `ChangeTransfers`; `fd_core.structured` performs `CompileGrammar`.
 
 An operation is a number chosen by the scheduler, unique within an engine. The scheduler may assume:
 
@@ -190,6 +190,15 @@ class AbandonLease(msgspec.Struct, frozen=True):
     """True if the engine rejected the job; the decode worker then receives a rejection."""
 
 
+class ChangeTransfers(msgspec.Struct, frozen=True):
+    """The weights of this worker have changed, or it was paused or resumed. Leases of a prefill worker end."""
+
+    weights: str
+    """Digest of the weights from now on; empty if they are as before."""
+    refusal: str = ""
+    """Human-readable reason to refuse the leases of decode workers; empty to accept them."""
+
+
 class CompileGrammar(msgspec.Struct, frozen=True):
     """Compile the grammar of a waiting request, so that no step has to."""
 
@@ -206,7 +215,7 @@ class GrammarReady(msgspec.Struct, frozen=True):
     """Human-readable reason why the grammar cannot be used; the request that waits for it ends."""
 
 
-Effect = Lookup | Load | Save | Fetch | Send | AbandonLease | CompileGrammar | Cancel
+Effect = Lookup | Load | Save | Fetch | Send | AbandonLease | ChangeTransfers | CompileGrammar | Cancel
 Completion = (
     Found
     | Loaded

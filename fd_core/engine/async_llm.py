@@ -11,9 +11,12 @@ from fd_core.engine.clients.client import EngineControls
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.llm import Completion, Conversation, Prompt, RequestMaker, assets_of
 from fd_core.errors import BadRequest
-from fd_core.types import Delta, SamplingParams
+from fd_core.types import Delta, RequestSpec, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from fd_core.engine.clients.client import EngineClient
     from fd_core.engine.process.messages import ControlOrder, EngineInfo
 
@@ -84,6 +87,40 @@ class AsyncLLM(RequestMaker, EngineControls):
         """Answer a conversation, as `LLM.chat` does; `options` are those of `generate`."""
         prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
         return self.generate(prompt, params, **options)
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return an embedding of each prompt, as `LLM.embed` does."""
+        return await self._embed(prompts, dimensions, adapter)
+
+    async def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the probability of each class for each prompt, as `LLM.classify` does."""
+        return await self._classify(prompts, adapter)
+
+    async def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """Return a score for each pair of texts, as `LLM.score` does."""
+        return await self._score(text_1, text_2, instruction)
+
+    async def _compute(self, requests: Sequence[RequestSpec]) -> AsyncGenerator[Delta]:
+        client, streams = self._running(), []
+        try:
+            for request in requests:
+                streams.append(client.submit(request))
+            for stream in streams:
+                async for delta in stream:
+                    yield delta
+        finally:
+            for stream in streams:
+                stream.abort()
 
     async def control(self, order: ControlOrder) -> None:
         """Give the engine an order; requests that run are not lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ import numpy as np
 from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.engine.clients.client import StartProgress
-from fd_core.engine.ranks.messages import RankLoaded
-from fd_core.errors import BadRequest, ConfigError, ModelError
+from fd_core.engine.ranks.leading import RankProcesses
+from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
+from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
 from fd_core.models.classifier import CLASSIFICATION
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
@@ -90,10 +92,22 @@ class Computing:
     """Components of one rank's runner, each built on first use."""
 
     def __init__(
-        self, config: EngineConfig, path: Path | None, progress: StartProgress, group: RankGroup | None = None
+        self,
+        config: EngineConfig,
+        path: Path | None,
+        progress: StartProgress,
+        group: RankGroup | None = None,
+        ranks: RankProcesses | None = None,
     ) -> None:
-        """Check the settings before anything is loaded; `group` is None for a model on one rank."""
+        """Check the settings before anything is loaded; `group` is None for a model on one rank, `ranks` are the others
+        for rank 0.
+        """
         self._config = config
+        self._ranks = ranks
+        self._other: tuple[Path, Model, str] | None = None
+        """Loaded weights that may replace those of `model`: folder, model, digest."""
+        self.digest = ""
+        """Digest of the weights; empty until they are updated or released."""
         self._path = path
         self._progress = progress
         self._plugins = installed_plugins()
@@ -138,27 +152,87 @@ class Computing:
         with self.ops.replaceable_weights():
             return self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
 
-    def reload(self, path: Path) -> Model:
-        """Load other weights, which replace those of `model`. Raises `BadRequest` or `ModelError`; nothing changes."""
-        self.require_changeable("weights cannot be updated")
-        if self.model.architecture.endswith(CLASSIFICATION):
+    def update(self, path: str, runner: Runner) -> None:
+        """Replace the weights on all ranks; nothing changes on `BadRequest`, `ModelError` and `MemoryError`."""
+        self._require_changeable("weights cannot be updated")
+        if str(self._shapes["architecture"]).endswith(CLASSIFICATION):
             raise BadRequest("the weights of a classifier cannot be updated yet; restart the server instead")
-        shapes = self._shapes
+        try:
+            self._change(ChangeModel("load", path), runner)
+        except (ModelError, MemoryError):
+            self._change(ChangeModel("discard"), runner)
+            raise
+        self._change(ChangeModel("adopt"), runner)
+
+    def sleep(self, weights: bool, runner: Runner) -> None:
+        """Release the memory of the KV cache, and of `weights`, on all ranks. Raises `BadRequest`."""
+        self._require_changeable("memory cannot be released")
+        self._change(ChangeModel("release", weights=weights), runner)
+
+    def wake_up(self, weights: bool, runner: Runner) -> None:
+        """Restore what `sleep` released. Raises `ModelError` or `MemoryError`; then nothing changes."""
+        try:
+            self._change(ChangeModel("restore"), runner)
+        except (ModelError, MemoryError):
+            self._change(ChangeModel("release", weights=weights), runner)
+            raise
+
+    def _change(self, order: ChangeModel, runner: Runner) -> None:
+        own = partial(self.change_own, order, runner)
+        if self._ranks is None:
+            own()
+        else:
+            self._ranks.change_model(order, own)
+
+    def change_own(self, order: ChangeModel, runner: Runner) -> str:
+        """Perform one part of a change on this rank; return the digest of weights that it loads.
+
+        Raises `ModelError` or `MemoryError` if it can neither load nor restore, and `EngineDead` if it may be left with
+        a part of the new weights.
+        """
+        digest = ""
+        match order.part:
+            case "load":
+                digest = self._load_other(Path(order.path))
+            case "discard":
+                self._other = None
+            case "adopt" if self._other is not None:
+                (self._path, self.model, self.digest), self._other = self._other, None
+                try:
+                    if not runner.released:
+                        runner.replace_model(self.model)
+                except Exception as error:
+                    raise EngineDead(f"the new weights could not be used: {type(error).__name__}: {error}") from error
+            case "release":
+                if order.weights and "model" in self.__dict__:
+                    with contextlib.suppress(ModelError):  # files that are missing are an error of `restore`
+                        self.digest = self.digest or self._digest_of(self._path)
+                    _ = self._shapes
+                    del self.model
+                runner.release()
+            case "restore":
+                if "model" not in self.__dict__ and (digest := self._digest_of(self._path)) != self.digest:
+                    raise ModelError(f"{self._path} was changed during the sleep; update the weights instead")
+                runner.restore(self.model)
+        gc.collect()
+        return digest
+
+    def _load_other(self, path: Path) -> str:
         try:
             model = self._load(path)
         except (ConfigError, MemoryError) as error:
             raise ModelError(f"{path}: {error or 'not enough memory for a second copy of the weights'}") from error
         for name, found in self._shapes_of(model).items():
-            if found != shapes[name]:
-                raise ModelError(f"{path}: {name} is {found}, but the served model has {shapes[name]}")
-        self._path, self.model = path, model
-        return model
+            if found != self._shapes[name]:
+                raise ModelError(f"{path}: {name} is {found}, but the served model has {self._shapes[name]}")
+        self._other = path, model, self._digest_of(path)
+        return self._other[2]
 
-    def release(self) -> None:
-        """Free the weights; `model` loads them again."""
-        self._shapes = self._shapes_of(self.model)
-        del self.model
-        gc.collect()
+    def _digest_of(self, path: Path | None) -> str:
+        if path is None or not self.backend.needs_checkpoint:
+            return str(path)
+        with open_checkpoint(path) as checkpoint:
+            return checkpoint.digest
 
     @cached_property
     def _shapes(self) -> dict[str, object]:
@@ -169,15 +243,9 @@ class Computing:
         names = ("architecture", "vocab_size", "num_parameters", "state_size", "max_positions")
         return {name: getattr(model, name) for name in names} | {"KV": model.kv_shape(self._config.block_size)}
 
-    def require_changeable(self, refusal: str) -> None:
-        """Raise `BadRequest`, which begins with `refusal`, if weights and KV can be replaced only by a restart."""
-        for where, given in (
-            ("several ranks", self._config.num_ranks > 1),
-            ("a pair of workers", self._config.role != "mixed"),
-            (self._owner, not self.backend.updates_weights),
-        ):
-            if given:
-                raise BadRequest(f"{refusal} on {where} yet; restart the server instead")
+    def _require_changeable(self, refusal: str) -> None:
+        if not self.backend.updates_weights:
+            raise BadRequest(f"{refusal} on {self._owner} yet; restart the server instead")
 
     @property
     def max_positions(self) -> int:

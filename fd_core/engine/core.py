@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process import messages
 from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.tracing.writer import TraceWriter
-from fd_core.errors import BadRequest, FdError
+from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.ops.weights import Adapter
 from fd_core.runner.observing import ObserverThread
@@ -136,6 +137,8 @@ class Engine:
         """Plans in flight, with their submission times."""
         self._orders: deque[tuple[ControlOrder, Controlled]] = deque()
         """Orders that wait until nothing is in a slot, oldest first."""
+        self._transfers = operations.ChangeTransfers("")
+        """State of transfers after the orders so far."""
         self._admitted = admitted
         self._clock = clock
 
@@ -311,12 +314,23 @@ class Engine:
                 self._apply(order)
             except MemoryError as failure:
                 error = BadRequest(f"not enough memory: {failure}" if str(failure) else "not enough memory")
+            except EngineDead:
+                raise
             except FdError as failure:
                 error = failure
             self._orders.popleft()
             if not self.info.stopped:
                 self._scheduler.resume()
+            self._change_transfers()
             done(error)
+
+    def _change_transfers(self) -> None:
+        """Let a pair of workers exchange no KV of other weights, and a prefill worker keep no decode worker waiting."""
+        weights = "" if self._computing is None else self._computing.digest
+        refusal = "the prefill worker is paused" if self.info.stopped else ""
+        if self.info.role != "mixed" and (change := operations.ChangeTransfers(weights, refusal)) != self._transfers:
+            self._transfers = change
+            self._outside.perform([change])
 
     def _drained(self) -> bool:
         """Preempt every running request; return True once no slot is occupied and no block is read or written."""
@@ -340,24 +354,17 @@ class Engine:
             case messages.ResetPrefixCache():
                 self._perform(self._scheduler.forget_prefixes())
             case messages.UpdateWeights(path, version):
-                model = self._changing.reload(Path(path))
-                if not level:
-                    self._device.perform(lambda runner: runner.replace_model(model))
+                self._device.perform(partial(self._changing.update, path))
                 self._num_updates += 1
                 # No other process, and no later one, may find KV of these weights under the name of their version.
                 self._perform(self._scheduler.change_weights(secrets.token_bytes(16)))
                 self.info = msgspec.structs.replace(self.info, weight_version=version or str(self._num_updates))
             case messages.Sleep(wanted) if wanted > level:
-                self._changing.require_changeable("memory cannot be released")
-                if not level:
-                    self._perform(self._scheduler.forget_prefixes())
-                    self._device.perform(lambda runner: runner.release())
-                if wanted > 1:
-                    self._changing.release()
+                self._device.perform(partial(self._changing.sleep, wanted > 1))
+                self._perform(self._scheduler.forget_prefixes())
                 self.info = msgspec.structs.replace(self.info, sleep_level=wanted)
             case messages.WakeUp() if level:
-                model = self._changing.model
-                self._device.perform(lambda runner: runner.restore(model))
+                self._device.perform(partial(self._changing.wake_up, level > 1))
                 self.info = msgspec.structs.replace(self.info, sleep_level=0)
 
     @property

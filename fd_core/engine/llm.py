@@ -6,11 +6,11 @@ import abc
 import operator
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -54,6 +54,7 @@ from fd_core.types.checks import check_ids, check_sampling
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -195,6 +196,64 @@ class RequestMaker(abc.ABC):
             )
         text = template.render(messages, tools, template_kwargs=variables)
         return self.tokenizer.encode(text, add_special=False)
+
+    async def _embed(
+        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None, adapter: str | Sequence[str | None] | None
+    ) -> npt.NDArray[np.float32]:
+        check_dimensions(dimensions, self.info.state_size)
+        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in await self._pooled(prompts, adapter)]
+        return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
+
+    async def _classify(
+        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None
+    ) -> npt.NDArray[np.float32]:
+        classifier = require_classifier(self.info.vectors)
+        found = [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, adapter)]
+        return np.array(found, np.float32).reshape(len(found), len(classifier.labels))
+
+    async def _score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], instruction: str | None
+    ) -> list[float]:
+        ones, others = ([side] if isinstance(side, str) else [*side] for side in (text_1, text_2))
+        ones = ones * len(others) if len(ones) == 1 else ones
+        if len(ones) != len(others):
+            raise BadRequest(f"got {len(ones)} and {len(others)} texts; expected 1 or equal numbers", field="text_2")
+        if (judge := self.info.vectors.judge) is None:
+            if instruction is not None:
+                raise BadRequest("this model compares vectors; it takes no instruction", field="instruction")
+            texts = [*dict.fromkeys((*ones, *others))]
+            vector = dict(zip(texts, await self._embed(texts, None, None), strict=True))
+            return [similarity(vector[one], vector[other]) for one, other in zip(ones, others, strict=True)]
+        pooling = Pooling("tokens", judging_tokens(self.tokenizer, judge, self.info.vocab_size))
+        prompts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
+        ids = [self.tokenizer.encode(prompt, add_special=False) for prompt in prompts]
+        return [probability_of_yes(pooled) for pooled in await self._pooled(ids, None, pooling)]
+
+    async def _pooled(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: str | Sequence[str | None] | None,
+        pooling: Pooling | None = None,
+    ) -> list[bytes]:
+        items = _as_list(prompts)
+        digests = self._digests(adapter, len(items))
+        pooling, prefix = pooling or Pooling(self.info.vectors.pooling), secrets.token_hex(4)
+        found: dict[str, bytes] = {}
+        requests = [
+            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
+            for index, (item, digest) in enumerate(zip(items, digests, strict=True))
+        ]
+        async with aclosing(self._compute(requests)) as deltas:
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise BadRequest(f"prompt {delta.request_id.rpartition('-')[2]}: {delta.error}", field="prompts")
+                if delta.pooled is not None:
+                    found[delta.request_id] = delta.pooled
+        return [found[f"{prefix}-{index}"] for index in range(len(items))]
+
+    @abc.abstractmethod
+    def _compute(self, requests: Sequence[RequestSpec]) -> AsyncGenerator[Delta]:
+        """Yield the deltas of requests. Closing it aborts what still runs."""
 
     def _digests(self, adapter: str | Sequence[str | None] | None, count: int) -> list[str]:
         """Return the digest of each prompt's adapter, empty for none."""
@@ -354,9 +413,7 @@ class LLM(RequestMaker):
         `adapter` is as in `generate`. Raises `BadRequest` for a prompt that can never run, for an unknown adapter
         and for `dimensions` out of range.
         """
-        check_dimensions(dimensions, self.info.state_size)
-        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts, adapter)]
-        return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
+        return _finished(self._embed(prompts, dimensions, adapter))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
@@ -366,9 +423,7 @@ class LLM(RequestMaker):
         `EngineInfo.vectors.classifier` has their labels; `adapter` is as in `generate`. Raises `BadRequest` for a
         checkpoint without a classification layer and for a prompt that can never run.
         """
-        classifier = require_classifier(self.info.vectors)
-        found = [probabilities_of(pooled, classifier) for pooled in self._pooled(prompts, adapter)]
-        return np.array(found, np.float32).reshape(len(found), len(classifier.labels))
+        return _finished(self._classify(prompts, adapter))
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None
@@ -378,42 +433,13 @@ class LLM(RequestMaker):
         One text is paired with each of the other side. `instruction` replaces the question that is put to a model that
         scores pairs. Raises `BadRequest` for sides of different lengths.
         """
-        ones, others = ([side] if isinstance(side, str) else [*side] for side in (text_1, text_2))
-        ones = ones * len(others) if len(ones) == 1 else ones
-        if len(ones) != len(others):
-            raise BadRequest(f"got {len(ones)} and {len(others)} texts; expected 1 or equal numbers", field="text_2")
-        if (judge := self.info.vectors.judge) is None:
-            if instruction is not None:
-                raise BadRequest("this model compares vectors; it takes no instruction", field="instruction")
-            texts = [*dict.fromkeys((*ones, *others))]
-            vector = dict(zip(texts, self.embed(texts), strict=True))
-            return [similarity(vector[one], vector[other]) for one, other in zip(ones, others, strict=True)]
-        pooling = Pooling("tokens", judging_tokens(self.tokenizer, judge, self.info.vocab_size))
-        prompts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
-        ids = [self.tokenizer.encode(prompt, add_special=False) for prompt in prompts]
-        return [probability_of_yes(pooled) for pooled in self._pooled(ids, pooling=pooling)]
+        return _finished(self._score(text_1, text_2, instruction))
 
-    def _pooled(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        adapter: str | Sequence[str | None] | None = None,
-        pooling: Pooling | None = None,
-    ) -> list[bytes]:
-        items = _as_list(prompts)
-        digests = self._digests(adapter, len(items))
-        pooling, prefix = pooling or Pooling(self.info.vectors.pooling), secrets.token_hex(4)
-        found: dict[str, bytes] = {}
-        requests = [
-            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
-            for index, (item, digest) in enumerate(zip(items, digests, strict=True))
-        ]
+    async def _compute(self, requests: Sequence[RequestSpec]) -> AsyncGenerator[Delta]:
         with closing(self._run(requests)) as steps:
-            for delta in (delta for deltas in steps for delta in deltas):
-                if delta.error is not None:
-                    raise BadRequest(f"prompt {delta.request_id.rpartition('-')[2]}: {delta.error}", field="prompts")
-                if delta.pooled is not None:
-                    found[delta.request_id] = delta.pooled
-        return [found[f"{prefix}-{index}"] for index in range(len(items))]
+            for deltas in steps:
+                for delta in deltas:
+                    yield delta
 
     def _run(self, requests: Sequence[RequestSpec]) -> Generator[list[Delta]]:
         """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
@@ -488,3 +514,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if ids and texts:
         raise BadRequest("prompts mixes token ids and prompts", field="prompts")
     return [ids] if ids else texts
+
+
+def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast(_Result, end.value)
+    raise RuntimeError("the coroutine is suspended")

@@ -446,7 +446,7 @@ def _hashes_of_urls(workers: tuple[RouterWorker, ...]) -> npt.NDArray[np.uint64]
     return np.array([_hash_of_url(worker.url) for worker in workers], np.uint64)
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 10)
 def _hash_of_url(url: str) -> int:
     return _hash(url.encode())
 

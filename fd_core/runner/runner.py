@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -191,25 +190,41 @@ class Runner:
         """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
         request."""
 
+    @property
+    def released(self) -> bool:
+        """True between `release` and `restore`."""
+        return "cache" not in self.__dict__
+
     def replace_model(self, model: Model) -> None:
         """Compute with other weights of the same shapes. Only called while no slot is occupied."""
         held = self.adapters.held
         self._compile(model)
-        if held:
-            self.adapters.replace(held)
+        self._hold_again(held)
 
     def release(self) -> None:
         """Free the KV cache. Only called while no slot is occupied; no step follows before `restore`."""
-        self._adapters_held = self.adapters.held
-        del self.cache, self.adapters, self._forward, self._states, self._head
-        gc.collect()
+        if not self.released:
+            self._adapters_held = self.adapters.held
+        self._drop()
 
     def restore(self, model: Model) -> None:
         """Allocate the KV cache again, and compute with a model of the same shapes. Raises `MemoryError`."""
-        self._allocate(model)
-        self._compile(model)
-        if self._adapters_held:
-            self.adapters.replace(self._adapters_held)
+        try:
+            self._allocate(model)
+            self._compile(model)
+            self._hold_again(self._adapters_held)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        for name in ("cache", "adapters", "_forward", "_states", "_head"):
+            self.__dict__.pop(name, None)
+
+    def _hold_again(self, adapters: list[Adapter]) -> None:
+        """Load adapters on this rank: every rank does so when the model changes."""
+        if adapters:
+            RunnerAdapters.replace(self.adapters, adapters)
 
     def _allocate(self, model: Model) -> None:
         shape = cache_shape(model, self.limits.block_size, self._kv_cache_dtype)

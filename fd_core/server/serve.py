@@ -210,7 +210,9 @@ async def _drain(
     if registration is not None:
         await registration.deregister()
     await state.drain.refuse_after(state.config.drain_delay, hurry)
-    await state.drain.wait(state.config.drain_seconds, hurry, prefills_for_others)
+    # While it is paused or asleep nothing would end, and a resume would be rejected.
+    seconds = 0.0 if state.client.info.stopped else state.config.drain_seconds
+    await state.drain.wait(seconds, hurry, prefills_for_others)
     if len(state.active):
         log.warning("aborting %d requests that still run", len(state.active))
         with contextlib.suppress(EngineDead):

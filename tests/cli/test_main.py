@@ -97,7 +97,7 @@ def test_alias_is_the_same_command(alias, words):
         (["serve", "smollm2", "--no-such-flag"], 2, "fdcore: no such option: --no-such-flag"),
         (["serve", "smollm2", "--prot", "1"], 2, "no such option: --prot; did you mean --port or "),
         (["complete"], 2, "fdcore: missing argument 'prompt' (run `fdcore complete --help`)"),
-        (["complete", "x", "--temperature", "hot"], 2, "fdcore: --temperature: expected a valid number (run `fdcore"),
+        (["complete", "x", "--temperature", "hot"], 2, "fdcore: --temperature: "),
         (["plugins", "new", "x", "--kind", "y"], 2, "fdcore: --kind: 'y' is not one of 'backend', "),
         (["serv"], 2, "fdcore: no such command 'serv'; did you mean 'serve'? (run `fdcore --help`)"),
         (

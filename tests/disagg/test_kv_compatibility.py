@@ -7,6 +7,7 @@ from tests.disagg.world import COMPATIBILITY
 OTHER: dict[str, object] = {
     "version": FORMAT_VERSION + 1,
     "model": "another",
+    "weights": "other",
     "dtype": "bfloat16",
     "block_size": 16,
     "num_layers": 7,

@@ -24,7 +24,7 @@ MOST: Mapping[str, int] = {
     "needs a GPU": 3,
     "needs the network": 10,
     "takes too long": 3,
-    "needs another machine": 6,
+    "needs another machine": 8,
 }
 """Number of blocks that are not run here, by reason: fewer is better, and more needs a change of this table."""
 READ = ("toml", "yaml", "json")

@@ -23,10 +23,7 @@ REAL = "docs/serve/kv-cache-dtype.md"
 """Page whose settings need a real model: only `nox -s guides` follows it."""
 STORES = "docs/serve/kv-stores.md"
 """Page whose blocks a separate test executes, store by store."""
-LATER = (
-    *("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md"),
-    "examples/vendor-plugin/README.md",
-)
+LATER = ("docs/scale/parallelism.md", "examples/vendor-plugin/README.md")
 """Pages whose settings the null model does not support, and, the last one, a page whose commands are in
 examples/README.md as well: only `nox -s guides` follows them."""
 LONGER = (

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+import signal
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,19 @@ from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.process import messages
-from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.engine.ranks import messages as rank_messages
+from fd_core.engine.ranks.leading import LeadingRunner
+from fd_core.errors import BadRequest, EngineDead, FdError, ModelError
 from fd_core.ops.native.memory import Arena
+from fd_core.runner.runner import Runner
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.drafting import speculation
 from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.types import RequestSpec, SamplingParams
-from tests.engine.building.test_kv_transfer import pair, secret
-from tests.engine.helpers import null_engine
+from tests.engine.building.test_kv_transfer import Pair, at_rest, secret
 from tests.engine.test_control import finish, ordered
+from tests.engine.test_ranks import scripted_ranks
 
 __all__ = ["secret"]
 
@@ -43,6 +51,12 @@ SPECS = [
 ]
 
 
+RANKS = [
+    pytest.param({"tensor_parallel_size": 2, "pipeline_depth": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
@@ -53,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "two" / "model.safetensors",
         metadata={"format": "pt"},
     )
+    shutil.copytree(folder / "one", folder / "again")
     write_checkpoint("llama", folder / "wider", vocab_size=259)
     write_checkpoint("llama", folder / "deeper", vocab_size=258, num_hidden_layers=4)
     write_adapter(folder / "one", folder / "adapter", seed=1)
@@ -81,8 +96,10 @@ def texts_of(folder: Path, specs: list[RequestSpec], **settings: Any) -> Texts:
         {"enable_prefix_caching": False},
         {"host_kv_memory": 0},
         {"num_kv_blocks": 24},
+        {"speculative": speculation(3)},
         {"backend": "cpu", "dtype": "float32"},
         pytest.param({"backend": "cpu", "dtype": "float32", "native_kernels": False}, marks=pytest.mark.soak),
+        *RANKS,
     ],
     ids=str,
 )
@@ -139,6 +156,25 @@ def test_paused_requests_recompute_their_saved_kv(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_stored_kv_of_other_weights_is_never_loaded(
+    folder: Path, tmp_path: Path, secret: str, settings: dict[str, Any]
+) -> None:
+    settings = settings | {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret, "host_kv_memory": 0}
+    old, new = (texts_of(folder / name, SPECS[:2]).tokens for name in ("one", "two"))
+    engine = engine_of(folder / "one", **settings)
+    assert run(engine, SPECS[:2]).tokens == old
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts()) is None
+    assert run(engine, SPECS[:2]).tokens == new
+    assert engine.stats().scheduler.offload.loads == 0
+    engine.close()  # completes the writes
+    for name, tokens, loads in (("two", new, False), ("one", old, True)):
+        later = engine_of(folder / name, **settings)
+        assert run(later, SPECS[:2]).tokens == tokens
+        assert (later.stats().scheduler.offload.loads > 0) == loads
+        later.close()
+
+
 def test_reset_keeps_texts_and_recomputes_prompts(folder: Path) -> None:
     engine, texts = engine_of(folder / "one"), Texts()
     first = run(engine, SPECS[:1]).tokens
@@ -151,12 +187,17 @@ def test_reset_keeps_texts_and_recomputes_prompts(folder: Path) -> None:
     engine.close()
 
 
-def test_adapters_apply_to_the_new_weights(folder: Path) -> None:
-    modules = (f"style={folder / 'adapter'}",)
-    engine, other = (engine_of(folder / name, lora_modules=modules) for name in ("one", "two"))
+@pytest.mark.parametrize("settings", [{}, RANKS[0]], ids=str)
+def test_adapters_apply_to_the_new_weights_also_after_a_sleep(folder: Path, settings: dict[str, Any]) -> None:
+    settings = {"lora_modules": (f"style={folder / 'adapter'}",), **settings}
+    engine, other = (engine_of(folder / name, **settings) for name in ("one", "two"))
     spec = msgspec.structs.replace(SPECS[0], adapter=engine.info.adapters[0].digest)
     assert ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts()) is None
-    assert run(engine, [spec]).tokens == run(other, [spec]).tokens
+    expected = run(other, [spec]).tokens
+    assert run(engine, [spec]).tokens == expected
+    assert ordered(engine, messages.Sleep(2), Texts()) is None
+    assert ordered(engine, messages.WakeUp(), Texts()) is None
+    assert run(engine, [spec]).tokens == expected
     for each in (engine, other):
         each.close()
 
@@ -175,23 +216,172 @@ def test_other_shapes_are_refused_and_change_nothing(folder: Path, name: str, wo
 
 
 @pytest.mark.slow
-def test_ranks_refuse_an_update_by_name() -> None:
-    engine = null_engine(tensor_parallel_size=2)
-    error = ordered(engine, messages.UpdateWeights("/weights"), Texts())
-    assert isinstance(error, BadRequest) and "on several ranks yet" in str(error)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "words"), [("wider", "vocab_size is 259"), ("none", "none"), ("two", "the ranks read different weights")]
+)
+def test_update_that_fails_on_one_rank_changes_no_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, name: str, words: str
+) -> None:
+    engine, texts = engine_of(folder / "one", tensor_parallel_size=2), Texts()
+    encode_order, good, bad = rank_messages.encode_order, str(folder / "again"), str(folder / name)
+
+    def encoded(order: rank_messages.RankOrder) -> bytes:
+        if isinstance(order, rank_messages.ChangeModel) and order.path:
+            order = msgspec.structs.replace(order, path=good if rank == 0 else bad)
+        return encode_order(order)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_messages, "encode_order", encoded)
+        error = ordered(engine, messages.UpdateWeights(bad if rank == 0 else good), texts)
+    assert isinstance(error, ModelError) and words in str(error)
+    assert ("rank 1: " in str(error)) == (rank == 1 and name != "two")
+    assert run(engine, SPECS[:2]).tokens == texts_of(folder / "one", SPECS[:2]).tokens
+    assert ordered(engine, messages.UpdateWeights(str(folder / "two")), texts) is None
+    again = [msgspec.structs.replace(spec, request_id=f"again-{spec.request_id}") for spec in SPECS[:2]]
+    assert run(engine, again).tokens == texts_of(folder / "two", again).tokens
     engine.close()
 
 
-def test_pairs_refuse_an_update_by_name(secret: str) -> None:
-    with pair(secret) as two:
-        for engine in (two.prefill, two.decode):
-            error = ordered(engine, messages.UpdateWeights("/weights"), Texts())
-            assert isinstance(error, BadRequest) and "on a pair of workers yet" in str(error)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_half_finished_update_stops_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    engine = engine_of(folder / "one", **settings)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Runner, "_compile", fails)
+    with pytest.raises(EngineDead, match="the new weights could not be used: MemoryError: no room"):
+        ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts())
+    engine.close()
+
+
+@pytest.mark.slow
+def test_update_half_finished_on_another_rank_stops_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "from fd_core.engine.ranks import child\n"
+        "from fd_core.runner.runner import Runner\n"
+        "Runner.replace_model = lambda self, model: 1 / 0\n"
+        "child.main()"
+    )
+    scripted_ranks(script, tmp_path, monkeypatch)
+    engine = engine_of(folder / "one", tensor_parallel_size=2)
+    with pytest.raises(EngineDead, match="rank 1: the new weights could not be used: ZeroDivisionError"):
+        ordered(engine, messages.UpdateWeights(str(folder / "two")), Texts())
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", RANKS, ids=str)
+@pytest.mark.parametrize("order", [messages.UpdateWeights("two"), messages.Sleep(), messages.WakeUp()], ids=str)
+def test_rank_lost_before_an_order_stops_the_engine(
+    folder: Path, settings: dict[str, Any], order: messages.ControlOrder
+) -> None:
+    engine = engine_of(folder / "one", **settings)
+    if isinstance(order, messages.WakeUp):
+        ordered(engine, messages.Sleep(), Texts())
+    runner = engine.probe().runner
+    assert isinstance(runner, LeadingRunner)
+    os.kill(runner.ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDead, match="rank 1 was ended by SIGKILL"):
+        ordered(engine, order, Texts())
+    engine.close()
+
+
+PROMPTS = [greedy(f"long-{index}", range(9 * index, 9 * index + 40), 12) for index in range(12)]
+
+
+@contextmanager
+def pair_of(folder: Path, secret: str, **settings: Any) -> Iterator[Pair]:
+    both = {"transfer_secret_file": secret, "lease_seconds": 5.0, **settings}
+    two = Pair(engine_of(folder, role="prefill", **both), engine_of(folder, role="decode", **both))
+    try:
+        yield two
+        two.until(lambda: at_rest(two))
+    finally:
+        two.prefill.close()
+        two.decode.close()
+
+
+def give(two: Pair, engine: Engine, order: messages.ControlOrder) -> None:
+    results: list[FdError | None] = []
+    engine.control(order, results.append)
+    two.until(lambda: bool(results))
+    assert results == [None]
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_pair_exchanges_no_kv_of_other_weights(
+    folder: Path, secret: str, first: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the updates of its workers a prompt is computed where it is decoded, with the weights there."""
+    old, new = (texts_of(folder / name, PROMPTS).tokens for name in ("one", "two"))
+    before, begun, between, after = (PROMPTS[index : index + 3] for index in range(0, 12, 3))
+    with pair_of(folder / "one", secret, **settings) as two:
+        order = messages.UpdateWeights(str(folder / "two"))
+        one, other = (two.prefill, two.decode) if first == "prefill" else (two.decode, two.prefill)
+        two.run(*before)
+        two.submit(*begun)
+        two.until(lambda: two.decode.holdings().loading > 0)
+        give(two, one, order)
+        two.until(lambda: not (two.decode.has_work or two.prefill.has_work))
+        two.run(*between)
+        give(two, other, order)
+        two.run(*after)
+    names = [[spec.request_id for spec in specs] for specs in (before, between, after)]
+    outcomes = [{two.outcomes[name] for name in group} for group in names]
+    assert outcomes == [{"transferred"}, {"refused"}, {"transferred"}]
+    assert "the version of the weights differs between the prefill and the decode worker" in caplog.text
+    served = (old, old if first == "prefill" else new, new)
+    assert [[two.texts.tokens[name] for name in group] for group in names] == [
+        [weights[name] for name in group] for weights, group in zip(served, names, strict=True)
+    ]
+    if first == "prefill":
+        assert all(two.texts.tokens[spec.request_id] == old[spec.request_id] for spec in begun)
+
+
+@pytest.mark.parametrize("order", [messages.PauseGeneration(), messages.Sleep(1), messages.Sleep(2)], ids=str)
+def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
+    folder: Path, secret: str, order: messages.ControlOrder
+) -> None:
+    """A prefill worker that has stopped keeps no decode worker waiting for it."""
+    expected = texts_of(folder / "one", PROMPTS[:5]).tokens
+    with pair_of(folder / "one", secret) as two:
+        two.submit(*PROMPTS[:2])
+        two.until(lambda: two.decode.stats().scheduler.slots.loading > 0)
+        give(two, two.prefill, order)
+        give(two, two.decode, order)
+        two.submit(*PROMPTS[2:4])
+        for _ in range(10):
+            two.turn()
+        assert two.decode.holdings().loading == 0
+        for engine in (two.decode, two.prefill):
+            give(two, engine, messages.WakeUp())
+            give(two, engine, messages.ResumeGeneration())
+            two.until(lambda: not two.decode.has_work)
+        assert two.outcomes["long-2"] == two.outcomes["long-3"] == "refused"
+        two.run(PROMPTS[4])
+    assert two.texts.tokens == expected and two.outcomes["long-4"] == "transferred"
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
-    "settings", [{}, {"pipeline_depth": 2}, {"host_kv_memory": 0}, {"backend": "cpu", "dtype": "float32"}], ids=str
+    "settings",
+    [
+        {},
+        {"pipeline_depth": 2},
+        {"host_kv_memory": 0},
+        {"speculative": speculation(3)},
+        {"backend": "cpu", "dtype": "float32"},
+        *RANKS,
+    ],
+    ids=str,
 )
 def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
     engine, texts = engine_of(folder / "one", **settings), Texts()
@@ -212,8 +402,9 @@ def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: d
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int) -> None:
-    engine, texts = engine_of(folder / "one"), Texts()
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
+    engine, texts = engine_of(folder / "one", **settings), Texts()
     ordered(engine, messages.Sleep(level), texts)
     assert isinstance(ordered(engine, messages.ChangeAdapters("a", "/a"), texts), BadRequest)
     assert isinstance(ordered(engine, messages.UpdateWeights(str(folder / "wider")), texts), ModelError)
@@ -223,13 +414,18 @@ def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int) -> None
     engine.close()
 
 
-def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     path = Path(shutil.copytree(folder / "one", tmp_path / "copy"))
-    engine, texts = engine_of(path), Texts()
+    engine, texts = engine_of(path, **settings), Texts()
     ordered(engine, messages.Sleep(2), texts)
     path.rename(tmp_path / "moved")
     assert isinstance(ordered(engine, messages.WakeUp(), texts), ModelError)
+    shutil.copytree(folder / "two", path)
+    error = ordered(engine, messages.WakeUp(), texts)
+    assert isinstance(error, ModelError) and "was changed during the sleep" in str(error)
     assert engine.info.sleep_level == 2
+    shutil.rmtree(path)
     (tmp_path / "moved").rename(path)
     assert ordered(engine, messages.WakeUp(), texts) is None
     assert run(engine, SPECS).tokens == texts_of(path, SPECS).tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core import LLM
+from fd_core import LLM, AsyncLLM
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
@@ -50,8 +51,19 @@ def test_probabilities_equal_transformers(tmp_path: Path, family: str) -> None:
     right = np.array([torch.softmax(logits(model, text), 0).numpy() for text in TEXTS])
     with closing(LLM(str(tmp_path), backend="cpu", **SETTINGS)) as llm:
         np.testing.assert_allclose(llm.classify(TEXTS), right, atol=1e-5)
+        vectors, cosines = llm.embed(TEXTS, dimensions=8), llm.score("hello", TEXTS)
         with pytest.raises(BadRequest, match="cannot generate text"):
             llm.generate("a")
+
+    async def use() -> tuple[Any, Any, Any]:
+        async with AsyncLLM(str(tmp_path), backend="cpu", **SETTINGS) as llm:
+            with pytest.raises(BadRequest, match="prompt 1: "):
+                await llm.classify(["a", "x" * 200, "b"])
+            calls = llm.classify(TEXTS), llm.embed(TEXTS, dimensions=8), llm.score("hello", TEXTS)
+            return await asyncio.gather(*calls)
+
+    for found, expected in zip(asyncio.run(use()), (right, vectors, cosines), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
     async def client() -> EngineClient:
         return await open_client(EngineConfig(model="m", backend="reference", **SETTINGS), tmp_path, where="inproc")

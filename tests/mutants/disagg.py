@@ -8,7 +8,9 @@ LEASE = "disagg/lease.py"
 DECODE = "disagg/decode/lease.py"
 PREFILL = "disagg/prefill/lease.py"
 COMPATIBILITY = "disagg/kv_compatibility.py"
+SENDER = "disagg/prefill/sender.py"
 TICKET = "disagg/ticket.py"
+TRANSFER = "disagg/transfer.py"
 
 _LATE = "6.2: late writes to an expired lease are rejected"
 _ONCE = "6.2: duplicates are no-ops"
@@ -176,4 +178,23 @@ MUTANTS = (
         (TICKET, 'len(name).to_bytes(8, "little") + name + place', "name + place"),
     ),
     mutant("unsigned-ticket-is-accepted", _TICKET, (TICKET, "if genuine and 1 <=", "if 1 <=")),
+    mutant(
+        "lease-survives-an-update-of-weights",
+        _FITS,
+        (
+            SENDER,
+            "list(self._leases.values()):\n            self._act(lease, lease.machine.failed(effect",
+            "():\n            self._act(lease, lease.machine.failed(effect",
+        ),
+    ),
+    mutant(
+        "version-of-weights-is-not-compared",
+        _FITS,
+        (TRANSFER, "        if effect.weights:\n", "        if False:\n"),
+    ),
+    mutant(
+        "paused-prefill-worker-accepts-leases",
+        _EXPIRES,
+        (SENDER, "        self._refusal = effect.refusal\n", ""),
+    ),
 )

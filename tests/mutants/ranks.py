@@ -135,4 +135,14 @@ MUTANTS = (
         "4: ranks change no text",
         (GROUP, "total[rows] += part", "total[rows] = part"),
     ),
+    mutant(
+        "ranks-adopt-different-weights",
+        "4: ranks change no text",
+        (LEADING, "        if any(answer.digest != digest for answer in answers):", "        if False:"),
+    ),
+    mutant(
+        "error-of-a-rank-that-loads-is-ignored",
+        "4: ranks change no text",
+        (LEADING, "        if (reason := self._first_error(answers)) is not None:", "        if False:"),
+    ),
 )

@@ -5,7 +5,6 @@ from fd_core.testing.suite.kv.test_kv import (  # noqa: F401 -- the cases
     test_an_import_touches_its_blocks_alone,
     test_blocks_are_restored_bit_for_bit,
     test_blocks_of_another_type_are_refused,
-    test_exported_blocks_are_keys_then_values_by_position,
 )
 from fd_core.testing.suite.kv.test_quantized_kv import (  # noqa: F401 -- the cases
     ops8,

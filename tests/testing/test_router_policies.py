@@ -195,6 +195,18 @@ class SearchesPastPrompts(RequestNum):
         return context.candidates[0] if known else super().choose(context)
 
 
+class TrustsDepartures(SessionAffinity):
+    """Looks for the worker of a session until that departs, although it may be unhealthy."""
+
+    def choose(self, context):
+        home = self._homes.get(context.session, context.now)
+        assert home in (None, *(worker.url for worker in context.candidates.workers))
+        return super().choose(context)
+
+    def departed(self, worker):
+        self._homes.sweep(float("inf"))
+
+
 class ForgetsAllSessions(SessionAffinity):
     def sweep(self, now):
         super().sweep(now + 1e9)
@@ -344,6 +356,7 @@ def without_shrinking(monkeypatch):
         (DividesByAWeight, "weights=zero", ()),
         (EncodesSessions, f"session={'ü漢' * 9}", ()),
         (ReturnsToWorkersThatLeft, "change=one leaves", ()),
+        (TrustsDepartures, "change=one is away,session=s", ()),
         (ReordersCandidates, "plain", ()),
         (SmugglesState, "calls=40", ()),
         (UsesTimeInDays, "now=2147483647.0", ()),

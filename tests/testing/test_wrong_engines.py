@@ -1,4 +1,4 @@
-"""Each backend with a fault that needs an engine fails the case that names it."""
+"""Each backend with a fault that needs an engine, or several ranks, fails a case or a test that names it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from fd_core.plugins import installed_plugins
 from fd_core.testing.axes import parts
 from fd_core.testing.axes.steps import STEPS
 from fd_core.testing.kit.target import parse_target
+from fd_core.testing.models.arrays import Values
+from fd_core.testing.models.cases import cases_of
+from fd_core.testing.suite import test_attention, test_lifetime, test_models, test_ranks
 from tests.testing.wrong import plugin
-from tests.testing.wrong.fault import BASES, FAULTS
+from tests.testing.wrong.fault import BASES, FAULTS, matches
 
+TESTS = list(cases_of((test_attention, test_lifetime, test_models, test_ranks)))
+"""Those that take seconds at most."""
+IN_TESTS = {
+    name: tests
+    for name, fault in FAULTS.items()
+    if (tests := [test for test in TESTS if matches(str(test), fault.noticed_by[0])])
+}
 IN_ENGINES = {name: fault.case for name, fault in FAULTS.items() if fault.case is not None}
 
 
@@ -43,3 +53,27 @@ def test_right_backend_passes_the_cases_of_wrong_ones(folder, base):
     assert cases
     for case in cases:
         STEPS.case(case).check(parse_target(base, folder), "fdcore conformance")
+
+
+@pytest.mark.parametrize("name", IN_TESTS)
+def test_wrong_backend_fails_a_test(folder, monkeypatch, name):
+    target = parse_target(name, folder)
+    fixtures = {
+        "target": target,
+        "ops": target.ops,
+        "checkpoints": folder,
+        "values": Values(11),
+        "require": lambda *_: None,
+        "monkeypatch": monkeypatch,
+    }
+
+    def fails(test):
+        try:
+            test.run(**fixtures)
+        except pytest.skip.Exception:
+            return False
+        except Exception:  # noqa: BLE001 - a plugin may raise anything
+            return True
+        return False
+
+    assert any(map(fails, IN_TESTS[name]))

@@ -23,7 +23,7 @@ from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import InvalidMessage, Wire
-from fd_core.effects.operations import Cancel, Effect, Fetch, Fetched
+from fd_core.effects.operations import Cancel, ChangeTransfers, Effect, Fetch, Fetched
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import ThreadLoop
@@ -60,7 +60,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     """Opens leases at prefill workers and copies the KV that they send; completes every `Fetch` within `longest`
     seconds."""
 
-    performs = (Fetch,)
+    performs = (Fetch, ChangeTransfers)
 
     def __init__(
         self,
@@ -88,10 +88,17 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"expected a window of 1 to {MAX_WINDOW} pieces, got {window}")
-        super().__init__("fdcore-kv-receiver", queue, ReceiverStats(), clock, idle_timeout + _GRACE_SECONDS, make_loop)
+        super().__init__(
+            "fdcore-kv-receiver",
+            queue,
+            ReceiverStats(),
+            compatibility,
+            clock,
+            stuck_seconds=idle_timeout + _GRACE_SECONDS,
+            make_loop=make_loop,
+        )
         self._cache = cache
         self._wire = Wire(envelope, block)
-        self._compatibility = compatibility
         self._connector = connector
         self._connectors[connector.name] = connector
         self._window = window
@@ -120,6 +127,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             match effect:
                 case Fetch():
                     self._begin(effect)
+                case ChangeTransfers():
+                    self._loop.post(partial(self._change, effect))
                 case Cancel(operation):
                     if self._complete(Fetched(operation, "aborted", reason="the request was aborted")):
                         self._loop.post(partial(self._abort, operation))

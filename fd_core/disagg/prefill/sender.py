@@ -27,6 +27,7 @@ from fd_core.disagg.wire import Wire
 from fd_core.effects.operations import (
     AbandonLease,
     Cancel,
+    ChangeTransfers,
     Effect,
     LeaseEnded,
     PrefillJobArrived,
@@ -82,7 +83,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     not read afterwards.
     """
 
-    performs = (Send, AbandonLease)
+    performs = (Send, AbandonLease, ChangeTransfers)
 
     def __init__(
         self,
@@ -108,10 +109,18 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         raises an `FdError`. It is called on that thread, once per known name, and its connectors are closed with the
         sender. `listen` makes links for loops of `make_loop`.
         """
-        super().__init__("fdcore-kv-sender", queue, SenderStats(), clock, _STUCK_SECONDS, make_loop)
+        super().__init__(
+            "fdcore-kv-sender",
+            queue,
+            SenderStats(),
+            compatibility,
+            clock,
+            stuck_seconds=_STUCK_SECONDS,
+            make_loop=make_loop,
+        )
         self._cache = cache
         self._wire = Wire(envelope, block, max_tokens=max_tokens)
-        self._compatibility = compatibility
+        self._refusal = ""
         self._make_connector = make_connector
         self._max_leases = max_leases
         self._longest = longest
@@ -138,6 +147,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                         self._pending.end(operation)
                 case AbandonLease():
                     self._loop.post(partial(self._abandon, effect))
+                case ChangeTransfers():
+                    self._loop.post(partial(self._change, effect))
                 case Cancel(operation):
                     if self._pending.end(operation):
                         self._loop.post(partial(self._cancel, operation))
@@ -178,6 +189,9 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if sentence is not None:
             self._reject(route, name, "terms", reason=sentence)
             return
+        if self._refusal:
+            self._reject(route, name, "engine", reason=self._refusal)
+            return
         if len(self._leases) >= self._max_leases:
             self._reject(route, name, "busy", reason=f"the prefill worker is at its limit of {self._max_leases} leases")
             return
@@ -202,6 +216,12 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._queue.put(PrefillJobArrived(opening.job))
         # Last, because a disconnected decode worker ends the lease.
         self._act(lease, machine.accept(now))
+
+    def _change(self, effect: ChangeTransfers) -> None:
+        super()._change(effect)
+        self._refusal = effect.refusal
+        for lease in list(self._leases.values()):
+            self._act(lease, lease.machine.failed(effect.refusal or "the prefill worker has changed its weights"))
 
     def _reject_invalid(self, route: bytes, lease: str, reason: str) -> None:
         if lease not in self._leases:

@@ -108,7 +108,8 @@ class _EngineBuilder:
             backend.cls.require_division(config, path)
             self._ranks = RankProcesses(config, path, environments)
         try:
-            self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)
+            group = None if self._ranks is None else self._ranks.group
+            self._computing = Computing(config, path, progress, group, self._ranks)
             self._scheduler_class.envelope.require(self._computing.requested, f"the scheduler {config.scheduler}")
         except BaseException:
             self.give_up()

@@ -185,8 +185,10 @@ def open_kv_transfer(
         return None
     shape = cache.shape
     block = BlockFormat.of(shape, dtype)
+    weights, _, rest = identity().partition("/")
     compatibility = KVCompatibility(
-        model=hashlib.sha256(identity().encode()).hexdigest(),
+        model=hashlib.sha256(rest.encode()).hexdigest(),
+        weights=weights,
         dtype="int8" if shape.quantized else dtype,
         block_size=shape.block_size,
         num_layers=shape.num_layers,

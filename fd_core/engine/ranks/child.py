@@ -25,9 +25,8 @@ from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks import messages
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
-from fd_core.errors import FdError
+from fd_core.errors import FdError, ModelError
 from fd_core.launching.child import become_child
-from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 from fd_core.runner.runner import Runner, RunnerAdapters
 
@@ -52,13 +51,13 @@ def main() -> int:
         steps.send(msgspec.msgpack.encode(message))
 
     try:
-        runner = _load(start, group, steps, send=send, progress=copies.report_progress)
-        copies.begin(runner.cache)
+        computing, runner = _load(start, group, steps, send=send, progress=copies.report_progress)
+        copies.begin(runner)
         # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()
         gc.freeze()
         send(messages.RankReady())
-        _execute(steps, runner, send)
+        _execute(steps, computing, runner, send)
     except FdError as error:
         send(Fault.of(error))
     except RankExchangeError as error:
@@ -90,18 +89,17 @@ def _load(
     steps: Socket,
     send: Callable[[messages.RankMessage], None],
     progress: StartProgress,
-) -> Runner:
+) -> tuple[Computing, Runner]:
     """Load this rank's share of the model, and allocate memory within the limits of rank 0."""
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group=group)
     send(computing.loaded())
     limits = msgspec.msgpack.decode(steps.recv(), type=Limits)
-    return computing.runner(
-        limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
-    )
+    make = partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
+    return computing, computing.runner(limits, make)
 
 
-def _execute(steps: Socket, runner: Runner, send: Callable[[messages.RankMessage], None]) -> None:
+def _execute(steps: Socket, computing: Computing, runner: Runner, send: Callable[[messages.RankMessage], None]) -> None:
     while True:
         frame = steps.recv()
         if frame == messages.WARM_UP:
@@ -109,25 +107,32 @@ def _execute(steps: Socket, runner: Runner, send: Callable[[messages.RankMessage
         if frame in (messages.WARM_UP, messages.LIVENESS_CHECK):
             send(messages.RankReady())
             continue
-        if isinstance(runner, EarlierStageRunner):
-            runner.receive(frame)
+        order = messages.decode_order(frame)
+        if isinstance(runner, EarlierStageRunner) and not isinstance(order, messages.ChangeModel):
+            runner.receive(order)
             continue
-        match messages.decode_order(frame):
+        match order:
             case messages.RankStep(plan, slots, drafts, counts):
                 runner.batch.num_drafts[:] = 0
                 runner.batch.guess(slots, drafts, counts)
                 send(messages.StepDigest(plan.step, messages.step_digest(frame, runner.execute(plan))))
             case messages.HoldAdapters() as asked:
-                send(_hold(runner.adapters, asked))
+                send(_changed(partial(_hold, runner.adapters, asked)))
+            case messages.ChangeModel() as asked:
+                send(_changed(partial(computing.change_own, asked, runner)))
 
 
-def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.AdaptersHeld:
-    known = {adapter.digest: adapter for adapter in (*adapters.held, *asked.new)}
+def _changed(change: Callable[[], str]) -> messages.RankChanged:
     try:
-        adapters.replace(known[digest] for digest in asked.digests)
-    except MemoryError as error:
-        return messages.AdaptersHeld(str(error) or "it ran out of memory")
-    return messages.AdaptersHeld()
+        return messages.RankChanged(digest=change())
+    except (ModelError, MemoryError) as error:
+        return messages.RankChanged(str(error) or "it ran out of memory")
+
+
+def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> str:
+    known = {adapter.digest: adapter for adapter in (*adapters.held, *asked.new)}
+    adapters.replace(known[digest] for digest in asked.digests)
+    return ""
 
 
 class _Copies:
@@ -135,35 +140,35 @@ class _Copies:
 
     def __init__(self, socket: Socket) -> None:
         self._socket = socket
-        self._caches: queue.SimpleQueue[KVCache] = queue.SimpleQueue()
+        self._runners: queue.SimpleQueue[Runner] = queue.SimpleQueue()
         self._sign = messages.SIGN
         threading.Thread(target=self._run, name="fdcore-copies", daemon=True).start()
 
     def report_progress(self, *place: object) -> None:
         self._sign = messages.SIGN + repr(place).encode()
 
-    def begin(self, cache: KVCache) -> None:
-        self._caches.put(cache)
+    def begin(self, runner: Runner) -> None:
+        self._runners.put(runner)
 
     def _run(self) -> None:
         try:
-            cache = None
-            while cache is None:
+            runner = None
+            while runner is None:
                 self._socket.send(self._sign)
                 with contextlib.suppress(queue.Empty):
-                    cache = self._caches.get(timeout=_SIGN_SECONDS)
+                    runner = self._runners.get(timeout=_SIGN_SECONDS)
             while True:
-                self._copy(cache)
+                self._copy(runner)
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
-    def _copy(self, cache: KVCache) -> None:
+    def _copy(self, runner: Runner) -> None:
         _, blocks, data = messages.decode_blocks(self._socket.recv_multipart())
         try:
             if data is None:
-                answer = messages.encode_blocks(blocks, cache.export_blocks(blocks))
+                answer = messages.encode_blocks(blocks, runner.cache.export_blocks(blocks))
             else:
-                cache.import_blocks(blocks, data)
+                runner.cache.import_blocks(blocks, data)
                 answer = messages.encode_blocks(blocks)
         except Exception as error:  # noqa: BLE001 - it ends that copy only
             text = f"{type(error).__name__}: {error}"

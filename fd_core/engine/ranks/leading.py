@@ -32,7 +32,7 @@ from fd_core.effects.sockets import Context, Socket, open_socket
 from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks import messages
 from fd_core.engine.ranks.groups import opened_group
-from fd_core.errors import ConfigError, EngineDead, FdError
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankExchangeError, RankRendezvous
@@ -57,7 +57,7 @@ _LOAD_SECONDS: Final = 300.0
 """Time that a live rank may make no progress while it loads, after rank 0 has loaded itself; less than the silence
 that its client allows rank 0."""
 _RANK: Final = re.compile(r"rank \d+")
-_Message = TypeVar("_Message", messages.RankLoaded, messages.RankReady, messages.StepDigest, messages.AdaptersHeld)
+_Message = TypeVar("_Message", messages.RankLoaded, messages.RankReady, messages.StepDigest, messages.RankChanged)
 
 
 def require_ranks(config: EngineConfig) -> None:
@@ -190,12 +190,36 @@ class RankProcesses:
         """Load exactly these adapters into the other ranks; return the error of a rank that kept the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
+        asked = messages.HoldAdapters(tuple(adapter.digest for adapter in adapters), new)
         with self.fail_together():
-            self.broadcast(
-                messages.encode_order(messages.HoldAdapters(tuple(adapter.digest for adapter in adapters), new))
-            )
-            answers = [(rank, self._receive_within_timeout(rank, messages.AdaptersHeld)) for rank in self._ranks]
-        return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
+            self.broadcast(messages.encode_order(asked))
+            return self._first_error([self._receive_within_timeout(rank, messages.RankChanged) for rank in self._ranks])
+
+    def change_model(self, order: messages.ChangeModel, own: Callable[[], str]) -> str:
+        """Change the model of all ranks, `own` that of rank 0; return the digest of the weights on all of them.
+
+        Raises `ModelError` or `MemoryError` once all ranks have responded, if one could not change or loaded other
+        weights; any other exception ends the ranks.
+        """
+        with self.fail_together():
+            self.broadcast(messages.encode_order(order))
+            try:
+                digest, failure = own(), None
+            except (ModelError, MemoryError) as error:
+                digest, failure = "", error
+            answers = [self._receive_within_timeout(rank, messages.RankChanged, _LOAD_SECONDS) for rank in self._ranks]
+        if failure is not None:
+            raise failure
+        if (reason := self._first_error(answers)) is not None:
+            raise ModelError(reason)
+        if any(answer.digest != digest for answer in answers):
+            raise ModelError("the ranks read different weights; were they written meanwhile?")
+        return digest
+
+    @staticmethod
+    def _first_error(answers: Sequence[messages.RankChanged]) -> str | None:
+        errors = (f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers, 1) if answer.error is not None)
+        return next(errors, None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
         """Have some ranks copy blocks, at the same time, and return their responses. One call at a time, any thread.
@@ -352,15 +376,17 @@ class RankProcesses:
                 raise _dead(f"rank {rank} made no progress for {_LOAD_SECONDS:g} s while it loaded")
         return self._expect(rank, self._receive(rank), kind)
 
-    def _receive_within_timeout(self, rank: int, kind: type[_Message]) -> _Message:
-        timeout = PolledTimeout(self._seconds)
+    def _receive_within_timeout(self, rank: int, kind: type[_Message], seconds: float = 0.0) -> _Message:
+        """Return the next message of a rank; `seconds` extends the timeout."""
+        seconds = max(seconds, self._seconds)
+        timeout = PolledTimeout(seconds)
         while not self._ready_to(zmq.POLLIN, rank):
             if timeout.expired():
-                raise _dead(f"rank {rank} did not respond within {self._seconds:g} s")
+                raise _dead(f"rank {rank} did not respond within {seconds:g} s")
         message = self._receive(rank)
         if rank in self._unchecked and isinstance(message, messages.RankReady):
             self._unchecked.remove(rank)
-            return self._receive_within_timeout(rank, kind)
+            return self._receive_within_timeout(rank, kind, seconds)
         return self._expect(rank, message, kind)
 
     def _require_heartbeats(self, rank: int, silent: PolledTimeout) -> None:
@@ -402,12 +428,19 @@ class LeadingRunner(Runner):
         axis: int = -2,
     ) -> None:
         """`shares` are those of KV, see `JoinedKVCache`; the rest are the arguments of a `Runner`."""
-        super().__init__(ops, model, *parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
-        self.cache = JoinedKVCache(self.cache, ranks, shares, axis=axis)
-        self.adapters = JoinedAdapters(ops, model, self.cache, ranks=ranks)
+        self._shares, self._axis = shares, axis
+        super().__init__(ops, model, *parts)
         self._leads = False
+
+    def _allocate(self, model: Model) -> None:
+        super()._allocate(model)
+        self.cache = JoinedKVCache(self.cache, self.ranks, self._shares, axis=self._axis)
+
+    def _compile(self, model: Model) -> None:
+        super()._compile(model)
+        self.adapters = JoinedAdapters(self.ops, model, self.cache, ranks=self.ranks)
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up; each rank does so independently."""

@@ -1,16 +1,16 @@
 """Messages between rank 0 and the other ranks; encoded with msgspec, never pickled.
 
 On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and a response to each:
-`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LIVENESS_CHECK` and `RankReady`; at any
-time a `Fault` instead. The orders of stages have no response: a `StagePlan` and later its `StageOutcome`. On the socket
-of copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response, followed by the bytes of
-blocks.
+`HoldAdapters` or `ChangeModel` and `RankChanged`, `RankStep` and `StepDigest`, `WARM_UP` or `LIVENESS_CHECK` and
+`RankReady`; at any time a `Fault` instead. The steps of stages have no response: a `StagePlan` and later its
+`StageOutcome`. On the socket of copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response,
+followed by the bytes of blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -107,15 +107,28 @@ class HoldAdapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters")
     """Those of them that it does not hold yet."""
 
 
-class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters-held"):
-    """A rank holds the adapters of the order, or those that it held before if there is an error."""
+class ChangeModel(msgspec.Struct, frozen=True, array_like=True, tag="model"):
+    """One part of an update of the weights, or of a sleep, between two steps. All ranks perform it."""
+
+    part: Literal["load", "adopt", "discard", "release", "restore"]
+    """`load` other weights alongside, `adopt` or `discard` them; `release` memory, `restore` it."""
+    path: str = ""
+    """Folder to load from."""
+    weights: bool = False
+    """True if the memory of weights is released, too."""
+
+
+class RankChanged(msgspec.Struct, frozen=True, tag="changed"):
+    """A rank carried out a `HoldAdapters` or `ChangeModel`, or is as it was before if there is an error."""
 
     error: str | None = None
+    digest: str = ""
+    """Digest of the weights that it has loaded, which must be equal on all ranks."""
 
 
-RankOrder = RankStep | HoldAdapters | StagePlan | StageOutcome
+RankOrder = RankStep | HoldAdapters | ChangeModel | StagePlan | StageOutcome
 """Messages to a rank once it is ready."""
-RankMessage = RankLoaded | RankReady | StepDigest | AdaptersHeld | Fault
+RankMessage = RankLoaded | RankReady | StepDigest | RankChanged | Fault
 """Messages to rank 0 on the socket of steps."""
 
 

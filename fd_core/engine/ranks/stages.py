@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fd_core.backends.contract import LoadProgress
+from fd_core.backends.contract import LoadProgress, Model
 from fd_core.engine.ranks.leading import LeadingRunner, RankProcesses
-from fd_core.engine.ranks.messages import StageOutcome, StagePlan, decode_order, encode_order
+from fd_core.engine.ranks.messages import RankOrder, StageOutcome, StagePlan, encode_order
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, Forward, KVCache, Ops, StepInput
 from fd_core.ops.parallel import SLOT_BYTES, RankGroup, SharedMemoryGroup
@@ -32,6 +33,7 @@ class LastStageRunner(LeadingRunner):
 
     def __init__(self, ranks: RankProcesses, layers: Sequence[tuple[int, int]], *parts: Any) -> None:
         """`layers` are those of each rank, from rank 0 on; `parts` the arguments of a `Runner`."""
+        self._group = shared_memory(ranks.group)
         super().__init__(ranks, layers, *parts, axis=1)
         model, limits = parts[1], parts[2]
         if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
@@ -41,8 +43,11 @@ class LastStageRunner(LeadingRunner):
                 field="--max-num-batched-tokens",
                 hint=f"use at most {SLOT_BYTES // (4 * model.state_size)}",
             )
-        group = shared_memory(ranks.group)
-        self._forward, self._states = (_continued(each, group, *parts) for each in (self._forward, self._states))
+
+    def _compile(self, model: Model) -> None:
+        super()._compile(model)
+        continued = partial(_continued, group=self._group, ops=self.ops, model=model)
+        self._forward, self._states = continued(self._forward), continued(self._states)
 
     def announce(self, plan: StepPlan) -> None:
         """Send a plan to the other stages."""
@@ -66,10 +71,8 @@ class EarlierStageRunner(Runner):
 
     def __init__(self, group: SharedMemoryGroup, *parts: Any) -> None:
         """`parts` are the arguments of a `Runner`."""
-        super().__init__(*parts)
         self._group = group
-        if not self.ops.stage.first:
-            self._forward = _continued(self._forward, group, *parts)
+        super().__init__(*parts)
         self._plans: deque[StepPlan] = deque()
         """Plans that were announced and not begun."""
         self._begun = self._known = 0
@@ -77,9 +80,14 @@ class EarlierStageRunner(Runner):
         self._sampled = np.zeros(self.limits.max_num_seqs, np.int64)
         """For each slot, the last of the begun plans that sampled a token of it, counted from 1."""
 
-    def receive(self, frame: bytes) -> None:
+    def _compile(self, model: Model) -> None:
+        super()._compile(model)
+        if not self.ops.stage.first:
+            self._forward = _continued(self._forward, self._group, self.ops, model)
+
+    def receive(self, order: RankOrder) -> None:
         """Process a message of rank 0, and compute the plans that are ready."""
-        match decode_order(frame):
+        match order:
             case StagePlan(plan):
                 self._plans.append(plan)
             case StageOutcome(slots, gens, lengths, num_drafts, tokens):
@@ -108,7 +116,7 @@ def shared_memory(group: RankGroup) -> SharedMemoryGroup:
     return group
 
 
-def _continued(forward: Forward, group: SharedMemoryGroup, ops: Ops, model: Any, *_: Any) -> Forward:
+def _continued(forward: Forward, group: SharedMemoryGroup, ops: Ops, model: Model) -> Forward:
     """Return a forward that begins where the stage before ended."""
 
     def run(step: StepInput, cache: KVCache) -> Array:

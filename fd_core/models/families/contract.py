@@ -10,11 +10,37 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from fd_core.models.families.spec import Traits
+from fd_core.models.families.spec import (
+    LinearSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    scaled_rope_spec,
+)
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
 
-__all__ = ["Family", "Gguf", "StoredTensors"]
+__all__ = [
+    "Family",
+    "Gguf",
+    "LinearSpec",
+    "ModelConfig",
+    "MoeSpec",
+    "NormSpec",
+    "RopeSpec",
+    "StoredTensors",
+    "Traits",
+    "VectorSpec",
+    "gate_up_down",
+    "head_dim_of",
+    "rope_spec",
+    "scaled_rope_spec",
+]
 
 
 class Family(abc.ABC):

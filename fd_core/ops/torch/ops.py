@@ -302,7 +302,8 @@ class TorchInt8Ops(TorchOps):
         packed = [part for part in parts if isinstance(part, PackedTensor) and _fits(part)]
         if len(packed) < len(parts):
             return super().prepare_linear(parts, biases, gated=gated)
-        values = torch.from_numpy(np.concatenate([part.values for part in packed]))
+        # In the order of rows, which oneDNN assumes; parts of transposed files are not.
+        values = torch.from_numpy(np.concatenate([part.values for part in packed])).contiguous()
         scales = torch.from_numpy(np.concatenate([part.scales[:, 0] for part in packed]))
         bias = None if biases is None else torch.from_numpy(np.concatenate([each.to_float32() for each in biases]))
         return TorchInt8Linear(torch.ops.onednn.qlinear_prepack(values, None), scales, bias)

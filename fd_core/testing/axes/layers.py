@@ -194,12 +194,13 @@ def check_cache(
     for (_, context), table in zip(rows, layer.blocks, strict=True):
         # What follows a context in its last block means nothing; a pack may clear it.
         free[table[(context - 1) // size], (context - 1) % size + 1 :] = True
-    after = layer.exported()
-    others = np.flatnonzero((after[:, 0] != before[:, 0]).reshape(len(after), -1).any(axis=1)).tolist()
+    after, bits = layer.exported(), f"u{before.itemsize}"
+    changed = after.view(bits) != before.view(bits)  # by bits, as what no token was written to is NaN
+    others = np.flatnonzero(changed[:, 0].reshape(len(after), -1).any(axis=1)).tolist()
     assert not others, f"blocks {others[:9]} of another layer were written to"
     # Axes: block, position, key or value, head, element.
-    after, before, right = (each[:, 1].swapaxes(1, 2) for each in (after, before, right))
-    differ = (after != before).reshape(*written.shape, -1).any(axis=2) & ~free
+    after, changed, right = (each[:, 1].swapaxes(1, 2) for each in (after, changed, right))
+    differ = changed.reshape(*written.shape, -1).any(axis=2) & ~free
     assert not differ.any(), f"(block, position) {np.argwhere(differ)[:5].tolist()} of other tokens were written to"
     if layer.cache.shape.quantized:
         steps = np.abs(after[written][..., :-SCALE_BYTES].astype(np.int16)).max(axis=-1)

@@ -23,6 +23,7 @@ from fd_core.testing.axes.covering import (
     parse_case,
     smallest,
 )
+from fd_core.testing.hooks.purity import unchanged_process
 
 if TYPE_CHECKING:
     from fd_core.models.families.spec import DecoderSpec
@@ -159,7 +160,8 @@ class KitCase:
 
     def _failure(self, subject: Any, case: Case) -> str | None:
         try:
-            self.part.check(subject, case)
+            with unchanged_process():
+                self.part.check(subject, case)
         except AssertionError as error:
             return str(error).split("\nassert ")[0] or "AssertionError"  # without what pytest appends
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything

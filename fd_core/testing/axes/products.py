@@ -9,7 +9,7 @@ import numpy as np
 from fd_core.ops.contract import Norm, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
-from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
@@ -26,7 +26,6 @@ from fd_core.testing.models.arrays import (
     generator,
     heads_on,
     packed_weight,
-    raw,
     stored_weight,
 )
 
@@ -172,14 +171,14 @@ _LINEAR: Final = (
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("group", (None, 32, 128, "row")),
     Axis("stored", STORED),
-    Axis("second", ("same", "F32", "Q8_0", "Q4_1")),
+    Axis("second", ("same", "F32", "F16", "Q8_0", "Q4_1")),
     Axis("data", ("alike", "large", "apart", "nan")),
 )
 """`outputs` of each part; a gated linear has two, and computes gate and up `apart` from the activation or with it.
 
-`group`: values that share a scale, of formats in which it varies. `stored`: form of packed weights. `second`: format of
-the second part. `data`: rows of similar size, large ones, which saturate an activation, odd ones a 64th of the others,
-or one of NaN."""
+`group`: values that share a scale, of formats in which it varies. `stored`: form of weights. `second`: format or dtype
+of the second part. `data`: rows of similar size, large ones, which saturate an activation, odd ones a 64th of the
+others, or one of NaN."""
 
 
 def can_be_stored(case: Case) -> bool:
@@ -195,13 +194,15 @@ def _linear_fits(case: Case) -> bool:
     outputs = int_of(case, "outputs") * (2 if case["gated"] else int_of(case, "parts"))
     if case["gated"] and (case["bias"] or case["parts"] != 1):
         return False
-    if (case["apart"] and not case["gated"]) or (case["packed"] and int_of(case, "inputs") % 128):
+    if (case["apart"] and not case["gated"]) or (
+        {case["packed"], case["second"]} & WEIGHT_FORMATS and int_of(case, "inputs") % 128
+    ):
         return False
     if case["group"] is not None and case["packed"] not in GROUPED:
         return False
     if not can_be_stored(case):
         return False
-    if case["second"] != "same" and not (case["packed"] and (case["gated"] or case["parts"] != 1)):
+    if case["second"] != "same" and not case["gated"] and case["parts"] == 1:
         return False
     weights = outputs * int_of(case, "inputs")
     activated = int_of(case, "rows") * max(outputs, int_of(case, "inputs"))
@@ -223,11 +224,8 @@ def check_linear(ops: Ops, case: Case) -> None:
         x[rows // 2], well[rows // 2] = np.nan, False
     # Products of a large gate and a small up fit in float16.
     sizes = [1.0, 1 / 512 if gated and case["data"] == "large" else 1.0, 1.0][: 2 if gated else int_of(case, "parts")]
-    kinds = [case["packed"], _second(ops, case), case["packed"]]
-    parts = [
-        _weight(make, (outputs, inputs), {**case, "packed": kind}, size)
-        for kind, size in zip(kinds, sizes, strict=False)
-    ]
+    kinds = [case, _second(ops, case), case][: len(sizes)]
+    parts = [_weight(make, (outputs, inputs), kind, size) for kind, size in zip(kinds, sizes, strict=True)]
     biases = [_stored(make(outputs), case) for _ in parts] if case["bias"] else None
     results = []
     for pack in (ops, ORACLE):
@@ -238,12 +236,12 @@ def check_linear(ops: Ops, case: Case) -> None:
             results.append((pack, pack.gate(pack.gate_up(device, weight), gated)))  # type: ignore[arg-type]
         else:
             results.append((pack, pack.gated_linear(device, weight, gated)))  # type: ignore[arg-type]
-    tolerance = PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else None
+    tolerance = max((PACKED_TOLERANCE[str(kind["packed"])] for kind in kinds if kind["packed"]), default=None)
     # So that no row is small compared with the largest result.
     factor = (scale ** (-2 if gated else -1) if case["data"] == "apart" else np.ones_like(scale))[well]
     found, expected = (np.asarray(pack.to_host(each), np.float32)[well] * factor for pack, each in results)
     usual = (0.1 if inputs > 33 else 1.0) if gated else 0.5
-    if case["packed"]:
+    if tolerance:
         # The largest input determines how a pack rounds the others; a few results may all be small.
         alike = x[well] / (scale[well] if case["data"] == "apart" else 1)
         norms = [float(np.linalg.norm(part.to_float32(), axis=1).max()) for part in parts]
@@ -258,11 +256,13 @@ LINEAR: Final[Part[Ops]] = operation_part("linear", _LINEAR, check_linear, _line
 # Heads of a model ----------------------------------------------------------------------------------------------------
 
 _HEAD: Final = (
-    Axis("rows", (3, 1, 2, 8, 33, 65, 129, 257)),
+    Axis("rows", (3, 0, 1, 2, 8, 33, 65, 129, 257)),
     Axis("hidden", (128, 1, 7, 16, 33, 129, 256, 1000, 4104)),
     Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_144)),
     Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
     Axis("tied", (False, True)),
+    Axis("source", ("F32", "F16", "BF16")),
+    Axis("stored", STORED),
     Axis(
         "packed",
         (None, *sorted(WEIGHT_FORMATS)),
@@ -281,27 +281,24 @@ def check_head(ops: Ops, case: Case) -> None:
     """Compute float32 logits, alone and with the final norm of some rows of a step."""
     rows, hidden, vocabulary = (int_of(case, name) for name in ("rows", "hidden", "vocabulary"))
     make, softcap = Values(rows), case["softcap"]
-    table = _precise(make(vocabulary, hidden, scale=hidden**-0.5), {"source": "F32"})
-    x, norm = make(2 * rows, hidden, scale=float(case["size"] or 0)), 1 + make(hidden, scale=0.1)
+    table = _stored(_precise(make(vocabulary, hidden, scale=hidden**-0.5), case), case)
+    x, norm = make(max(2 * rows, 1), hidden, scale=float(case["size"] or 0)), 1 + make(hidden, scale=0.1)
     picked = generator(rows).permutation(2 * rows)[:rows].astype(np.int32)
     packed = None if case["packed"] is None else str(case["packed"])
-    weight = packed_weight(packed, vocabulary, hidden, scale=hidden**-0.5) if packed else raw(table)
+    weight = _weight(make, (vocabulary, hidden), {**case, "group": None}) if packed else table
     well = np.ones(rows, np.bool_)
     if case["wild"] and rows > 1:
         well[rows // 2] = False
         x[picked[rows // 2] if case["rows_of"] == "some" else rows // 2] = np.nan
     results = []
     for pack in (ops, ORACLE):
-        head = (
-            pack.tied_head(pack.prepare_embedding(raw(table)), weight)
-            if case["tied"]
-            else pack.prepare_linear([weight])
-        )
-        device = activations(pack, x if case["rows_of"] == "some" else x[:rows])
+        head = pack.tied_head(pack.prepare_embedding(table), weight) if case["tied"] else pack.prepare_linear([weight])
+        device = activations(pack, x)
         if case["rows_of"] == "some":
             given = Norm(pack.prepare_vector(norm), 1e-5)
             results.append(pack.logits(device, given, head, pack.from_host(picked), softcap))  # type: ignore[arg-type]
         else:
+            device = pack.gather_rows(device, pack.from_host(np.arange(rows, dtype=np.int32)))
             results.append(pack.logits_of(device, head, softcap))  # type: ignore[arg-type]
     found = np.asarray(ops.to_host(results[0]))
     assert found.dtype == np.float32, f"logits are {found.dtype}, expected float32"
@@ -310,7 +307,10 @@ def check_head(ops: Ops, case: Case) -> None:
         # Rounding of a large logit changes those that are not capped.
         free = np.isfinite(found) & (np.abs(expected) < (1 - 1e-6) * float(softcap))
         found = np.where(free, expected, found)
-    assert_near(ops, ops.from_host(found), expected, PACKED_TOLERANCE[packed] if packed else None, at_least=0.5)
+    if rows:
+        # Activations are rounded before the cap, where the largest of many logits is about 3.
+        usual = 3.0 if packed and softcap is not None and vocabulary > 1000 else 0.5
+        assert_near(ops, ops.from_host(found), expected, PACKED_TOLERANCE[packed] if packed else None, at_least=usual)
 
 
 _HEAD_EDGES: Final = {"hidden": Edge("hidden"), "vocab_size": Edge("vocabulary")}
@@ -319,7 +319,8 @@ HEAD: Final[Part[Ops]] = operation_part(
     _HEAD,
     check_head,
     lambda case: (
-        not (case["packed"] and int_of(case, "hidden") % 128)
+        not (case["packed"] and (int_of(case, "hidden") % 128 or (case["softcap"] and case["size"] != 1.0)))
+        and can_be_stored(case)
         and int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
@@ -354,8 +355,9 @@ def check_transfer(ops: Ops, case: Case) -> None:
             device = ops.states_from_host(array)
         case _:
             device = ops.from_host(array)
-    found = [np.array(each) for each in (*ops.fetch([device]), *ops.fetch_later([device]).wait(), ops.to_host(device))]
-    for what, each in zip(("fetch", "fetch_later", "to_host"), found, strict=True):
+    later = ops.fetch_later([device])
+    found = [np.array(each) for each in (*ops.fetch([device]), *later.wait(), *later.wait(), ops.to_host(device))]
+    for what, each in zip(("fetch", "fetch_later", "the same copy again", "to_host"), found, strict=True):
         bits = each.view(np.uint64) if each.dtype == np.int64 and dtype == np.uint64 else each
         assert_same(bits, array, what)
 
@@ -379,11 +381,12 @@ def _precise(values: Floats, case: Case) -> Floats:
     return values * np.float32(1.1) if case["source"] == "F32" else values
 
 
-def _second(ops: Ops, case: Case) -> Value:
-    """Return the format of the second part."""
+def _second(ops: Ops, case: Case) -> Case:
+    """Return the case with the format and the dtype of the second part."""
     if case["second"] == "same":
-        return case["packed"]
-    return case["second"] if case["second"] in ops.weight_formats else None
+        return case
+    kind = "packed" if case["second"] in ops.weight_formats else "source"
+    return {**case, "packed": None, kind: case["second"]}
 
 
 def _stored(values: Floats, case: Case) -> RawTensor:

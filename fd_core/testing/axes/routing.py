@@ -15,10 +15,12 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.products import can_be_stored
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
     GROUPED,
     PACKED_TOLERANCE,
+    STORED,
     TOLERANCE,
     Floats,
     Values,
@@ -52,6 +54,7 @@ _MOE: Final = (
     Axis("routing", ("even", "one expert", "last expert")),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("source", ("F32", "F16", "BF16")),
+    Axis("stored", STORED),
     Axis("packed_down", (None, "Q6_K", "Q4_1", "Q8_0")),
     Axis(
         "group",
@@ -95,9 +98,10 @@ def check_moe(ops: Ops, case: Case) -> None:
         else:
             result = pack.moe(device, chosen, g.activation)
         results.append(np.array(pack.to_host(result), np.float32)[well])
+    kinds = [case[name] for name in ("packed", "packed_down") if case[name]]
     tolerance = max(
         # Two products follow each other, and the largest input of a single token determines how others are rounded.
-        4 * PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else TOLERANCE[ops.dtype],
+        4 * max(PACKED_TOLERANCE[str(each)] for each in kinds) if kinds else TOLERANCE[ops.dtype],
         2e-4 if case["offset"] else 0.0,  # a score of 128 has 16 bits after the point
     )
     assert_near(ops, ops.from_host(results[1]), results[0], tolerance)
@@ -128,8 +132,10 @@ MOE: Final[Part[Ops]] = operation_part(
     check_moe,
     lambda case: (
         int_of(case, "top_k") <= int_of(case, "experts")
-        and not (case["packed_down"] and not case["packed"])
-        and not (case["packed"] and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128))
+        and can_be_stored(case)
+        and not (
+            (case["packed"] or case["packed_down"]) and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128)
+        )
         and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2.2e6
     ),
     _MOE_EDGES,

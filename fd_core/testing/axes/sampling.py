@@ -129,8 +129,8 @@ _SAMPLE: Final = (
         "spread",
         ("some rows",),
         rare=tuple(
-            {"spread": "all rows", "rows": rows, **values}
-            for rows in (2, 65, 257)
+            {"spread": "all rows", "rows": 65, "logits": logits, **values}
+            for logits in _LOGITS
             for values in ({}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05})
         ),
     ),

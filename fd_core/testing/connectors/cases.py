@@ -292,12 +292,15 @@ class _Transfer:
         return _as_sent(done) if self.case["sent"] == "at once" else done
 
     def abort(self, number: int, name: str | None = None) -> None:
-        """Open a lease, and close it with announced, taken and unsent pieces."""
+        """Open a lease, and close it with announced, taken and unsent pieces, whose frames may be sent later."""
         with ExitStack() as stack:
             lease = self.open(number, stack, name)
             self._over.append(lease)
             for _ in range(1 + number % (2 * self._window + 1)):
                 self._move(lease, number)
+            announced = {index: _as_sent(piece) for index, piece in lease.announced.items()}
+        sent = {index: _as_sent(piece) for index, piece in lease.announced.items()}
+        assert sent == announced, "closing an outbox changed frames that are not sent yet"
 
 
 def _as_sent(piece: PutResult) -> PutResult:

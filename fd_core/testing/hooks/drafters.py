@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -19,7 +20,8 @@ from fd_core.engine.core import Engine
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
-from fd_core.testing.hooks.purity import another_world, require_bounded, require_freed
+from fd_core.testing.hooks.purity import another_world, require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
@@ -102,7 +104,7 @@ class DrafterSuite:
             drafter.admit(number % 4, ((texts[number % 4] + number // 4) % 257).astype(np.int32))
             drafter.propose(np.array([number % 4], np.int32), 4)
 
-        require_bounded(drafter, use, 400)
+        require_bounded(use, 100, "requests")
         require_freed(lambda: self.subject().new(4, 4))
 
     @pytest.mark.timing
@@ -145,36 +147,10 @@ class DrafterSuite:
         )
 
 
-def _engine(**settings: Any) -> Any:
-    return _Closing(
-        load_engine(
-            EngineConfig(
-                **{
-                    "model": "null",
-                    "backend": "null",
-                    "max_num_seqs": 6,
-                    "block_size": 4,
-                    "max_model_len": 100,
-                    "max_num_batched_tokens": 128,
-                    "pipeline_depth": 1,
-                    **settings,
-                }
-            ),
-            None,
-            progress=lambda *_: None,
-        )
-    )
-
-
-class _Closing:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> Engine:
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
+def _engine(**settings: Any) -> AbstractContextManager[Engine]:
+    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
+    config = EngineConfig(**{"model": "null", "backend": "null", "pipeline_depth": 1, **small, **settings})
+    return closing(load_engine(config, None, progress=lambda *_: None))
 
 
 def _seconds(subject: DrafterUnderTest, text: str, length: int) -> tuple[float, float]:

@@ -17,13 +17,13 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import assert_bounded
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
 _ROUND: Final = 4096
-"""Steps in a row, a few times of which fill what an observer keeps up to a limit."""
+"""Steps, a few times of which fill what an observer keeps up to a limit."""
 
 
 class ObserverSuite:
@@ -69,11 +69,13 @@ class ObserverSuite:
         self.bounded.require()
         observer = self.new_observer()
 
-        def use(round_: int) -> None:
-            for step in steps_of({**OBSERVED.case("requests=1").values, "first": _ROUND * round_, "steps": _ROUND}):
-                observer.observe(msgspec.structs.replace(step, epoch=step.step) if restarts else step)
+        steps = steps_of({**OBSERVED.case("requests=1").values, "steps": 8 * _ROUND})
 
-        assert_bounded(use, _ROUND // 10, "times ten steps")
+        def use(number: int) -> None:
+            step = next(steps)
+            observer.observe(msgspec.structs.replace(step, epoch=number) if restarts else step)
+
+        require_bounded(use, _ROUND, "steps", "8")
         observer.close()
 
     @pytest.mark.timing

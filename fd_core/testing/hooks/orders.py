@@ -128,7 +128,9 @@ class Queue:
 
 
 def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedRequest]) -> Iterator[int]:
-    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, several times.
+    """Serve the requests of a case; yield the arrival of each admission.
+
+    Some requests are preempted, several times, and some end without output, as if they were aborted.
 
     Before each group of requests, others arrive that are aborted while they wait.
     """
@@ -153,7 +155,7 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
                 queue.add(returned(running.pop()))
         if running:
             ended = running.pop(0)
-            queue.end(ended, ended.num_tokens + min(ended.max_new_tokens, 1 + ended.arrival % 50))
+            queue.end(ended, ended.num_tokens + min(ended.max_new_tokens, ended.arrival % 7 * 8))
 
 
 def returned(request: QueuedRequest) -> QueuedRequest:

@@ -1,16 +1,17 @@
-"""Helpers of the kits of hooks: a process with other clocks and random numbers, and the memory of an instance."""
+"""Helpers of kits: clocks, random numbers and settings of the process, and instances that are freed."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import random
-import sys
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -40,39 +41,23 @@ def another_world(shift: int) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def require_bounded(instance: object, use: Callable[[int], object], count: int, most: int = 2000) -> None:
-    """Fail if calls of `use` with the numbers up to twice `count` leave more than `most` bytes in the second half."""
-    for number in range(count):
-        use(number)
-    before = sum(map(sys.getsizeof, _reachable(instance)))
-    for number in range(count, 2 * count):
-        use(number)
-    grown = sum(map(sys.getsizeof, _reachable(instance))) - before
-    require(grown <= most, "3.6", f"it holds {grown:,} bytes more after {2 * count} calls than after {count}")
+def _settings() -> tuple[object, ...]:
+    return np.geterr(), Path.cwd(), gc.isenabled(), logging.root.manager.disable, socket.getdefaulttimeout()
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Fail if settings of the whole process change, on which its other parts depend."""
+    before = _settings()
+    with np.errstate():  # restores them
+        yield
+        found = _settings()
+    require(found == before, "8", f"it changes settings of the whole process: {before} to {found}")
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:
     """Fail if an instance is still referenced when its last user has dropped it."""
     left = weakref.ref(make())
-    gc.collect()
+    if left() is not None:
+        gc.collect()
     require(left() is None, rule, "an instance is still referenced after its last use, such as by its class")
-
-
-def holdings(instance: object) -> int:
-    """Count the objects reachable from an instance."""
-    return sum(1 for _ in _reachable(instance))
-
-
-def _reachable(instance: object) -> Iterator[object]:
-    seen: set[int] = set()
-    left: list[object] = [vars(instance)] if hasattr(instance, "__dict__") else [instance]
-    while left:
-        each = left.pop()
-        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, MethodType)):
-            seen.add(id(each))
-            yield each
-            left += gc.get_referents(each)
-            if isinstance(each, dict):
-                left += each  # keys that are strings cannot be part of a cycle, so the collector does not report them
-            if isinstance(each, np.ndarray):
-                left.append(each.base)

@@ -17,7 +17,8 @@ from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import SCALING
-from fd_core.testing.hooks.purity import require_bounded, require_freed
+from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement
 
 _SLOTS = 16
@@ -87,7 +88,7 @@ class ScalingPolicySuite:
             )
             policy.propose(load, 60.0 * call)
 
-        require_bounded(policy, use, 2000)
+        require_bounded(use, 1000, "loads", "8")
         require_freed(self.new_policy)
 
     @pytest.mark.law("8")

@@ -12,15 +12,14 @@ from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, Queue, returned, running_of
-from fd_core.testing.hooks.purity import require_bounded, require_freed
+from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
 
-_REQUESTS = 400
-"""Requests after which a policy must have forgotten those that ended."""
 _RUNNING = running_of(CANDIDATES.case("plain").values)
 _PATIENCE = 200
 """Admissions of later requests that may precede a request."""
@@ -139,7 +138,7 @@ class SchedulingPolicySuite:
                 queue.add(request)
             queue.end(queue.admit(), 15) if admitted else queue.abort(request)
 
-        require_bounded(queue.policy, use, _REQUESTS)
+        require_bounded(use, 100, "requests that ended")
         require_freed(self.policy_class())
 
     @pytest.mark.law("2.6")

@@ -11,7 +11,8 @@ from fd_core.scheduling.victims import VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CHOICES, running_of
-from fd_core.testing.hooks.purity import require_bounded, require_freed
+from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
@@ -77,5 +78,5 @@ class VictimPolicySuite:
     @pytest.mark.law("3.6")
     def test_it_forgets_requests(self) -> None:
         policy = self.policy_class()()
-        require_bounded(policy, lambda at: policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * at})), 400)
+        require_bounded(lambda at: policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * at})), 100, "choices")
         require_freed(self.policy_class())

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
-_ROUNDS: Final = 8
-"""Rounds that all have to grow: a cache with a limit stops before the last one, and other threads allocate seldom."""
+from fd_core.testing.kit.law import broken
+
+_MAX_BYTES: Final = 4
+"""Bytes that may remain of each call on average; a list of small numbers takes 8."""
+_clear_names: Final[Callable[[], None]] = next(
+    getattr(sys, name) for name in ("_clear_internal_caches", "_clear_type_cache") if hasattr(sys, name)
+)
+"""Clears the interpreter's cache of attributes, which fills at random."""
 
 
-def assert_bounded(use: Callable[[int], None], count: int, what: str) -> None:
-    """Call `use` with the numbers of rounds, of `count` things each, until one leaves less than an object for each two.
+def require_bounded(use: Callable[[int], object], count: int, what: str, rule: str = "3.6") -> None:
+    """Fail if each of three rounds of calls of `use` with ever other numbers leaves memory; the first has `count`.
 
-    Counts the objects of the whole process, also those of classes and modules. Raises `AssertionError` if every round
-    leaves more.
+    Each round doubles the number of calls: a table grows in each of them, a cache with a limit is full before the last
+    one, and other threads allocate seldom. Counts what Python and numpy allocate, also for classes and modules.
     """
-    use(0)
-    for number in range(1, _ROUNDS + 1):
-        before = _objects()
-        use(number)
-        grown = _objects() - before
-        if grown < count // 2:
-            return
-    raise AssertionError(
-        f"after {count * _ROUNDS:,} {what} the process still holds {grown:,} objects more each {count}"
-    )
+    numbers = itertools.count()
+
+    def held_after(calls: int) -> int:
+        for number in itertools.islice(numbers, calls):
+            use(number)
+        gc.collect()
+        _clear_names()
+        return tracemalloc.get_traced_memory()[0]
+
+    with _traced():
+        held = held_after(count)
+        for calls in (count, 2 * count, 4 * count):
+            before, held = held, held_after(calls)
+            if held - before <= calls * _MAX_BYTES:
+                return
+    broken(rule, f"after {8 * count:,} {what} the process holds {held - before:,} bytes more than after half of them")
 
 
-def _objects() -> int:
-    gc.collect()
-    return sys.getallocatedblocks()
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Trace allocations; collections of garbage leave out older objects, of which a process may have millions."""
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+        if freezes:
+            gc.unfreeze()

@@ -15,7 +15,8 @@ from fd_core.launching.announcing import announce
 def main(action: str, *arguments: str) -> None:
     """Print this process's environment, then run until it is ended; the action is
 
-    - `fail`: print the arguments as lines, the last one after 3,000 others, and exit with code 7;
+    - `fail`: print the arguments as lines, the first one with a byte that is not UTF-8, the last one after 3,000
+      others and without an end of its line, and exit with code 7;
     - `exit`: print the last argument, and exit with code 7;
     - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for 5 seconds;
     - `ignore`: ignore SIGTERM;
@@ -25,7 +26,8 @@ def main(action: str, *arguments: str) -> None:
         print(arguments[-1])
         sys.exit(7)
     if action == "fail":
-        print("\n".join([*arguments[:-1], *(f"line {number} of a long log" for number in range(3000)), arguments[-1]]))
+        lines = [*arguments[:-1], *(f"line {number} of a long log" for number in range(3000)), arguments[-1]]
+        sys.stdout.buffer.write("\n".join(lines).encode().replace(b"\n", b" \xff\n", 1))
         sys.exit(7)
     if action in ("drain", "ignore"):
         signal.signal(signal.SIGTERM, _drain if action == "drain" else signal.SIG_IGN)

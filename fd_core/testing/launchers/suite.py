@@ -161,12 +161,16 @@ class _History:
             lines = process.reason().splitlines()
             assert lines[:1] == ([] if code is None else [how_ended(code)])
             assert lines[1:] == [spec.command[-1]] * (each.announced is None), f"{spec.name} has printed {lines[1:]}"
+            if code is not None or spec.command[2] == "ignore":
+                process.terminate()  # a no-op
             if code is not None:
-                process.terminate()  # no-ops now
                 process.kill()
             elif len(cores := json.loads(each.announced or "")["cores"]) == spec.cores:
                 pinned += [(id(each.launcher), core) for core in cores]
         assert len(pinned) == len(set(pinned)), "two processes have one core"
+        for launcher in self._launchers:
+            with pytest.raises(LaunchError):
+                launcher.start([self._suite.spec("more", cores=self._free(launcher) + 1)])
 
     def close(self, launcher: Launcher) -> None:
         """Close a launcher, which ends its processes; their methods still return."""
@@ -194,8 +198,7 @@ class _History:
 
     def _start(self, launcher: Launcher, *actions: str) -> _Started:
         """Start two processes, and return the first one."""
-        names, specs = self._names(launcher), list[ProcessSpec]()
-        free = sum(node.cores for node in self._nodes) - sum(each.spec.cores for each in self._running(launcher))
+        names, specs, free = self._names(launcher), list[ProcessSpec](), self._free(launcher)
         for name, action in zip(names, actions or ("stay", "ignore"), strict=True):
             number = len(self._started) + len(specs)
             specs.append(
@@ -219,6 +222,10 @@ class _History:
                 shown = repr(spec) + repr(process) + repr(launcher.nodes()) + "".join(seen["command"])
                 assert _HIDDEN not in shown, "a secret is shown"
         return self._started[-2]
+
+    def _free(self, launcher: Launcher) -> int:
+        """Return the number of processors that no process of the launcher has, asked to end or not."""
+        return sum(node.cores for node in self._nodes) - sum(each.spec.cores for each in self._running(launcher))
 
     def _exit(self, launcher: Launcher) -> None:
         ended = self._start(launcher, "exit", "ignore")

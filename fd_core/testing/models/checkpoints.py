@@ -150,6 +150,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     spec = describe(ModelConfig(config))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}

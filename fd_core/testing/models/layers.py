@@ -59,6 +59,8 @@ class Geometry:
     """Format of all linear layers; None for float32."""
     source: str = "F32"
     """Dtype of raw weights in the checkpoint."""
+    stored: str = "usual"
+    """Form of weights, one of `arrays.STORED`."""
     packed_down: str | None = None
     """Format of the last linear of experts, if not `packed`."""
     packed_group: int | None = None
@@ -155,6 +157,10 @@ class LayerOn:
         shape = count, 2, 2, g.block_size, g.kv_heads, g.d
         # The period is a prime, so that values at wrong addresses differ.
         history: npt.NDArray[Any] = np.resize(make(min(math.prod(shape), 250_007)), shape)
+        free = np.ones(count, np.bool_)
+        for (tokens, context), table in zip(rows, tables, strict=True):
+            free[table[: -(-(context - tokens) // g.block_size)]] = False
+        history[free] = np.nan  # as requests whose KV is NaN left the blocks, until a token is written to them
         if self.cache.shape.quantized:
             history = quantize_kv(history)
         elif ops.dtype == "bfloat16":
@@ -182,10 +188,10 @@ class LayerOn:
             tables[row, :blocks] = tables[first, :blocks]
 
     def _parts(self, make: Values, *shapes: tuple[int, int], kind: str | None = None) -> list[Weight]:
-        kind, group = self.g.packed and (kind or self.g.packed), self.g.packed_group
+        kind, group, stored = kind or self.g.packed, self.g.packed_group, self.g.stored
         if kind is not None:
-            return [packed_weight(kind, *shape, group, shape[1] ** -0.5, seed=make.seed()) for shape in shapes]
-        return [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source) for shape in shapes]
+            return [packed_weight(kind, *shape, group, shape[1] ** -0.5, stored, make.seed()) for shape in shapes]
+        return [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source, stored) for shape in shapes]
 
     def loras(self) -> list[Lora | None]:
         """Return the low-rank terms of q, k and v, of the output, of gate and up, and of down."""

@@ -79,7 +79,7 @@ AXES: Final = (
     Axis("pace", (1.0, 0.0, 1e-3, 1000.0, 1e6)),
     Axis(
         "change",
-        ("none", "one leaves", "the last leaves", "one returns", "one joins", "all return", "reversed"),
+        ("none", "one leaves", "the last leaves", "one is away", "one returns", "one joins", "all return", "reversed"),
         ("RouterWorker.incarnation",),
     ),
     Axis("made", ("of columns", "of candidates")),
@@ -180,18 +180,20 @@ def _contexts(
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
             workers, gone = _changed(str(case["change"]), workers, url, incarnation)
             once = {}
-        if works_out_again:
+        away = case["change"] == "one is away" and count > 1  # it is unhealthy, or has failed this request
+        shown = workers[call % 2 :] if away else workers
+        if works_out_again or away:
             once = {}
         prompt = call * call % 11  # some are new, others as before, without a period; each is a new object
         tokens = _prompt(str(case["token_ids"]), int_of(case, "tokens"), prompt)
         blocks = len(tokens) // config.cache_block_size
-        candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once, call)
+        candidates = _candidates(case, shown, blocks if cls.uses_prefix else None, once, call)
         keys = tuple(b"%d/%d" % (prompt, block) for block in range(blocks)) if cls.uses_prefix else ()
         number = case["random"] if call >= calls - 3 else draw.random()
         session = {"each its own": f"s{call}", "four in turn": f"s{call % 4}"}.get(
             str(case["session"]), case["session"]
         )
-        yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
+        yield shown, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
 
 
 def _candidates(

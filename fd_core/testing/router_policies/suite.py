@@ -30,7 +30,7 @@ from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.growth import assert_bounded
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 from fd_core.types import IntArray
@@ -43,8 +43,8 @@ _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _CONSTANT: Final = 40
 """Maximum number of results, independent of the number of requests."""
-_NEVER: Final = 1e9
-"""Time in seconds at which all state has expired."""
+_LONG: Final = 1e6
+"""Seconds after which all state has expired."""
 
 
 class RouterPolicySuite:
@@ -165,19 +165,20 @@ class RouterPolicySuite:
         """Neither in the instance nor in its class, its module or a cache of a function."""
         policy = self.new_policy()
 
-        def use(round_: int) -> None:
-            for number in range(round_ * _REQUESTS, (round_ + 1) * _REQUESTS):
-                worker = _worker(number, number)
-                policy.choose(self._varied(worker, number))
-                policy.departed(worker)
-            policy.sweep(_NEVER)
+        def use(number: int) -> None:
+            worker = _worker(number, number)
+            policy.choose(self._varied(worker, number))
+            policy.departed(worker)
+            policy.sweep((number + 1) * _LONG)
 
-        assert_bounded(use, _REQUESTS, "requests and as many workers")
+        require_bounded(use, _REQUESTS, "requests and as many workers", "7.1")
 
     def _varied(self, worker: RouterWorker, number: int) -> RoutingContext:
         """Return a context that has nothing in common with those of other numbers, except for the worker."""
         load = WorkerLoad(number, number // 2, 97 * number)
-        shown = self.shown([(worker, load, number % 4)], number / 1e6, f"session {number}", prompt=number, now=number)
+        shown = self.shown(
+            [(worker, load, number % 4)], number / 1e6, f"session {number}", prompt=number, now=number * _LONG
+        )
         return replace_fields(shown, tokens=shown.tokens[: -1 - number % 50])
 
     @pytest.mark.law("7.1")

@@ -104,6 +104,8 @@ class Followed:
     loading: operations.Load | operations.Fetch | None = None
     abort_requested: bool = False
     end: FinishReason | None = None
+    revoked: bool = False
+    """True if one of its slots was revoked."""
     first_delivered: bool = False
     cached: int | None = None
     """Cached tokens at the first admission."""
@@ -520,7 +522,7 @@ class Auditor:
         if occupancy is None or occupancy.gen != gen:
             broken("1.2", f"slot {slot} gen {gen} was revoked, but has no request")
         require(not occupancy.revoked, "1.2", f"{occupancy} was revoked twice")
-        occupancy.revoked = True
+        occupancy.revoked = occupancy.request.revoked = True
         self.preemptions += not occupancy.request.abort_requested
 
     def _check_row(self, plan: StepPlan, row: int, step: _InFlight) -> None:
@@ -658,6 +660,15 @@ class Auditor:
         total, found = self._clock.now - request.added_at, sum(phases)
         whole = len(phases) == len(Phase) and min(phases) >= 0 and abs(found - total) < 1e-6
         require(whole, "8", f"{request.name}: expected phases of {total} s, got {phases}")
+        for phase, possible in (
+            (Phase.COMPUTING, request.cached is not None or request.loading is not None or request.abort_requested),
+            (Phase.GRAMMAR, request.spec.params.grammar is not None),
+            (Phase.TRANSFER, bool(request.spec.prefill_at)),
+            (Phase.PREEMPTED, request.revoked),
+        ):
+            require(possible or not phases[phase], "8", f"{request.name} cannot be in phase {phase.name}: {phases}")
+        computed = phases[Phase.COMPUTING] or not request.first_delivered
+        require(computed, "8", f"{request.name} has tokens, but no time of {Phase.COMPUTING.name}: {phases}")
 
     def phases(self, name: str, found: Sequence[float] | None) -> None:
         """Check the phases so far of a request that has not ended."""

@@ -270,7 +270,7 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
         pooling = Pooling(results, (1, 200) if results == "tokens" else ())  # type: ignore[arg-type]  # one of them
     elif results != "none":
         field = "prompt_logprobs" if results.startswith("prompt") else "logprobs"
-        params |= {field: 20 if results.endswith("top") else 0}
+        params |= {field: (20 + 14 * index) % 21 if results.endswith("top") else 0}
     job = case["pairs"] == "jobs" and index % 3 == 0 and not pooling
     most = 1 if pooling or job else int_of(case, "output")
     spec = RequestSpec(

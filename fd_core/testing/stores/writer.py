@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,19 +28,23 @@ class WriterProcess:
         assert self._process.stdout is not None
         assert self._process.stdout.readline(), "the process that writes has ended"
 
+    def wait(self) -> None:
+        """Wait for the end of the process."""
+        self._process.wait()
+
     def kill(self) -> None:
         """Kill the process, in the middle of a put."""
         self._process.kill()
-        self._process.wait()
+        self.wait()
 
 
 @contextmanager
-def writer_process(cls: type[KVStore], location: str) -> Iterator[WriterProcess]:
+def writer_process(cls: type[KVStore], location: str, main: str = "write") -> Iterator[WriterProcess]:
     """Start a process that writes to the location; skip the test if it cannot import the class."""
     if "<locals>" in cls.__qualname__:
         lacks("the class of the store is local to a function, and no other process can import it")
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {__name__} import write; write()"],
+        [sys.executable, "-P", "-c", f"from {__name__} import {main}; {main}()"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -56,12 +61,34 @@ def writer_process(cls: type[KVStore], location: str) -> Iterator[WriterProcess]
             process.kill()
 
 
+def _store() -> KVStore:
+    """Read a class and a location from standard input."""
+    module, name, location = (sys.stdin.readline().rstrip("\n") for _ in range(3))
+    store: KVStore = getattr(importlib.import_module(module), name)(parse_location(location))
+    return store
+
+
+def write_and_die() -> None:
+    """Put a value, and another one until a file is renamed or linked for the last time: then this process is killed."""
+    from fd_core.testing.stores.suite import LIMIT, TIMEOUT, key_of, value_of
+
+    store, moves, last = _store(), itertools.count(1), 0
+
+    def see(event: str, _: object) -> None:
+        if event in ("os.rename", "os.link") and next(moves) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
+    for number in range(2):
+        store.put([(key_of(number), [value_of(key_of(number), LIMIT // 2)])], TIMEOUT)
+        last = 2 * (next(moves) - 1) + 1  # of the next one, after the number that was just taken
+
+
 def write() -> None:
-    """Read a class and a location from standard input, and put values until this process is killed."""
+    """Put values until this process is killed."""
     from fd_core.testing.stores.suite import TIMEOUT, key_of, versions_of
 
-    module, name, location = (sys.stdin.readline().rstrip("\n") for _ in range(3))
-    store = getattr(importlib.import_module(module), name)(parse_location(location))
+    store = _store()
     versions = {key: versions_of(key) for key in map(key_of, range(4))}
     for version in itertools.cycle(zip(*versions.values(), strict=True)):
         store.put([(key, [value]) for key, value in zip(versions, version, strict=True)], TIMEOUT)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,7 +25,8 @@ from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
 
@@ -59,6 +61,23 @@ def test_float16_is_computed_or_refused(target: Target) -> None:
         assert target.cls(config).make_ops().dtype == "float16"
     except ConfigError as refused:
         assert refused.field == "--dtype"
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(1, 1), (2, 1), (2, 2)])
+def test_engines_share_no_device(target: Target, count: int, ranks: int) -> None:
+    try:
+        found = target.cls.device_assignments(count, ranks)
+    except ConfigError:  # too few devices
+        return
+    assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
+    chosen = [dict(each.environment) for each in found]
+    for name, value in chosen[0].copy().items():
+        if count > 1 and all(own.get(name) == value for own in chosen):
+            chosen = [{key: own[key] for key in own if key != name} for own in chosen]  # such as a number of threads
+    used = [("core", str(core)) for each in found for core in each.cores]
+    used += [(name, one) for own in chosen for name, value in own.items() for one in value.split(",")]
+    assert len(used) == len(set(used)), f"engines share a device: {found}"
+    assert used or not any(each.environment for each in found), f"engines have the same devices: {found}"
 
 
 @pytest.mark.parametrize("slots", [1, 8, 257])
@@ -133,22 +152,12 @@ def test_engines_in_two_processes_share_nothing(target: Target, golden: Golden, 
     golden.check([spec for mine in specs for spec in mine], asyncio.run(asyncio.wait_for(main(), 180)))
 
 
-def test_closed_engine_frees_its_cache(target: Target) -> None:
-    gone = []
-    for _ in range(2):
-        with target.engine() as engine:
-            run(engine, [greedy("a", range(5), 4)])
-            gone.append(weakref.ref(engine.probe().runner.cache))
-        del engine
-    gc.collect()
-    assert [held() for held in gone] == [None, None]
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleeping_engine_frees_its_cache_and_weights(
-    target: Target, monkeypatch: pytest.MonkeyPatch, level: int
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
+    target: Target, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    if not target.cls.updates_weights:
+    """Serve a request with an adapter, sleep unless the level is 0, and close the engine."""
+    if level and not target.cls.updates_weights:
         lacks("an engine on this backend does not sleep")
     load, models = target.cls.load_model, list[Callable[[], object]]()
 
@@ -159,15 +168,23 @@ def test_sleeping_engine_frees_its_cache_and_weights(
 
     monkeypatch.setattr(target.cls, "load_model", load_model)
     failures: list[FdError | None] = []
-    with target.engine() as engine:
-        run(engine, [greedy("a", range(5), 4)])
+    path, spec = target.checkpoint(STEP_CASE), greedy("a", range(5), 4)
+    with target.engine(case=STEP_CASE, max_loras=1, max_lora_rank=8) as engine:
+        if path is not None:
+            adapter = engine.load_adapter("held", write_adapter(path, checkpoints / "held", seed=1))
+            spec = msgspec.structs.replace(spec, adapter=adapter.digest)
+        run(engine, [spec])
         cache = weakref.ref(engine.probe().runner.cache)
-        engine.control(Sleep(level), failures.append)
-        engine.begin_steps()
-        assert failures == [None]
-        gc.collect()
-        assert cache() is None, "the cache is held"
-        assert level == 1 or all(model() is None for model in models), "the weights are held"
+        if level:
+            engine.control(Sleep(level), failures.append)
+            engine.begin_steps()
+            assert failures == [None]
+            gc.collect()
+            assert cache() is None, "the cache is held"
+            assert level == 1 or all(model() is None for model in models), "the weights are held"
+    del engine
+    gc.collect()
+    assert cache() is None and all(model() is None for model in models), "a closed engine is held"
 
 
 def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:

@@ -41,6 +41,8 @@ WAYS = {
     "alone": (None, (13,)),
 }
 GENERATED = 6
+DESCRIBED = [name for name, value in vars(Model).items() if isinstance(value, property) and name != "weights"]
+"""Properties of a model that all backends load alike."""
 EQUAL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64) | {"num_key_value_heads": 4}
 """Hidden size equal to the width of all heads, to detect buffers that are mixed up by width."""
 
@@ -142,6 +144,10 @@ def test_a_model_computes_what_the_oracle_computes(
     folder = written(case, checkpoints)
     chunk, lengths = WAYS[way]
     model = loaded(target, ops, folder)
+    with open_checkpoint(folder) as checkpoint:
+        right = load_model(checkpoint, NumpyOps(), 64, quantization=target.quantization)
+    for name in DESCRIBED:
+        assert getattr(model, name) == getattr(right, name), name
     driver = PagedDriver(model, ops, prompts(model.vocab_size, lengths), longest=64)
     driver.generate(GENERATED, chunk)
     for row in driver.rows:

@@ -64,7 +64,7 @@ def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16)])
+@pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16), (2051, 1031)])
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     target: Target, size: int, shape: tuple[int, int], transport: str
 ) -> None:

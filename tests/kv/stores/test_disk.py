@@ -42,6 +42,9 @@ class DiskDoor(BackDoor):
     def spoil(self, key):
         self.path(key).mkdir(parents=True)
 
+    def size(self):
+        return bytes_in(self._folder)
+
     @contextlib.contextmanager
     def fault(self, trouble):
         if trouble is FailureReason.FULL:

@@ -15,7 +15,7 @@ from fd_core.ops.onnx_graph.session import CPU, Provider, Session
 
 def test_forward_uses_only_operations_of_the_pack():
     """It inherits weights and sampling from the numpy pack; silently computing in numpy would void the tests."""
-    hosts = {"from_host", "to_host", "prepare_vector", "prepare_embedding", "prepare_linear"}
+    hosts = {"allocate_kv", "from_host", "to_host", "prepare_vector", "prepare_embedding", "prepare_linear"}
     sampling = {name for name in vars(NumpySampling) if not name.startswith("_")}
     for name in Ops.__abstractmethods__ - hosts - sampling:
         assert name in vars(OnnxOps), name
@@ -34,7 +34,7 @@ def test_values_of_another_graph_and_arrays_are_rejected():
     graph, other = Graph(), Graph()
     x = graph.input("x", np.float32, (2,))
     for stranger in (other.input("x", np.float32, (2,)), np.zeros(2, np.float32)):
-        with pytest.raises(TraceError, match="hands Add a value that does not belong"):
+        with pytest.raises(TraceError, match="passes Add a value that does not belong"):
             graph.op("Add", x, stranger)
 
 
@@ -62,7 +62,7 @@ def test_fallback_to_another_provider_is_an_error(monkeypatch):
 
     monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", Falls)
     graph = Graph()
-    with pytest.raises(PluginError, match="CPUExecutionProvider where CUDAExecutionProvider was asked for"):
+    with pytest.raises(PluginError, match="CUDAExecutionProvider, got CPUExecutionProvider"):
         Session(graph, {"y": graph.input("y", np.float32, (1,))}, Provider("CUDAExecutionProvider", "cuda"))
 
 

@@ -126,7 +126,7 @@ def test_model_drafting_for_itself_has_full_acceptance(tiny) -> None:
 
 def test_backend_is_float32_and_reports_its_device() -> None:
     assert OnnxBackend.probe().available
-    with pytest.raises(ConfigError, match="computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match="computes in float32, got bfloat16"):
         OnnxBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()
     backend = OnnxBackend(EngineConfig(model="m", num_threads=3))
     assert backend.make_ops().name == "onnx"

@@ -122,8 +122,9 @@ def test_router_with_a_pair(logs: Path) -> None:
     secret.write_text("a-secret-of-these-pairs\n")
     secret.chmod(0o600)
     shares = ("--transfer-secret-file", str(secret))
+    (logs / "weights" / "trained").mkdir(parents=True)
     with ExitStack() as stack:
-        null = ("serve", *NULL, "--block-size", "4", *shares)
+        null = ("serve", *NULL, "--block-size", "4", *shares, "--weights-folder", str(logs / "weights"))
         prefill = stack.enter_context(running(logs / "p", *null, "--role", "prefill", "--port", str(first)))
         stack.enter_context(running(logs / "d", *null, "--role", "decode", "--port", str(second)))
         pair = ("--prefill", f"http://127.0.0.1:{first}", "--decode", alone)
@@ -139,14 +140,17 @@ def test_router_with_a_pair(logs: Path) -> None:
         assert status(url)["transfers"] == {"transferred": 1, "held": 2}
         forged = client.with_options(default_headers={"X-FD-Prefill": "127.0.0.1:9;00"})
         assert streamed(forged, 1) == text
+        changed: Any = client.post("/update_weights", body={"model_path": "trained"}, cast_to=object)
+        assert changed["weight_version"] == "1" and streamed(client, 1) == text
+        assert status(url)["transfers"] == {"transferred": 2, "held": 3}
         until(lambda: value(url, "fdcore_router_requests") == 0, logs / "r", 10)
         roles = status(url)["roles"]
-        assert (roles["prefill"]["served"], roles["prefill"]["unused"], roles["decode"]["served"]) == (1, 3, 4)
+        assert (roles["prefill"]["served"], roles["prefill"]["unused"], roles["decode"]["served"]) == (2, 3, 5)
 
         os.killpg(prefill.pid, signal.SIGKILL)
         until(lambda: {each["state"] for each in status(url)["workers"]} == {"healthy", "unhealthy"}, logs / "r", 10)
         assert streamed(client, 1) == text and status(url)["not_ready"] is None
-        assert status(url)["modes"] == {"mixed": 0, "pd": 4, "alone": 1}
+        assert status(url)["modes"] == {"mixed": 0, "pd": 5, "alone": 1}
         assert "decode workers compute prompts themselves" in (logs / "r").read_text()
         assert status(url)["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
         assert value(url, "fdcore_router_faults_total") == 0 and "a-secret" not in (logs / "r").read_text()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -118,10 +122,19 @@ def choice(server: LiveServer) -> dict[str, Any]:
     return answer.json["choices"][0]
 
 
-def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folder) -> None:
+RANKS = [
+    {},
+    pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("settings", RANKS, ids=str)
+def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folder, settings: dict[str, Any]) -> None:
+    settings = settings | {"weights_folder": str(folder / "weights")}
     with live(partial(loaded, folder, model="weights/trained")) as server:
         expected = choice(server)["token_ids"]
-    with live(partial(loaded, folder, "process", weights_folder=str(folder / "weights"))) as server:
+    with live(partial(loaded, folder, "process", **settings)) as server:
         before = choice(server)
         assert before["weight_version"] == "0" and before["token_ids"] != expected
         answer = server.post(UPDATE, {"model_path": "trained"})
@@ -138,8 +151,9 @@ def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folde
         assert (found["weight_version"], found["token_ids"]) == ("step-2", expected)
 
 
-def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder) -> None:
-    with live(partial(loaded, folder, "process", weights_folder=str(folder / "weights"))) as server:
+@pytest.mark.parametrize("settings", RANKS, ids=str)
+def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder, settings: dict[str, Any]) -> None:
+    with live(partial(loaded, folder, "process", **settings)) as server:
         expected = choice(server)["token_ids"]
         answer = server.post("/v1/sleep?level=2", {})
         assert (answer.status, answer.json["is_sleeping"], answer.json["sleep_level"]) == (200, True, 2)
@@ -150,10 +164,75 @@ def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder) -> No
         waiting = complete(server, found, max_tokens=3)
         eventually(lambda: running(server) == 1)
         assert server.get("/is_sleeping").json["is_sleeping"] is True and not found
-        assert server.post("/v1/wake_up", {}).json["is_sleeping"] is False
+        for _ in range(2):
+            assert server.post("/v1/wake_up", {}).json["is_sleeping"] is False
         waiting.join()
         assert found and choice(server)["token_ids"] == expected
         assert server.post("/v1/sleep?level=3", {}).error["param"] == "level"
+
+
+def test_simultaneous_updates_are_applied_one_after_the_other(folder) -> None:
+    with live(partial(loaded, folder, weights_folder=str(folder / "weights"))) as server:
+        before, versions = choice(server), {"a", "b", "c"}
+
+        def update(version: str) -> None:
+            answer = server.post(UPDATE, {"model_path": "trained", "weight_version": version})
+            assert answer.status == 200 and answer.json["weight_version"] in versions
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(update, versions))
+        after = choice(server)
+        assert after["weight_version"] in versions and after["token_ids"] != before["token_ids"]
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json",), ("config.json", "model.safetensors")], ids=len)
+def test_damaged_weights_are_refused_while_requests_run(folder, tmp_path, kept: tuple[str, ...]) -> None:
+    (tmp_path / "damaged").mkdir()
+    for name in kept:
+        (tmp_path / "damaged" / name).write_bytes((folder / "model" / name).read_bytes()[:20_000])
+    with live(partial(loaded, folder, "process", weights_folder=str(tmp_path))) as server:
+        expected, found = choice(server), []
+        streaming = complete(server, found, prompt=PROMPT, max_tokens=100)
+        answer = server.post(UPDATE, {"model_path": "damaged"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
+        streaming.join()
+        assert found and choice(server) == expected and server.client.info.epoch == 1
+
+
+@pytest.mark.parametrize("key", [None, "sk-wrong", "sk-user"])
+def test_only_an_admin_key_changes_a_server(tmp_path, key: str | None) -> None:
+    (tmp_path / "keys.toml").write_text(
+        '[[keys]]\nname = "user"\nkey = "sk-user"\n[[keys]]\nname = "root"\nkey = "sk-root"\nadmin = true\n'
+    )
+    (tmp_path / "keys.toml").chmod(0o600)
+    with live(partial(client, "inproc"), api_key_file=str(tmp_path / "keys.toml")) as server:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        for name in ("pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "update_weights"):
+            answer = server.post(f"/v1/{name}", {"model_path": "trained"}, **headers)
+            assert answer.status == (403 if key == "sk-user" else 401)
+        state = server.get("/v1/control", Authorization="Bearer sk-root").json
+        assert (state["is_paused"], state["is_sleeping"]) == (False, False)
+
+
+def test_client_that_leaves_during_a_pause_leaves_nothing_behind(server: LiveServer) -> None:
+    server.post("/v1/pause", {})
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+        eventually(lambda: running(server) == 1)
+    eventually(lambda: running(server) == 0 and server.client.active_requests == 0)
+    server.post("/v1/resume", {})
+
+
+@pytest.mark.parametrize("order", ["pause", "sleep?level=2"])
+def test_shutdown_of_a_stopped_server_ends_waiting_requests_at_once(order: str) -> None:
+    with live(partial(client, "process"), drain_seconds=600.0) as server:
+        server.post(f"/v1/{order}", {})
+        found: list[str] = []
+        waiting = complete(server, found)
+        eventually(lambda: running(server) == 1)
+        server.stop()
+        waiting.join(timeout=30)
+        assert found == [""]
 
 
 @pytest.mark.parametrize("path", ["../model", "out", "/etc", "none", "."])

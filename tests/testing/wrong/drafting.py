@@ -345,3 +345,16 @@ class RegistersItself(Shortest):
     def __init__(self, context):
         super().__init__(context)
         self.alive.append(self)
+
+
+@noticed("test_case")
+class SharesTheCheapTokens(NgramDrafter):
+    """With more rows than cheap tokens there are less than no drafts for each."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._cheap = context.cheap_tokens
+
+    def propose(self, slots, limit):
+        tokens, counts = super().propose(slots, min(limit, (self._cheap - len(slots)) // len(slots)))
+        return np.pad(tokens, ((0, 0), (0, limit - tokens.shape[1]))), counts

@@ -8,10 +8,11 @@ import os
 import threading
 import time
 import zlib
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fd_core.kv.stores.contract import FailureReason, StoreError
-from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.disk import DiskReservations, DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
@@ -743,3 +744,21 @@ class CountsTheSameDeletionAgain(MemoryStore):
         if self.last[0] != tuple(keys) or any(key in self._opened() for key in keys):
             self.last = tuple(keys), super().delete(keys, timeout)
         return self.last[1]
+
+
+@found_by("test_the_cap_holds_for_what_a_killed_writer_left")
+class LeavesUnfinishedFiles(DiskStore):
+    """Its names of unfinished files are not those that are counted and cleaned up."""
+
+    @contextmanager
+    def _reservations(self, root, deadline):
+        with super()._reservations(root, deadline) as made:
+            made.__class__ = _OtherNames
+            yield made
+
+
+class _OtherNames(DiskReservations):
+    def reserve(self, size):
+        name, *rest = super().reserve(size)
+        os.rename(name, f"{name}.tmp", src_dir_fd=self.partial, dst_dir_fd=self.partial)
+        return f"{name}.tmp", *rest

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from fd_core.ops.contract import HostCopies
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -1132,3 +1132,95 @@ class ReadsDownInTheFormatOfUp(NumpyOps):
         return replace(
             part, scales=np.resize(part.scales, shape), minima=None if lost else np.resize(part.minima, shape)
         )
+
+
+class _Packed(NumpyLinear):
+    pass
+
+
+@shown_by("logits_of", rows=0, packed="int8")
+class LaunchesNoEmptyGrid(NumpyOps):
+    """The kernel of packed weights has a block for each row, and a grid of none is an error: a step that samples no
+    row, such as a chunk of a prompt, has no rows of logits."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        made = super().prepare_linear(parts, biases, gated=gated)
+        return _Packed(made.weight, made.bias) if isinstance(parts[0], PackedTensor) else made
+
+    def linear(self, x, weight):
+        if isinstance(weight, _Packed) and not len(x):
+            raise RuntimeError("invalid configuration argument")
+        return super().linear(x, weight)
+
+
+@shown_by("sample", spread="all rows", temperature=0.0, logits="nan")
+class IgnoresNaNInGreedyPeaks(NumpyOps):
+    """The argmax of greedy batches uses the machine's maximum, which prefers a number to NaN."""
+
+    def sample(self, logits, rows):
+        if not rows.all_greedy:
+            return super().sample(logits, rows)
+        return super().sample(np.where(np.isnan(logits), np.float32(-np.inf), logits), rows)
+
+
+@shown_by("layer", softcap=5.0)
+class AddsTheMaskToCappedScores(NumpyOps):
+    """Kernels with a softcap add -inf to scores that a context hides, so that a NaN key after it reaches the row."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        if heads.softcap is None:
+            return output
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
+            output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
+        return output
+
+
+@shown_by("moe", packed="int8", stored="sliced")
+class ReadsExpertsThroughAPointer(NumpyOps):
+    """Packed experts are copied from their first byte on; a rank's share of the columns of `down` is not contiguous."""
+
+    def prepare_experts(self, parts, *, gated):
+        def read(part):
+            if not isinstance(part, PackedTensor):
+                return part
+            out, ins = part.values.shape
+            return replace(part, values=np.lib.stride_tricks.as_strided(part.values, (out, ins), (ins, 1)).copy())
+
+        return super().prepare_experts([[read(part) for part in expert] for expert in parts], gated=gated)
+
+
+@shown_by("logits_of", tied=True, source="F16")
+class ReadsTiedHalvesAsBfloat16(NumpyOps):
+    """The head that shares the table is packed from its bits: 2 bytes are taken for bfloat16."""
+
+    def tied_head(self, embedding, weight):
+        if isinstance(weight, RawTensor) and weight.data.itemsize == 2:
+            return self.prepare_linear([RawTensor("BF16", weight.data.view(np.uint16))])
+        return super().tied_head(embedding, weight)
+
+
+class _HandedOver(HostCopies):
+    def wait(self):
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+
+@shown_by("transfers", by="from_host")
+class HandsItsCopiesOver(NumpyOps):
+    """Buffers of a copy return to their pool with the first wait; an adapter that is loaded meanwhile waits, too."""
+
+    def fetch_later(self, arrays):
+        return _HandedOver(list(arrays))
+
+
+@shown_by("linear", packed=None, second="Q8_0")
+class PreparesPartsInTheFormatOfTheFirst(NumpyOps):
+    """Stacked parts are raw if the first one is: the values of a packed part are taken for weights."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        if isinstance(parts[0], RawTensor):
+            parts = [RawTensor("F32", p.values.astype(np.float32)) if isinstance(p, PackedTensor) else p for p in parts]
+        return super().prepare_linear(parts, biases, gated=gated)

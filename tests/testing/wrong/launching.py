@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -64,7 +65,7 @@ class KeepsTheFirstLines(OwnedProcess):
 class ForwardsNothing(OwnedProcess):
     def _forward(self):
         with self._process.stdout as output:
-            self._lines.extend(raw.decode().rstrip("\n") for raw in output)
+            self._lines.extend(raw.decode(errors="replace").rstrip("\n") for raw in output)
 
 
 @found_by("test_a_terminated_process_ends_when_it_wants_to")
@@ -269,3 +270,45 @@ class PinsAllToTheFirstCores(SpawnLauncher):
 
         with mock.patch.object(spawn, "OwnedProcess", pinned):
             return super().start(specs)
+
+
+class _Asked(OwnedProcess):
+    asked = False
+
+    def terminate(self):
+        self.asked = True
+        super().terminate()
+
+
+@found_by(ANY_ORDER)
+class FreesTheProcessorsOfATerminatedProcess(SpawnLauncher):
+    def start(self, specs):
+        none = frozenset()
+        self._running = [(one, none, none) if one.asked else (one, *held) for one, *held in self._running]
+        return _start(self, specs, _Asked)
+
+
+class _Strict:
+    """Lines of a text, as of `Popen` with an encoding."""
+
+    def __init__(self, output):
+        self._output = output
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._output.close()
+
+    def __iter__(self):
+        return (raw for raw in self._output if raw.decode() is not None)
+
+
+@found_by(OUTPUT)
+class ReadsUtf8Only(OwnedProcess):
+    """The thread that reads the output ends at another byte."""
+
+    def _forward(self):
+        self._process.stdout = _Strict(self._process.stdout)
+        with suppress(UnicodeDecodeError):
+            super()._forward()

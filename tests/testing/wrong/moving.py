@@ -405,3 +405,21 @@ class ClosesTheEndsOfOthers(Changed, SharedMemoryConnector):
         while self.ends:
             self.ends.pop().close()
         super().close()
+
+
+@found_by("before=four aborts,peer=none,sent=when it is taken")
+class ReleasesFramesWhenItCloses(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        sent = []
+
+        def put(index, parts):
+            frames = tuple(map(memoryview, whole.put(index, parts).frames))
+            sent.extend(frames)
+            return PutResult(b"", frames)
+
+        def close():
+            whole.close()
+            for frame in sent:
+                frame.release()
+
+        end.put, end.close = put, close

@@ -463,6 +463,19 @@ class CollectsPriorities(Priority):
         return super().preemption_candidates(running)
 
 
+class LearnsTheShareOfPrompts(FairShare):
+    """Divides by the output of a request that ended, which is none if it is aborted soon."""
+
+    noticed_by = "test_order"
+    _share = 1.0
+
+    def ended(self, request, num_computed):
+        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        super().ended(request, num_computed)
+        if num_prompt:
+            self._share = 0.9 * self._share + 0.1 * num_prompt / (num_computed - num_prompt)
+
+
 def _faults(base: type) -> list[type]:
     return [
         each

@@ -14,7 +14,7 @@ from fd_core.errors import BadRequest
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import QueuedRequest, State
-from fd_core.types import FinishReason
+from fd_core.types import FinishReason, Phase
 from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
 
 
@@ -868,3 +868,33 @@ class KeepsActivitiesUntilOthersArrive(Changed):
         if self.shown.keys() != self._requests.keys():
             self.shown = super().activities()
         return self.shown
+
+
+@breaks("1.1", "schedule:results=top")
+class CutsLogprobsAtTheFewest(Changed):
+    """All log-probabilities of a step have as many alternatives as the request that wants the fewest."""
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        few = min((len(score.top_ids) for each in deltas for score in each.logprobs or ()), default=0)
+        return [
+            msgspec.structs.replace(
+                each, logprobs=each.logprobs and tuple(_first(few, score) for score in each.logprobs)
+            )
+            for each in deltas
+        ], effects
+
+
+def _first(count, score):
+    return msgspec.structs.replace(score, top_ids=score.top_ids[:count], top=score.top[:count])
+
+
+@breaks("8", "schedule:timed=true")
+class SortsPhasesByName(Changed):
+    def change(self):
+        instead(self._times, "durations", self.by_name)
+
+    @staticmethod
+    def by_name(_, right, times):
+        found = right(times)
+        return found and tuple(found[phase] for phase in sorted(Phase, key=lambda phase: phase.name))

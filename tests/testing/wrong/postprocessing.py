@@ -612,3 +612,12 @@ class HasRoomForRowsWithDrafts(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         rows = self.limits.max_num_batched_tokens // (1 + self.limits.max_drafts)
         return super().token_matrix(sampled[:rows], accepted[:rows], slots[:rows], revoked)
+
+
+@breaks("8", "matrix:plain")
+class RaisesOnOverflow(NumpyPostprocess):
+    """Turns errors of floating point into exceptions, also those of other parts of the process."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        np.seterr(all="raise")

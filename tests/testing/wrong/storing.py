@@ -67,7 +67,6 @@ class ExportsAView:
 
 @wrong(
     "reference",
-    "attention:test_earlier_block_content_does_not_matter*",
     "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
     "signals:test_unfinished_chunk_delivers_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
@@ -88,10 +87,7 @@ class NeverWritesTwice:
         super().write_kv(layer, k[blank], v[blank], kv_slots[blank])
 
 
-@wrong(
-    "reference",
-    "kv:test_exported_blocks_are_keys_then_values_by_position",
-)
+@wrong("reference", "cases:test_kv*")
 class SwapsKeysAndValuesOfExports:
     def allocate_kv(self, shape, num_blocks):
         cache = super().allocate_kv(shape, num_blocks)
@@ -105,7 +101,7 @@ class SwapsKeysAndValuesOfExports:
 
 @wrong(
     "reference",
-    "lifetime:test_closed_engine_frees_its_cache",
+    "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*",
 )
 class LeaksACache:
     held: list = []  # noqa: RUF012 - that is the fault
@@ -191,10 +187,20 @@ class NeverFreesAdapters:
         return made
 
 
-@wrong("reference", "lifetime:test_sleeping_engine_frees_its_cache", spreads_to=("lifetime:*",))
+@wrong("reference", "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*", spreads_to=("lifetime:*",))
 class HoldsTheLastCache:
     """The pack keeps the cache for its plans, so that sleep frees no memory."""
 
     def allocate_kv(self, shape, num_blocks):
         self.planned = super().allocate_kv(shape, num_blocks)
         return self.planned
+
+
+@wrong("reference", "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*")
+class HoldsTheCacheOfItsCaptures:
+    """The cache given for captures with adapters is kept, so that sleep frees no KV memory once there are adapters."""
+
+    def compile_adapted(self, forward, cache=None, before=None):
+        if cache is not None:
+            self.captured_cache = cache
+        return super().compile_adapted(forward, cache, before)

@@ -1,10 +1,10 @@
-"""Requests to every worker: find the one that stores a response, POST /v1/abort_requests, and changes of adapters."""
+"""Requests to every worker: find the one that stores a response, POST /v1/abort_requests, and changes of workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
@@ -45,10 +45,10 @@ async def keeper(
     return next((worker for worker, keeps in zip(workers, found, strict=True) if keeps), None)
 
 
-def _answering(state: GatewayState) -> list[RouterWorker]:
-    """Return the workers that serve clients; prefill workers are not included."""
+def _answering(state: GatewayState, *, prefill: bool = False) -> list[RouterWorker]:
+    """Return the workers that serve clients, and those that only `prefill` if asked for."""
     members = [each for each in state.router.registry if each.state in (WorkerState.HEALTHY, WorkerState.DRAINING)]
-    return [each.worker for each in members if each.worker.role != "prefill"]
+    return [each.worker for each in members if prefill or each.worker.role != "prefill"]
 
 
 def _named(path: str, body: bytes) -> str | None:
@@ -79,7 +79,9 @@ async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
-    responses = await _broadcast(state, path, body, headers=headers, record=record, timeout=_TIMEOUT)
+    responses = await _broadcast(
+        state, path, body, headers=headers, record=record, timeout=_TIMEOUT, workers=_answering(state)
+    )
     answers = []
     for each in responses:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -96,7 +98,8 @@ async def change_all(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached."""
-    responses = await _broadcast(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
+    workers = _answering(state, prefill=True)
+    responses = await _broadcast(state, path, body, headers, record, aiohttp.ClientTimeout(total=300), workers)
     refused = [each for each in responses if each.status != 200]
     return _refusal(refused) if refused or not responses else responses[0]
 
@@ -108,8 +111,9 @@ async def _broadcast(
     headers: Mapping[str, str],
     record: RequestRecord,
     timeout: aiohttp.ClientTimeout,
+    workers: Sequence[RouterWorker],
 ) -> list[web.Response]:
-    """Return the responses of all workers that serve clients; 503 stands for a worker that could not be reached."""
+    """Return the responses of workers; 503 stands for a worker that could not be reached."""
 
     async def ask(worker: RouterWorker) -> web.Response:
         try:
@@ -122,7 +126,7 @@ async def _broadcast(
         except UPSTREAM_ERRORS:
             return web.Response(status=503)
 
-    return await asyncio.gather(*map(ask, _answering(state)))
+    return await asyncio.gather(*map(ask, workers))
 
 
 def _refusal(responses: list[web.Response]) -> web.Response:

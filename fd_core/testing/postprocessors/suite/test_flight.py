@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
 
 KS = [0, 1, 3, 8]
-_STEPS = 400
-"""Different steps, of which nothing may remain."""
-_MAX_BYTES = 16
-"""Bytes that may remain of each step on average."""
 _FEW, _MANY = 64, 1024
 """Numbers of slots whose costs are compared."""
 
@@ -55,21 +50,14 @@ def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTar
 @pytest.mark.law("1")
 @pytest.mark.fd_alone
 def test_nothing_remains_of_many_different_steps(target: PostprocessTarget) -> None:
-    """Every step has other rows; the first ones fill what grows to a limit."""
+    """Every step has other rows."""
     matrices, rng = Matrices(target, 16, 2), np.random.default_rng(5)
-    tracemalloc.start()
-    try:
-        sizes = []
-        for count in (_STEPS // 4, _STEPS):
-            for _ in range(count):
-                rows = int(rng.integers(0, 17))
-                matrices.begin(random_rows(rng, 16, 2, rows=rows, revoked=int(rng.integers(0, 17 - rows))))
-            gc.collect()
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    grown = sizes[1] - sizes[0]
-    require(grown <= _STEPS * _MAX_BYTES, "1", f"after {_STEPS} different steps it holds {grown} bytes more")
+
+    def use(_: int) -> None:
+        rows = int(rng.integers(0, 17))
+        matrices.begin(random_rows(rng, 16, 2, rows=rows, revoked=int(rng.integers(0, 17 - rows))))
+
+    require_bounded(use, 100, "different steps", "1")
 
 
 @pytest.mark.law("1")

@@ -15,8 +15,7 @@ from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.arrays import Values, activations, assert_near, assert_same
-from fd_core.testing.models.layers import Geometry, LayerOn
+from fd_core.testing.models.arrays import assert_same
 from fd_core.testing.models.stepper import parts_of
 from fd_core.testing.models.texts import greedy, run
 
@@ -66,25 +65,6 @@ def test_an_exported_array_is_the_callers(ops: Ops, require: Callable[..., None]
     assert held.tobytes() == before
     held[:] = 0
     assert cache.export_blocks(blocks(1)).all()
-
-
-def test_exported_blocks_are_keys_then_values_by_position(ops: Ops, require: Callable[..., None]) -> None:
-    require("primitives")
-    layer = LayerOn(ops, Geometry(heads=2, kv_heads=2, d=8, hidden=16), [(3, 3)])
-    values = Values(3)
-    flat = activations(ops, values(3, 3 * 16))
-    _, k, v = ops.split_heads(flat, layer.heads)
-    cache = ops.allocate_kv(KVShape(2, 2, 8, block_size=2), 3)
-    # Block 2, then the first entry of block 0.
-    ops.write_kv(cache.layer(1), k, v, ops.from_host(blocks(4, 5, 0)))
-    exported = cache.export_blocks(blocks(2, 0))
-    if exported.dtype == np.uint16:
-        exported = (exported.astype(np.uint32) << 16).view(np.float32)
-    keys, contents = (np.array(ops.to_host(each), np.float32).reshape(3, 2, 8) for each in (k, v))
-    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[0, 1, 0])), keys[:2])
-    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[0, 1, 1])), contents[:2])
-    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[1, 1, :, 0])), np.stack([keys[2], contents[2]]))
-    assert not exported[:, 0].any(), "another layer was written"
 
 
 def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., None]) -> None:

@@ -55,6 +55,20 @@ async def test_pair_serves_and_ticket_names_the_prefill_worker() -> None:
         assert d.peers[1] == "127.0.0.1:7001" and live.router.snapshot().roles["prefill"].hit_blocks > 0
 
 
+@pytest.mark.parametrize("path", ["/v1/update_weights", "/sleep?level=2", "/v1/load_lora_adapter"])
+@in_loop
+async def test_changes_reach_both_workers_of_a_pair(path: str) -> None:
+    async with (
+        FakeWorker("p", role="prefill", usual="json") as p,
+        FakeWorker("d", role="decode", usual="json") as d,
+        routed(p, d) as live,
+    ):
+        assert (await live.post(path, {"model_path": "step-1"}))[0] == 200
+        assert [each[0] for each in (*p.seen, *d.seen)] == [path, path]
+        p.usual = "no_model"
+        assert (await live.post(path, {"model_path": "step-1"}))[0] != 200
+
+
 @in_loop
 async def test_forged_ticket_headers_are_removed() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d, FakeWorker("m") as m:
