@@ -195,15 +195,17 @@ class _Reader:
     def attention(self, spec: AttentionSpec) -> Attention:
         queries, kv = head_shares(spec, self.ops.parallel)
         qkv, output = attention_shares(spec, self.ops.parallel)
+        each_kv = max(spec.num_kv_heads, self.ops.parallel.size)  # of all ranks, which may hold the same ones
         heads = Heads(
             num_heads=queries.stop - queries.start,
             num_kv_heads=kv.stop - kv.start,
             head_dim=spec.head_dim,
             scale=spec.scale,
             rope=self.rope(spec.rope),
-            q_norm=self.optional_norm(spec.q_norm),
-            k_norm=self.optional_norm(spec.k_norm),
+            q_norm=self.head_norm(spec.q_norm, queries, spec),
+            k_norm=self.head_norm(spec.k_norm, kv, spec),
             norms_rotated=spec.norms_rotated,
+            joint_widths=(spec.num_heads * spec.head_dim, each_kv * spec.head_dim) if spec.joint_norms else None,
             # A window as long as the longest sequence masks nothing.
             window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
             softcap=spec.softcap,
@@ -227,7 +229,7 @@ class _Reader:
         return self.linear(gate_up, rows, gated=gated, after=after), self.linear(down, columns, adds=True)
 
     def moe(self, spec: MoeSpec) -> Moe:
-        bias = spec.correction_bias
+        bias, gate = spec.correction_bias, spec.shared_gate
         rows, columns = feed_forward_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
@@ -241,6 +243,7 @@ class _Reader:
             norm_floor=spec.norm_floor,
             shared_gate_up=shared[0],
             shared_down=shared[1],
+            shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
         )
         return Moe(self.norm(spec.norm), experts)
 
@@ -252,8 +255,16 @@ class _Reader:
 
     def norm(self, spec: NormSpec) -> Norm:
         """Read a norm, its offset folded into the weight; its bias belongs to the linear that follows."""
-        weight = self.values(spec.weight) + np.float32(self.spec.norm_offset)
-        return Norm(self.ops.prepare_vector(weight), self.spec.eps)
+        return self.norm_of(self.values(spec.weight))
+
+    def norm_of(self, weight: Floats) -> Norm:
+        return Norm(self.ops.prepare_vector(weight + np.float32(self.spec.norm_offset)), self.spec.eps)
+
+    def head_norm(self, spec: NormSpec | None, heads: slice, attention: AttentionSpec) -> Norm | None:
+        """Read a norm of queries or keys: of one head, or of this rank's share of all heads."""
+        if spec is None or not attention.joint_norms:
+            return self.optional_norm(spec)
+        return self.norm_of(self.values(spec.weight).reshape(-1, attention.head_dim)[heads])
 
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)

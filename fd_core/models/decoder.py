@@ -245,7 +245,7 @@ class DecoderModel:
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
         """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        if block.norm is None or block.heads.norms_rotated:
+        if block.norm is None or block.heads.norms_rotated or block.heads.joint_widths is not None:
             return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
         return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
 

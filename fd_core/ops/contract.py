@@ -171,6 +171,9 @@ class Heads:
     softcap: float | None = None
     norms_rotated: bool = False
     """True if both norms follow rope; only `Ops.composed_attention_inputs` computes such heads."""
+    joint_widths: tuple[int, int] | None = None
+    """Elements of the query heads and of the key heads of all ranks, if each kind is normalized together, before rope,
+    with weights [heads, d]; only `Ops.composed_attention_inputs` computes such heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,9 @@ class Experts:
     shared_gate_up: Array | None = None
     """Shared experts, as one gated linear."""
     shared_down: Array | None = None
+    shared_gate: Array | None = None
+    """[H] prepared by `prepare_vector`: the sigmoid of its product with a token multiplies the output of the shared
+    experts (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,6 +535,13 @@ class Ops(abc.ABC):
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d]."""
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        """Normalize all heads of a token together: [T, heads, d], weights [heads, d], `width` elements on all ranks.
+
+        Only models with such norms need it. Raises `ConfigError` by default.
+        """
+        raise ConfigError(f"the operations of {self.name} do not normalize all heads together", field="--backend")
+
     @abc.abstractmethod
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         """Rotate [T, heads, d] by position."""
@@ -703,16 +716,16 @@ class Ops(abc.ABC):
         if lora is not None:
             projected = self.lora(projected, normed, lora)
         q, k, v = self.split_heads(projected, heads)
-        q, k = (
-            self._placed(each, head_norm, heads, step) for each, head_norm in ((q, heads.q_norm), (k, heads.k_norm))
-        )
+        q_width, k_width = heads.joint_widths or (None, None)
+        q = self._placed(q, heads.q_norm, q_width, heads, step)
+        k = self._placed(k, heads.k_norm, k_width, heads, step)
         self.write_kv(layer, k, v, step.kv_slots)
         return q
 
-    def _placed(self, x: Array, norm: Norm | None, heads: Heads, step: StepInput) -> Array:
+    def _placed(self, x: Array, norm: Norm | None, width: int | None, heads: Heads, step: StepInput) -> Array:
         """Normalize and rotate queries or keys [T, heads, d]."""
         if norm is not None and not heads.norms_rotated:
-            x = self.rms_norm(x, norm)
+            x = self.rms_norm(x, norm) if width is None else self.joint_norm(x, norm, width)
         x = self.rope(x, heads.rope, step.positions)
         return self.rms_norm(x, norm) if norm is not None and heads.norms_rotated else x
 
@@ -760,9 +773,24 @@ class Ops(abc.ABC):
 
     def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
         """Return y [T, H] plus the output of the shared experts for x; may write into `y`."""
-        if experts.shared_gate_up is not None:
-            y += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        shared = self.shared(x, experts, activation)
+        if shared is not None:
+            y += shared
         return y
+
+    def shared(self, x: Array, experts: Experts, activation: Activation) -> Array | None:
+        """Return the output of the shared experts for x, or None without any."""
+        if experts.shared_gate_up is None:
+            return None
+        y = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        return y if experts.shared_gate is None else self.weigh(y, x, experts.shared_gate)
+
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        """Multiply y [T, H] by sigmoid(x @ gate), for x [T, H] and a vector [H], computed in float32.
+
+        Only shared experts with a gate need it. Raises `ConfigError` by default.
+        """
+        raise ConfigError(f"the operations of {self.name} have no gate for shared experts", field="--backend")
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """x + all_reduce(moe(norm(x))): [T, H] -> [T, H], the residual stream. May write into `x`."""

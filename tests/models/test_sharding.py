@@ -1,19 +1,24 @@
 """Sharded models compute the same as one rank, and no rank holds whole weights."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.models.decoder import adapters_bytes
+from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import head_shares, require_division, width_share
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
+from fd_core.ops.native import load_native_ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor
 from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.models import checkpoints
 from fd_core.testing.models.adapters import EVERYTHING, write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
 from tests.models.paged import PagedDriver
@@ -57,6 +62,16 @@ def checked(folder, make_ops, size, *how, atol=2e-5):
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
 def test_two_ranks_match_one(case, pack, tmp_path):
     checked(write_checkpoint(case, tmp_path / case), pack, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("pack", [NumpyOps, TorchOps, partial(load_native_ops, "float32", 1)])
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+def test_joint_norms_and_gated_experts_span_the_ranks(name, pack, size, tmp_path, monkeypatch):
+    """Four ranks hold two KV heads: each counts twice in the sum of squares and in its width."""
+    case = next(each.cases["plain"] for each in installed_families().architectures.values() if each.model_type == name)
+    monkeypatch.setitem(checkpoints.CASES, name, (name, case))
+    checked(write_checkpoint(name, tmp_path / "model"), pack, size, atol=5e-5)
 
 
 @pytest.mark.parametrize("targets", [EVERYTHING, ("k_proj", "o_proj", "up_proj"), ("q_proj", "v_proj", "down_proj")])

@@ -105,6 +105,12 @@ def test_rms_norm_of_heads(ops: Ops, values: Values) -> None:
     assert_near(ops, found, x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight)
 
 
+def test_joint_norm_of_all_heads(ops: Ops, values: Values) -> None:
+    x, weight = values(3, 2, 8), values(2, 8)
+    found = ops.joint_norm(heads_of(ops, x)[0], Norm(ops.prepare_vector(weight), 0.1), 16)
+    assert_near(ops, found, x / np.sqrt((x**2).mean(axis=(1, 2), keepdims=True) + 0.1) * weight)
+
+
 def test_linear_stacks_its_parts(ops: Ops, values: Values) -> None:
     x, a, b = values(3, 5), values(2, 5), values(4, 5)
     found = ops.linear(activations(ops, x), ops.prepare_linear([raw(a), raw(b)]))
@@ -243,15 +249,17 @@ def test_logits_are_softly_capped(ops: Ops, values: Values, require: Require) ->
     assert_near(ops, found, 1.5 * np.tanh(x @ weight.T / 1.5))
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
 def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
-    ops: Ops, values: Values, require: Require, normalize: bool, corrected: bool
+    ops: Ops, values: Values, require: Require, normalize: bool, corrected: bool, gated: bool
 ) -> None:
     require("moe")
     x, router = values(9, 6), values(5, 6)
     gates, ups, downs = values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)  # 5 experts, and the shared one
     bias = values(5) if corrected else np.zeros(5, np.float32)
+    gate = values(6)
     experts = Experts(
         router=ops.prepare_vector(router),
         gate_up=ops.prepare_experts([[raw(gates[e]), raw(ups[e])] for e in range(5)], gated=True),
@@ -262,6 +270,7 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
         norm_floor=0.7,
         shared_gate_up=ops.prepare_linear([raw(gates[5]), raw(ups[5])], gated=True),
         shared_down=ops.prepare_linear([raw(downs[5])]),
+        shared_gate=ops.prepare_vector(gate) if gated else None,
     )
 
     def expert(index: int, token: Floats) -> Floats:
@@ -274,5 +283,8 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
         scores = np.exp(router @ token) / np.exp(router @ token).sum()
         chosen = np.argsort(-(scores + bias))[:2]
         weights = scores[chosen] / (max(scores[chosen].sum(), 0.7) if normalize else 1)
-        expected.append(expert(5, token) + sum(w * expert(e, token) for w, e in zip(weights, chosen, strict=True)))
+        share = 1 / (1 + np.exp(-(gate @ token))) if gated else 1.0
+        expected.append(
+            share * expert(5, token) + sum(w * expert(e, token) for w, e in zip(weights, chosen, strict=True))
+        )
     assert_near(ops, ops.moe(activations(ops, x), experts, "silu"), np.stack(expected))

@@ -282,6 +282,8 @@ class AttentionSpec(_Parts):
     k_norm: NormSpec | None
     norms_rotated: bool
     """True if queries and keys are normalized after rope."""
+    joint_norms: bool
+    """True if all heads of the queries, and all of the keys, are normalized together."""
     window: int | None
     softcap: float | None
     post_norm: NormSpec | None
@@ -320,6 +322,8 @@ class MoeSpec(_Parts):
     norm_floor: float = 0.0
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
+    shared_gate: VectorSpec | None = None
+    """[1, hidden], whose sigmoid multiplies the output of the shared experts."""
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
@@ -405,8 +409,8 @@ class Traits:
     mlp_bias: bool = False
     head_bias: bool = False
     """Of the output projection."""
-    head_norms: Literal["", "before rope", "after rope"] = ""
-    """Place of the norms of query and key heads, if there are any."""
+    head_norms: Literal["", "before rope", "after rope", "joint"] = ""
+    """Place of the norms of query and key heads, if there are any; `joint` is one norm of all heads before rope."""
     norms: Literal["before", "after", "around"] = "before"
     """Place of the norms of attention and feed-forward: their input, their output before it is added, or both."""
     layer_norm: bool = False
@@ -553,9 +557,12 @@ def _attention(
         raise ModelError(f"{config.origin}: {nh} query heads are not a multiple of {nkv} key and value heads")
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     names = (traits.fused["qkv"],) if "qkv" in traits.fused else parts
+    joint = traits.head_norms == "joint"
     q_norm, k_norm = (
-        NormSpec(VectorSpec(f"{named(f'self_attn.{each}_norm')}.weight", (d,))) if traits.head_norms else None
-        for each in "qk"
+        NormSpec(VectorSpec(f"{named(f'self_attn.{each}_norm')}.weight", (count * d if joint else d,)))
+        if traits.head_norms
+        else None
+        for each, count in (("q", nh), ("k", nkv))
     )
     return AttentionSpec(
         norm=norm,
@@ -569,6 +576,7 @@ def _attention(
         q_norm=q_norm,
         k_norm=k_norm,
         norms_rotated=traits.head_norms == "after rope",
+        joint_norms=joint,
         window=traits.window(layer),
         softcap=traits.attention_softcap,
         post_norm=post_norm,

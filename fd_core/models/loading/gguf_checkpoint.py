@@ -33,10 +33,13 @@ _BLOCK = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -44,11 +47,18 @@ _BLOCK = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _CORRECTION = "exp_probs_b"
+_SHARED_GATE = "ffn_gate_inp_shexp"
+"""Some converters write its one row as a vector."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_CONFIGURED = frozenset({_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS})
+"""Tensors that become part of the config."""
 _PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
 
 
@@ -58,12 +68,12 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
     layer = f"model.layers.{int(block or 0)}"
     parts = {**_BLOCK, **gguf.tensors}
     if block is None and part in _TOP:
-        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, config, gguf)}
-    if block is not None and part in parts:
-        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, config, gguf)}
-    if block is not None and part in _EXPERTS and len(tensor.shape) == 3:
+        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
+    if block is not None and part in parts and "{}" not in parts[part]:
+        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
+    if block is not None and part in parts and len(tensor.shape) == 3:
         return {
-            f"{layer}.mlp.experts.{index}.{_EXPERTS[part]}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
+            f"{layer}.{parts[part].format(index)}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
             for index in range(tensor.shape[0])
         }
     if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
@@ -74,8 +84,8 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
     )
 
 
-def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any], gguf: Gguf) -> TensorView:
-    if (offset := np.float32(gguf.norm_offset)) and part.endswith("norm"):
+def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str, Any], gguf: Gguf) -> TensorView:
+    if (offset := np.float32(gguf.norm_offset)) and part.endswith("norm") and kind == "weight":
         return TensorView(tensor.shape, tensor, lambda stored: RawTensor("F32", stored.to_float32() - offset))
     if gguf.permuted and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
@@ -87,6 +97,8 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any], ggu
         # The order of rows that turns (pair, half) of each head back into (half, pair).
         rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return TensorView(tensor.shape, tensor, rows=rows)
+    if part == _SHARED_GATE and len(tensor.shape) == 1:
+        return TensorView((1, *tensor.shape), tensor, _as_row)
     return TensorView(tensor.shape, tensor)
 
 
@@ -122,7 +134,7 @@ class GgufCheckpoint(Checkpoint):
         config, stored = config_from(self._metadata, tensors, known)
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
-            if tensor.name == _ROPE_FACTORS:  # part of the config
+            if tensor.name in _CONFIGURED:
                 continue
             for name, view in _views(tensor, config, stored).items():
                 if name in views:
@@ -225,13 +237,14 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
     head_dim = shape.count("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        found = shape.count(key, head_dim)
-        if found != head_dim:
-            raise ModelError(
-                f"{shape.origin}: {shape.prefix}{key} is {found} and the head size {head_dim}; "
-                "only equal values are supported"
-            )
+    if (found := shape.count("attention.value_length", head_dim)) != head_dim:
+        raise ModelError(
+            f"{shape.origin}: {shape.prefix}attention.value_length is {found} and the head size {head_dim}; "
+            "only equal values are supported"
+        )
+    rotary = shape.count("rope.dimension_count", head_dim)
+    layer_norm = shape.optional_single("attention.layer_norm_epsilon")
+    rms_norm = shape.single("attention.layer_norm_rms_epsilon", layer_norm)
     layers = shape.count("block_count")
     if layers > len(tensors):
         raise ModelError(f"{shape.origin}: {shape.prefix}block_count is {layers}, but there are {len(tensors)} tensors")
@@ -247,47 +260,41 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": shape.count("context_length"),
-        "rms_norm_eps": shape.single("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": rms_norm,
+        **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), layer_norm or rms_norm),
         "rope_theta": shape.single("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(shape, tensors, head_dim),
+        "rope_scaling": _rope_scaling(shape, tensors, rotary),
+        "partial_rotary_factor": math.nextafter(rotary / head_dim, 1.0),  # its product with head_dim is rounded down
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
     }
 
 
-def _rope_scaling(shape: ModelConfig, tensors: StoredTensors, head_dim: int) -> dict[str, Any] | None:
-    if _ROPE_FACTORS in tensors:
-        return _llama3_scaling(shape, tensors, head_dim)
+def _rope_scaling(shape: ModelConfig, tensors: StoredTensors, rotary: int) -> dict[str, Any] | None:
+    original = shape.index("rope.scaling.original_context_length", 0)
+    scaling: dict[str, Any] = {"original_max_position_embeddings": original} if original else {}
+    for short, long in ((_ROPE_FACTORS, _ROPE_FACTORS), (_SHORT_FACTORS, _LONG_FACTORS)):
+        if short in tensors and long in tensors:
+            # The converter computes those of Llama 3 for every frequency; they are the same in any context.
+            return scaling | {
+                "rope_type": "longrope",
+                "short_factor": _rope_factors(tensors[short], rotary),
+                "long_factor": _rope_factors(tensors[long], rotary),
+                "attention_factor": shape.single("rope.scaling.attn_factor", 1.0),
+            }
     kind = shape.text("rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{shape.origin}: rope scaling {kind!r} is not supported")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": shape.single("rope.scaling.factor")}
-    original = shape.index("rope.scaling.original_context_length", 0)
-    if kind == "yarn" and original:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    if kind == "yarn":
+        scaling |= {name: shape.optional_single(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return scaling | {"rope_type": kind, "factor": shape.single("rope.scaling.factor")}
 
 
-def _llama3_scaling(shape: ModelConfig, tensors: StoredTensors, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's scaling parameters from the factors that the converter computed from them."""
-    tensor = tensors[_ROPE_FACTORS]
-    if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
-        raise ModelError(f"{shape.origin}: tensor 'rope_freqs.weight' has no usable form")
-    factors = tensor.view("<f4")
-    factor = float(factors.max())
-    # Llama 3's divisor of each rope frequency (low 1, high 4, original context 8192).
-    wavelength = 2 * math.pi * shape.single("rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if not np.allclose(factors, expected, rtol=1e-3):
-        raise ModelError(f"{shape.origin}: the rope factors in 'rope_freqs.weight' are not those of Llama 3")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+def _rope_factors(tensor: StoredTensor, rotary: int) -> list[float]:
+    if tensor.dtype != "F32" or tensor.shape != (rotary // 2,):
+        raise ModelError(f"{tensor.file.path}: tensor {tensor.name!r} has no usable form")
+    return [float(each) for each in tensor.view("<f4")]

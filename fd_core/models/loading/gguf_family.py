@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
 
@@ -21,11 +22,26 @@ class Gguf:
     """Returns the fields of `config.json` that the common metadata do not give, from the architecture's own metadata,
     named without its prefix, and the tensors."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer whose name differs from the usual one: GGUF's name to Hugging Face's."""
+    """Tensors of a layer whose name differs from the usual one: GGUF's name to Hugging Face's, with `{}` for the index
+    of an expert."""
     permuted: bool = False
     """True if the rows of q and k were permuted for interleaved rope."""
     norm_offset: float = 0.0
     """Number that was added to the norm weights."""
+
+
+def windows(shape: ModelConfig) -> dict[str, Any]:
+    """Return the window and the layers that use it: all but every fourth, unless the file lists them."""
+    key = "attention.sliding_window_pattern"
+    layers, listed = range(shape.count("block_count")), shape.values.get(key)
+    slides = [(layer + 1) % 4 > 0 for layer in layers] if listed is None else listed
+    if not isinstance(slides, list | tuple) or len(slides) != len(layers):
+        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {len(layers)} layers")
+    window = shape.optional_count("attention.sliding_window")
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if window and each else "full_attention" for each in slides],
+    }
 
 
 KnownGguf = Mapping[str, tuple[str, str, Gguf]]

@@ -393,6 +393,7 @@ class NativeOps(TorchOps):
                 ctypes.byref(geometry),
                 call.pointer(experts.router),
                 call.pointer(experts.correction_bias),
+                call.pointer(experts.shared_gate),
                 gate_up,
                 down,
                 *[None if part is None else part.handle for part in shared],

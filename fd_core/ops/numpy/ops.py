@@ -134,6 +134,11 @@ class NumpyOps(NumpySampling, Ops):
         q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
         return split[:, :q_end], split[:, q_end:k_end], split[:, k_end:]
 
+    def joint_norm(self, x: Floats, norm: Norm, width: int) -> Floats:
+        squares = self.all_reduce(np.square(x).sum(axis=(1, 2), keepdims=True))
+        normalized: Floats = x / np.sqrt(squares / np.float32(width) + np.float32(norm.eps)) * norm.weight
+        return normalized
+
     def rope(self, x: Floats, rope: Rope, positions: IntArray) -> Floats:
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
         half = cos.shape[-1]
@@ -172,6 +177,10 @@ class NumpyOps(NumpySampling, Ops):
                 output[tokens] += y * weights[tokens, places, None]
         shared: Floats = self.add_shared(output, x, experts, activation)
         return shared
+
+    def weigh(self, y: Floats, x: Floats, gate: Floats) -> Floats:
+        weighted: Floats = y / (1 + np.exp(-(x @ gate)))[:, None]
+        return weighted
 
     def add(self, x: Floats, y: Floats) -> Floats:
         return x + y

@@ -153,6 +153,15 @@ class OnnxOps(NumpyOps):
         )
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
+            how = {"axis": -1, "epsilon": float(norm.eps)}
+            weight = graph.reshape(graph.weight(norm.weight), -1)
+            return graph.reshape(graph.op("RMSNormalization", graph.reshape(x, 0, -1), weight, **how), 0, *shape)
+
+        shape = norm.weight.shape
+        return self._call(emit, x)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         """Rotate pairs of elements; each token is a separate sequence."""
 
@@ -194,7 +203,11 @@ class OnnxOps(NumpyOps):
             y = routed_experts(graph, x, experts, compute=compute)
             if experts.shared_gate_up is None or experts.shared_down is None:
                 return y
-            return graph.op("Add", y, compute(x, experts.shared_gate_up, experts.shared_down))
+            shared = compute(x, experts.shared_gate_up, experts.shared_down)
+            if experts.shared_gate is not None:
+                score = graph.op("MatMul", x, graph.reshape(graph.weight(experts.shared_gate), -1, 1))
+                shared = graph.op("Mul", shared, graph.op("Sigmoid", score))
+            return graph.op("Add", y, shared)
 
         return self._call(emit, x)
 

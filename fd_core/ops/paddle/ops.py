@@ -422,6 +422,11 @@ class PaddleOps(Ops):
         q, k, v = paddle.split(split, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], axis=1)
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        wide = x.astype("float32")
+        squares = self.all_reduce(wide.square().sum(axis=[1, 2], keepdim=True))
+        return (wide * paddle.rsqrt(squares / width + norm.eps) * norm.weight).astype(x.dtype)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         cos = paddle.index_select(rope.cos, positions).unsqueeze(1)
         sin = paddle.index_select(rope.sin, positions).unsqueeze(1)
@@ -466,6 +471,9 @@ class PaddleOps(Ops):
                 y = self.linear(inner, experts.down[expert]) * shares[start:end]
                 paddle.index_add_(output, tokens[start:end], 0, y)
         return self.add_shared(output, x, experts, activation)
+
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        return y * functional.sigmoid(paddle.matmul(x.astype("float32"), gate)).astype(y.dtype).unsqueeze(1)
 
     def add(self, x: Array, y: Array) -> Array:
         return x + y

@@ -165,6 +165,11 @@ class TorchOps(TorchSampling, Ops):
         )
         return q, k, v
 
+    def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
+        wide = x.float()
+        squares = self.all_reduce(wide.square().sum(dim=(1, 2), keepdim=True))
+        return (wide * torch.rsqrt(squares / width + norm.eps) * norm.weight).to(x.dtype)
+
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         cos = rope.cos.index_select(0, positions)[:, None]
         sin = rope.sin.index_select(0, positions)[:, None]
@@ -204,6 +209,9 @@ class TorchOps(TorchSampling, Ops):
                 y = self.linear(self.gated_linear(x[tokens], experts.gate_up[expert], activation), experts.down[expert])
                 output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
         return self.add_shared(output, x, experts, activation)
+
+    def weigh(self, y: Array, x: Array, gate: Array) -> Array:
+        return y * torch.sigmoid(x.float() @ gate).to(y.dtype)[:, None]
 
     def add(self, x: Array, y: Array) -> Array:
         return x + y

@@ -77,6 +77,8 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
     "Heads.norms_rotated": "only the composition reads it; the kit of model families varies it",
+    "Heads.joint_widths": "only the composition reads it; the kit of model families varies it",
+    "Experts.shared_gate": "the kit of model families varies it",
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
 }

@@ -263,10 +263,7 @@ class CudaOps(TorchOps):
         Without the kernel every expert runs on every token, because a capture cannot depend on the routing.
         """
         if self._kernels.experts is not None:
-            shared = None
-            if experts.shared_gate_up is not None:
-                shared = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
-            return self._kernels.experts(x, experts, activation, shared)
+            return self._kernels.experts(x, experts, activation, self.shared(x, experts, activation))
         if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
         chosen, weights = route(x, experts)

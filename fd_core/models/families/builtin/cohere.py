@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
 
 _PATTERN = 4
 """By default, every fourth layer has full attention."""
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {
+        "sliding_window": shape.count("attention.sliding_window"),
+        "logit_scale": shape.single("logit_scale"),
+    }
 
 
 class Cohere2(Family):
@@ -27,6 +34,7 @@ class Cohere2(Family):
         },
         "biases": {"attention_bias": True, "sliding_window": 200, "layer_types": None},
     }
+    gguf: ClassVar = {"cohere2": Gguf(config=_gguf_config)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""

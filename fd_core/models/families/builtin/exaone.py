@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import windows
 
 
 class Exaone4(Family):
@@ -28,6 +29,7 @@ class Exaone4(Family):
             "tie_word_embeddings": True,
         },
     }
+    gguf: ClassVar = {"exaone4": Gguf(config=lambda shape, tensors: windows(shape))}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with or without windows."""

@@ -17,6 +17,18 @@ _PATTERN: Final = 6
 """By default, every sixth layer has full attention."""
 
 
+def _gemma2_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    heads, hidden = shape.count("attention.head_count"), shape.count("embedding_length")
+    # The 27B model, identified by its 46 layers, scales queries by hidden size / heads, the others by the head size.
+    wide = shape.count("block_count") == 46
+    return {
+        "query_pre_attn_scalar": hidden // heads if wide else shape.count("attention.key_length", hidden // heads),
+        "sliding_window": shape.count("attention.sliding_window", 4096),
+        "final_logit_softcapping": shape.single("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": shape.single("attn_logit_softcapping", 50.0),
+    }
+
+
 def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     layers = shape.count("block_count")
     heads = shape.count("attention.head_count")
@@ -40,6 +52,7 @@ class Gemma(Family):
     architectures = ("GemmaForCausalLM",)
     model_type = "gemma"
     cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
+    gguf: ClassVar = {"gemma": Gguf(norm_offset=1.0)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Its activation is the approximated gelu, also where old configs name gelu."""
@@ -70,6 +83,9 @@ class Gemma2(Family):
             "tie_word_embeddings": True,
         },
         "biases": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    }
+    gguf: ClassVar = {
+        "gemma2": Gguf(config=_gemma2_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
     }
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -102,15 +118,7 @@ class Gemma3(Family):
         },
     }
     gguf: ClassVar = {
-        "gemma3": Gguf(
-            config=_gemma3_config,
-            tensors={
-                "ffn_norm": "pre_feedforward_layernorm",
-                "post_attention_norm": "post_attention_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            },
-            norm_offset=1.0,
-        )
+        "gemma3": Gguf(config=_gemma3_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
     }
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -121,7 +129,7 @@ class Gemma3(Family):
         if types is None:
             pattern = config.count("sliding_window_pattern", _PATTERN)
             types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
-        full, sliding = _ropes(config)
+        full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
         window = config.count("sliding_window")
         bias = config.flag("attention_bias")
         return Traits(
@@ -141,14 +149,13 @@ class Gemma3(Family):
         )
 
 
-def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
+def ropes_of_kinds(config: ModelConfig, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
     """Return the ropes of full-attention layers and of sliding layers, from either config format."""
     head_dim = head_dim_of(config)
     parameters = config.part("rope_parameters")
     if parameters is None:
         scaling = config.part("rope_scaling")
-        theta = config.number("rope_theta", _GLOBAL_THETA)
-        local_theta = config.number("rope_local_base_freq", _LOCAL_THETA)
+        theta = config.number("rope_theta", theta)
         return (
             scaled_rope_spec(config, scaling, head_dim, theta=theta),
             scaled_rope_spec(config, None, head_dim, theta=local_theta),
@@ -156,6 +163,6 @@ def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
     if "rope_theta" in parameters.values:
         raise ModelError(f"{config.origin}: rope_parameters must name full_attention and sliding_attention")
     return (
-        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=_GLOBAL_THETA),
-        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=_LOCAL_THETA),
+        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=theta),
+        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=local_theta),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
 
@@ -33,6 +33,15 @@ class Glm4(Family):
     architectures = ("Glm4ForCausalLM",)
     model_type = "glm4"
     cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
+    gguf: ClassVar = {
+        "glm4": Gguf(
+            tensors={
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+                "ffn_up": "mlp.gate_up_proj",
+            }
+        )
+    }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with biases on q, k and v, unless the config has none."""

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family
-from fd_core.models.families.spec import LinearSpec, MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.spec import (
+    LinearSpec,
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+)
 from fd_core.models.loading.config import ModelConfig
+
+
+def _factors(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": shape.optional_single("embedding_scale"),
+        "residual_multiplier": shape.optional_single("residual_scale"),
+        "attention_multiplier": shape.optional_single("attention.scale"),
+        "logits_scaling": shape.optional_single("logit_scale"),
+    }
+
+
+def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return _factors(shape, tensors) | {
+        "num_local_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "separate_experts": True,
+    }
 
 
 class Granite(Family):
@@ -25,6 +51,7 @@ class Granite(Family):
         },
         "biases": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3.0},
     }
+    gguf: ClassVar = {"granite": Gguf(config=_factors, permuted=True)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""
@@ -43,7 +70,7 @@ class Granite(Family):
 
 
 class GraniteMoe(Family):
-    """`GraniteMoeForCausalLM`: every layer has experts, which are stored in one tensor."""
+    """`GraniteMoeForCausalLM`: every layer has experts, which are stored in one tensor, except in GGUF files."""
 
     architectures = ("GraniteMoeForCausalLM",)
     model_type = "granitemoe"
@@ -58,26 +85,31 @@ class GraniteMoe(Family):
             "logits_scaling": 4.0,
         },
     }
+    gguf: ClassVar = {
+        "granitemoe": Gguf(config=_experts, tensors={"ffn_gate_inp": "block_sparse_moe.router.layer"}, permuted=True)
+    }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; the weights of a token's experts sum to 1."""
         hidden, intermediate = config.count("hidden_size"), config.count("intermediate_size")
-        count = config.count("num_local_experts", 8)
+        count, separate = config.count("num_local_experts", 8), config.flag("separate_experts")
 
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
             block = f"{prefix}.block_sparse_moe"
+
+            def expert(index: int) -> tuple[LinearSpec, LinearSpec]:
+                if separate:
+                    return gate_up_down(f"{prefix}.mlp.experts.{index}", hidden, intermediate)
+                stack, sizes = (index, count), (intermediate, intermediate)
+                return (
+                    LinearSpec((f"{block}.input_linear",), sizes, hidden, stack=stack),
+                    LinearSpec((f"{block}.output_linear",), (hidden,), intermediate, stack=stack),
+                )
+
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.router.layer.weight", (count, hidden)),
-                experts=tuple(
-                    (
-                        LinearSpec(
-                            (f"{block}.input_linear",), (intermediate, intermediate), hidden, stack=(index, count)
-                        ),
-                        LinearSpec((f"{block}.output_linear",), (hidden,), intermediate, stack=(index, count)),
-                    )
-                    for index in range(count)
-                ),
+                experts=tuple(map(expert, range(count))),
                 top_k=config.count("num_experts_per_tok", 2),
                 normalize=True,
             )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+
+_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+
+
+def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {"num_experts": shape.count("expert_count"), "moe_topk": shape.count("expert_used_count")}
 
 
 class HunyuanDense(Family):
@@ -23,6 +29,7 @@ class HunyuanDense(Family):
         },
         "biases": {"attention_bias": True},
     }
+    gguf: ClassVar = {"hunyuan-dense": Gguf(tensors=_NORMS)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""
@@ -43,6 +50,18 @@ class HunyuanMoe(Family):
     architectures = ("HunYuanMoEV1ForCausalLM",)
     model_type = "hunyuan_v1_moe"
     cases: ClassVar = {"plain": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32}}
+    gguf: ClassVar = {
+        "hunyuan-moe": Gguf(
+            config=_experts,
+            tensors={
+                **_NORMS,
+                "ffn_gate_inp": "mlp.gate.wg",
+                "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+                "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+                "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+            },
+        )
+    }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Raises `ModelError` for numbers of experts that differ between layers."""

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+
+
+def _stablelm_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
+def _starcoder2_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in tensors, "hidden_act": "gelu_pytorch_tanh"}
 
 
 class StableLm(Family):
@@ -18,6 +30,7 @@ class StableLm(Family):
         "biases": {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.25},
         "parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     }
+    gguf: ClassVar = {"stablelm": Gguf(config=_stablelm_config)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Raises `ModelError` for norms with other weights for each head."""
@@ -41,6 +54,9 @@ class StarCoder2(Family):
     cases: ClassVar = {
         "biases": {"use_bias": True, "tie_word_embeddings": True, "norm_epsilon": 1e-3},
         "window": {"use_bias": False, "sliding_window": 7, "hidden_act": "gelu"},
+    }
+    gguf: ClassVar = {
+        "starcoder2": Gguf(config=_starcoder2_config, tensors={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"})
     }
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -72,6 +88,7 @@ class Nemotron(Family):
         "plain": {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "norm_eps": 1e-3},
         "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu", "partial_rotary_factor": 1.0},
     }
+    gguf: ClassVar = {"nemotron": Gguf(config=lambda shape, tensors: {"hidden_act": "relu2"}, norm_offset=1.0)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""

@@ -21,9 +21,17 @@ LLAMA3_ROPE = {
 
 
 def _llama_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    if shape.index("expert_count", 0):
-        raise ModelError(f"{shape.origin}: Mixtral-style experts are not supported")
-    return {"mlp_bias": False}
+    """Return what distinguishes the families that are converted as Llama."""
+    if count := shape.index("expert_count", 0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": count,
+            "num_experts_per_tok": shape.count("expert_used_count"),
+        }
+    if "blk.0.attn_q.bias" in tensors and "blk.0.attn_output.bias" not in tensors:
+        return {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+    return {}
 
 
 class Llama(Family):
@@ -40,7 +48,18 @@ class Llama(Family):
             "num_key_value_heads": 4,
         },
     }
-    gguf: ClassVar = {"llama": Gguf(config=_llama_config, permuted=True)}
+    gguf: ClassVar = {
+        "llama": Gguf(
+            config=_llama_config,
+            tensors={
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+                "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+                "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            },
+            permuted=True,
+        )
+    }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""
@@ -78,6 +97,7 @@ class SmolLm3(Family):
             "mlp_bias": True,
         },
     }
+    gguf: ClassVar = {"smollm3": Gguf(permuted=True)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; its windows, if any, are those of `layer_types`, or of the layers without rope."""
@@ -109,6 +129,9 @@ class SeedOss(Family):
     cases: ClassVar = {
         "usual": {"attention_bias": True, "attention_out_bias": False},
         "every-bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    }
+    gguf: ClassVar = {
+        "seed_oss": Gguf(config=lambda shape, tensors: {"attention_out_bias": "blk.0.attn_output.bias" in tensors})
     }
 
     def traits(self, config: ModelConfig) -> Traits:

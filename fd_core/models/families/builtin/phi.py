@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return {"sliding_window": shape.index("attention.sliding_window", 0) or None}
 
 
 class Phi3(Family):
@@ -38,6 +42,7 @@ class Phi3(Family):
             "tie_word_embeddings": True,
         },
     }
+    gguf: ClassVar = {"phi3": Gguf(config=_gguf_config, tensors={"ffn_up": "mlp.gate_up_proj"})}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; every layer uses the sliding window, if there is one."""

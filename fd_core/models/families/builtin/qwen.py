@@ -27,6 +27,13 @@ def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     }
 
 
+def _shared_experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return _experts(shape, tensors) | {
+        "shared_expert_intermediate_size": shape.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+    }
+
+
 class Qwen2(Family):
     """`Qwen2ForCausalLM`: biases on q, k and v."""
 
@@ -117,6 +124,56 @@ class Qwen3Moe(Family):
             )
 
         return replace(Qwen3().traits(config), window=lambda layer: window, moe=moe)
+
+
+class Qwen2Moe(Family):
+    """`Qwen2MoeForCausalLM`: as Qwen3-MoE with the attention of Qwen2, and one shared expert with a gate."""
+
+    architectures = ("Qwen2MoeForCausalLM",)
+    model_type = "qwen2_moe"
+    cases: ClassVar = {
+        "plain": {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+        "every-second": {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+        },
+    }
+    gguf: ClassVar = {
+        "qwen2moe": Gguf(
+            config=_shared_experts,
+            tensors={
+                "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+                "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+                "ffn_up_shexp": "mlp.shared_expert.up_proj",
+                "ffn_down_shexp": "mlp.shared_expert.down_proj",
+            },
+        )
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; each of its layers has experts, or is listed or skipped by the config."""
+        hidden, shared = config.count("hidden_size"), config.count("shared_expert_intermediate_size")
+        routed = Qwen3Moe().traits(config).moe
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+            block = routed(layer, prefix, norm)
+            return block and replace(
+                block,
+                shared=gate_up_down(f"{prefix}.mlp.shared_expert", hidden, shared),
+                shared_gate=VectorSpec(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)),
+            )
+
+        return replace(Qwen2().traits(config), qkv_bias=config.flag("qkv_bias", True), moe=moe)
 
 
 def _window(config: ModelConfig) -> Callable[[int], int | None]:

@@ -543,7 +543,8 @@ struct MoeGeometry {
 };
 
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
-                        const float* router, const float* bias, const void* const* gate_up, const void* const* down,
+                        const float* router, const float* bias, const float* shared_gate, const void* const* gate_up,
+                        const void* const* down,
                         const void* shared_gate_up, const void* shared_down, int activation, void* group,
                         const int* hidden_starts, const int* shared_starts, const int* starts, int residual) {
     return add(program, [&](auto e) -> Operation* {
@@ -552,6 +553,7 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         ExpertWeights w{};
         w.router = router;
         w.bias = bias;
+        w.shared_gate = shared_gate;
         for (int i = 0; i < g->experts; i++) {
             w.gate_up.push_back(static_cast<const Linear*>(gate_up[i]));
             w.down.push_back(static_cast<const Linear*>(down[i]));

@@ -39,6 +39,7 @@ void MoeResidual<E>::run(const Context& context) {
         chosen_.resize(size_t(tokens) * experts_.top_k);
         weights_.resize(chosen_.size());
         place_.resize(chosen_.size());
+        shared_weights_.assign(tokens, 1.0f);
     }
     context.wait_for_all();
 
@@ -59,16 +60,19 @@ template <class E>
 void MoeResidual<E>::route(const Context& context, int token, float* scores) {
     const int count = int(experts_.gate_up.size()), width = norm_.width, k = experts_.top_k;
     const E* x = context.row<E>(norm_.norm.weight ? norm_.out : norm_.in, token);
-    float largest = -3.0e38f;
-    for (int e = 0; e < count; e++) {
-        const float* w = experts_.router + size_t(e) * width;
+    auto product = [&](const float* w) {
         V parts = vset(0.0f);
         int i = 0;
         for (; i + kLanes <= width; i += kLanes) parts = vfma(vload(x + i), vload(w + i), parts);
-        float score = vsum(parts);
-        for (; i < width; i++) score += to_float(x[i]) * w[i];
-        scores[e] = score;
-        largest = std::max(largest, score);
+        float sum = vsum(parts);
+        for (; i < width; i++) sum += to_float(x[i]) * w[i];
+        return sum;
+    };
+    if (experts_.shared_gate) shared_weights_[token] = 1.0f / (1.0f + std::exp(-product(experts_.shared_gate)));
+    float largest = -3.0e38f;
+    for (int e = 0; e < count; e++) {
+        scores[e] = product(experts_.router + size_t(e) * width);
+        largest = std::max(largest, scores[e]);
     }
     float sum = 0;
     for (int e = 0; e < count; e++) sum += scores[e] = std::exp(scores[e] - largest);
@@ -189,7 +193,8 @@ void MoeResidual<E>::combine(const Context& context) const {
         }
         if (experts_.shared_down) {
             const float* y = context.row<float>(shared_result_, t);
-            for (int j = 0; j < width; j++) to[j] += y[j];
+            const float weight = shared_weights_[t];
+            for (int j = 0; j < width; j++) to[j] += weight * y[j];
         }
     }
     if (columns_.out) columns_.out.gather<float>(context, context.step.tokens, part_, residual_);

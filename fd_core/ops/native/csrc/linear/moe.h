@@ -8,6 +8,7 @@ namespace fd {
 struct ExpertWeights {
     const float* router;  // [experts, width]
     const float* bias;    // [experts], for the choice only; or null
+    const float* shared_gate;  // [width], the sigmoid of its product weighs the shared experts; or null
     std::vector<const Linear*> gate_up, down;
     const Linear* shared_gate_up;  // or null
     const Linear* shared_down;
@@ -51,6 +52,7 @@ class MoeResidual : public Operation {
     int quantized_ = -1, quantized_hidden_ = -1, shared_quantized_ = -1, shared_quantized_hidden_ = -1;
     std::vector<int> chosen_;                // [tokens, top_k]
     std::vector<float> weights_;             // [tokens, top_k]
+    std::vector<float> shared_weights_;      // [tokens]
     std::vector<int> place_;                 // [tokens, top_k], row in the grouped buffers
     std::vector<int> starts_;                // [experts + 1]
 };
