@@ -63,6 +63,7 @@ AXES: Final = (
     Axis("top_k", (2, 1, 4, 8, 16), ("Experts.top_k",), needs="moe"),
     Axis("normalize", (True, False), ("Experts.normalize",), needs="moe"),
     Axis("shared_expert", (False, True), ("Experts.shared_gate_up", "Experts.shared_down"), needs="moe"),
+    Axis("shared_gate", (False, True), ("Experts.shared_gate",), needs="shared_gate"),
     Axis("correction_bias", (False, True), ("Experts.correction_bias", "Experts.norm_floor"), needs="moe"),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
@@ -78,7 +79,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
     "Heads.norms_rotated": "only the composition reads it; the kit of model families varies it",
     "Heads.joint_widths": "only the composition reads it; the kit of model families varies it",
-    "Experts.shared_gate": "the kit of model families varies it",
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
 }
@@ -279,6 +279,7 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
             "top_k": block.top_k,
             "normalize": block.normalize,
             "shared_expert": block.shared is not None,
+            "shared_gate": block.shared_gate is not None,
             "correction_bias": block.correction_bias is not None,
         }
     while (size := int_of(case, halved)) >= 2 * smallest and _elements(case) > _MAX_MODEL_ELEMENTS:

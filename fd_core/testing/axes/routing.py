@@ -48,6 +48,7 @@ _MOE: Final = (
     Axis("norm_floor", (1e-12, 0.0, 0.7)),
     Axis("correction_bias", (False, True)),
     Axis("shared_expert", (False, True)),
+    Axis("shared_gate", (False, True), needs="shared_gate"),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
     Axis("inner", (128, 64, 24, 130)),

@@ -16,8 +16,12 @@ ABILITIES: Final[Mapping[str, str]] = {
     "own_process": "an engine in a separate process",
     "paged_kv": "attention over scattered blocks as a separate operation",
     "primitives": "single operations on arrays, outside a whole forward pass",
+    "shared_gate": "shared experts with a gate",
     "softcap": "scores and logits capped by a tanh",
     "ungated": "feed-forward blocks without a gate",
     "window": "layers with a sliding window",
 }
 """Keys of `Backend.limits`, with the feature that tests require."""
+
+OPTIONAL: Final[Mapping[str, str]] = {"ungated": "activate", "shared_gate": "weigh"}
+"""Abilities that a pack has if it implements this operation of `Ops`."""

@@ -20,6 +20,7 @@ from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
+from fd_core.testing.kit.limits import OPTIONAL
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.models.drafting import OracleDrafter, speculation
@@ -131,9 +132,9 @@ class Target:
 
     @property
     def limits(self) -> Mapping[str, str]:
-        if type(self.ops).activate is not Ops.activate:
-            return self.backend.limits
-        return {"ungated": "the pack has no `activate`", **self.backend.limits}
+        pack = type(self.ops)
+        lacking = {ability: name for ability, name in OPTIONAL.items() if getattr(pack, name) is getattr(Ops, name)}
+        return {ability: f"the pack has no `{name}`" for ability, name in lacking.items()} | dict(self.backend.limits)
 
     @property
     def emulated(self) -> bool:

@@ -50,6 +50,7 @@ class Geometry:
     top_k: int = 2
     normalize: bool = True
     shared_expert: bool = False
+    shared_gate: bool = False
     correction_bias: bool = False
     norm_floor: float = 1e-12
     scale: float = 1.0
@@ -230,6 +231,7 @@ class LayerOn:
             norm_floor=g.norm_floor,
             shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
             shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
+            shared_gate=ops.prepare_vector(make(g.hidden, scale=g.hidden**-0.5)) if g.shared_gate else None,
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:

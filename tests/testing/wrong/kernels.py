@@ -1224,3 +1224,21 @@ class PreparesPartsInTheFormatOfTheFirst(NumpyOps):
         if isinstance(parts[0], RawTensor):
             parts = [RawTensor("F32", p.values.astype(np.float32)) if isinstance(p, PackedTensor) else p for p in parts]
         return super().prepare_linear(parts, biases, gated=gated)
+
+
+@shown_by("moe", shared_expert=True, shared_gate=True)
+class IgnoresTheGateOfSharedExperts(NumpyOps):
+    def weigh(self, y, x, gate):
+        return y
+
+
+@shown_by("activate", activation="relu2")
+class ForgetsToSquare(NumpyOps):
+    def activate(self, x, activation):
+        return super().activate(x, "relu" if activation == "relu2" else activation)
+
+
+@shown_by("activate", odd="nan")
+class ActivatesNaNAsZero(NumpyOps):
+    def activate(self, x, activation):
+        return np.nan_to_num(super().activate(x, activation))
