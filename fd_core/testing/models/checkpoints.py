@@ -148,16 +148,26 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
     name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
     config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    spec = describe(ModelConfig(config))
-    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
-    tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
+    tensors = write_config(config, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     if case in (STEP_CASE, FORMER_STEP_CASE):
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _save(tensors, folder)
     return folder
+
+
+def write_config(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+    """Write the random model of a config into `folder`, created if absent, and return its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    spec, values = describe(ModelConfig(config)), Values(seed=seed)
+    tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
+    _save(tensors, folder)
+    return tensors
+
+
+def _save(tensors: dict[str, Any], folder: Path) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def rewrite_weights(folder: Path, case: str) -> None:

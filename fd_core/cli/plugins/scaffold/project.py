@@ -59,6 +59,8 @@ class ScaffoldRecipe:
     prove: str = "pytest   # verifies the contract"
     use: str = "fdcore serve smollm2 $flag $name"
     guide: str
+    extra: str = "conformance"
+    """Extra of fd-core that its tests need."""
 
 
 RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
@@ -77,6 +79,16 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             about=": models on $name, computed by $title.\nAs generated it runs on the CPU and reports *emulated*",
             prove="fdcore conformance $name   # compares the backend with the reference; --quick takes a minute",
             guide="write-a-backend.md",
+        ),
+        PluginKind.MODEL: ScaffoldRecipe(
+            kind=plugins.MODEL,
+            suffix="Family",
+            files={"family.py": ("family.py", "the family: how its models differ from Llama, as data")},
+            summary="Seed-OSS",
+            prove="fdcore conformance --model-family $name   # compares small models with transformers",
+            use="fdcore serve ByteDance-Seed/Seed-OSS-36B-Instruct",
+            guide="write-a-model.md",
+            extra="families",
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
             kind=plugins.SCHEDULER,
@@ -253,6 +265,7 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "guide": recipe.guide,
         "framework": framework.value,
         "title": TITLES[framework],
+        "extra": recipe.extra,
         "requirement": f"fd-core{extra}>={'.'.join(fd_core.__version__.split('.')[:2])}",
         "contract": str(CONTRACT_VERSION),
     }
