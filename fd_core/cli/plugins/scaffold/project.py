@@ -39,7 +39,7 @@ _FILES: Final[Mapping[str, str]] = {
     ".gitignore": "gitignore",
     "$package/__init__.py": "plugin.py",
     "$package/py.typed": "",
-    "tests/test_conformance.py": "tests/test_$kind.py",
+    "tests/test_conformance.py": "tests/test_$test.py",
 }
 """Files of every project to their templates; "" leaves a file empty."""
 
@@ -229,6 +229,11 @@ def write_project(
     return folder, (*commands, words["prove"].partition(" #")[0].rstrip())
 
 
+def test_of(kind: PluginKind) -> str:
+    """Return the name of the template of a kind's test; both kinds of parsers have one."""
+    return "parser" if kind in (PluginKind.TOOL_PARSER, PluginKind.REASONING_PARSER) else kind.replace("-", "_")
+
+
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
@@ -255,7 +260,8 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "name": name,
         "distribution": f"fd-{name.replace('_', '-')}",
         "package": f"fd_{name}",
-        "kind": kind.replace("-", "_"),
+        "test": test_of(kind),
+        "constant": kind.replace("-", "_").upper(),
         "module": next(iter(recipe.files)).removesuffix(".py"),
         "cls": f"{camel}{recipe.suffix}",
         "ops": f"{camel}Ops",

@@ -67,14 +67,14 @@ class FamilyTarget:
 
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
-        seen, usual = _Recorded(values), _Recorded(values)
+        seen, usual = _RecordedConfig(values), _RecordedConfig(values)
         self.describe(seen)
         rope = RopeSpec((1.0,))
         decoder_spec("", ModelConfig(usual), Traits(rope=lambda layer: rope))
         return (seen.read - usual.read | {"tie_word_embeddings"}) & values.keys()
 
 
-class _Recorded(dict[str, Any]):
+class _RecordedConfig(dict[str, Any]):
     """Config that records which of its fields are read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
