@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,13 @@ from fd_core.models.families.spec import (
     LinearSpec,
     MlpSpec,
     MoeSpec,
+    NormSpec,
     RopeSpec,
     VectorSpec,
     attention_shares,
     feed_forward_shares,
     head_shares,
+    parts_of,
     rope_tables,
     stage_layers,
     vocabulary_share,
@@ -34,6 +37,9 @@ from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
+Change = Callable[[Weight], Weight]
+"""Change of a weight when it is read."""
+Floats = npt.NDArray[np.float32]
 ProgressSink = Callable[[int, int], None]
 """Called with (bytes done, total bytes) of the files."""
 
@@ -88,7 +94,15 @@ def build_decoder(
         layers.append(Layer(attention, reader.mlp(block) if isinstance(block, MlpSpec) else reader.moe(block)))
     final_norm = reader.norm(spec.final_norm)
     decoder = Decoder(
-        table, spec.embedding_scale, tuple(layers), final_norm, head, spec.activation, spec.softcap, tokens is not None
+        table,
+        spec.embedding_scale,
+        tuple(layers),
+        final_norm,
+        head,
+        spec.activation,
+        spec.softcap,
+        spec.parallel,
+        tokens is not None,
     )
     return decoder, summed_uses([reader.uses])
 
@@ -117,18 +131,19 @@ class _Reader:
         self._report(tensor)
         return tensor
 
-    def read_weight(self, name: str) -> Weight:
+    def read_weight(self, name: str, change: Change | None = None) -> Weight:
         """Read the weight of a linear layer in its compute format, and report progress."""
-        weight = self._computed(name, self.quantization)
+        weight = self._computed(name, self.quantization, change)
         self.count(name, weight)
         self._report(weight)
         return weight
 
-    def _computed(self, name: str, form: str) -> Weight:
+    def _computed(self, name: str, form: str, change: Change | None = None) -> Weight:
         """Return a weight in a format, or with `auto` in its stored format if the pack supports it."""
-        if form == "auto":
-            return self.checkpoint.read_weight(name, self.ops.weight_formats)
-        return quantized(self.checkpoint, name, form)
+        if form != "auto":
+            return quantized(self.checkpoint, name, form, change)
+        weight = self.checkpoint.read_weight(name, self.ops.weight_formats)
+        return weight if change is None else change(weight)
 
     def _report(self, weight: Weight) -> None:
         self.done += math.prod(weight.shape)
@@ -147,25 +162,34 @@ class _Reader:
     def table(self) -> Array:
         """Read the embedding."""
         embedding = self.read(self.spec.embedding.name)
+        if self.spec.centred:
+            values = embedding.to_float32()
+            embedding = RawTensor("F32", values - values.mean(axis=1, keepdims=True))
         self.count(self.spec.embedding.name, embedding, table=True)
         return self.ops.prepare_embedding(embedding)
 
     def head(self, table: Array | None, tokens: slice | None) -> Array:
         """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only."""
-        head, bias = self.spec.head, self.spec.head_bias
-        if head is None and bias is None and tokens is None and table is not None:
+        spec, head, form = self.spec, self.spec.head, head_format(self.quantization)
+        bias = None if spec.head_bias is None else self.values(spec.head_bias)
+        shift = None if spec.final_norm.bias is None else self.values(spec.final_norm.bias)
+        plain = bias is None and shift is None and spec.head_scale == 1.0 and not spec.centred
+        if head is None and plain and tokens is None and table is not None:
             # A pack may use one format for lookup and another for multiplication.
-            weight = self._computed(self.spec.embedding.name, head_format(self.quantization))
+            weight = self._computed(spec.embedding.name, form)
             if isinstance(weight, PackedTensor):
-                self.count(self.spec.embedding.name, weight)
+                self.count(spec.embedding.name, weight)
             return self.ops.tied_head(table, weight)
-        head_name = self.spec.embedding.name if head is None else head.name
-        weight = self._computed(head_name, head_format(self.quantization))
-        self.count(head_name, weight)
+        name = spec.embedding.name if head is None else head.name
+        change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
+        weight = self._computed(name, form, change)
+        self.count(name, weight)
         if head is not None:
             self._report(weight)
+        if shift is not None:
+            bias = _through(weight, shift, bias)
         rows = tokens or slice(None)
-        biases = None if bias is None else [self.read(bias.name).take_rows(rows)]
+        biases = None if bias is None else [RawTensor("F32", bias[rows])]
         return self.ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def attention(self, spec: AttentionSpec) -> Attention:
@@ -179,29 +203,32 @@ class _Reader:
             rope=self.rope(spec.rope),
             q_norm=self.optional_norm(spec.q_norm),
             k_norm=self.optional_norm(spec.k_norm),
+            norms_rotated=spec.norms_rotated,
             # A window as long as the longest sequence masks nothing.
             window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
             softcap=spec.softcap,
         )
         return Attention(
-            norm=self.norm(spec.norm),
-            qkv=self.linear(spec.qkv, qkv),
+            norm=self.optional_norm(spec.norm),
+            qkv=self.linear(spec.qkv, qkv, after=spec.norm),
             heads=heads,
-            output=self.linear(spec.output, output),
+            output=self.linear(spec.output, output, adds=True),
             post_norm=self.optional_norm(spec.post_norm),
         )
 
     def mlp(self, spec: MlpSpec) -> Mlp:
-        gate_up, down = self.feed_forward(spec.gate_up, spec.down)
-        return Mlp(self.norm(spec.norm), gate_up, down, post_norm=self.optional_norm(spec.post_norm))
+        gate_up, down = self.feed_forward(spec.gate_up, spec.down, after=spec.norm)
+        norm, post_norm = (self.optional_norm(each) for each in (spec.norm, spec.post_norm))
+        return Mlp(norm, gate_up, down, post_norm, gated=spec.gated)
 
-    def feed_forward(self, gate_up: LinearSpec, down: LinearSpec) -> tuple[Array, Array]:
-        rows, columns = feed_forward_shares(down, self.ops.parallel)
-        return self.linear(gate_up, rows, gated=True), self.linear(down, columns)
+    def feed_forward(self, gate_up: LinearSpec, down: LinearSpec, after: NormSpec | None = None) -> tuple[Array, Array]:
+        rows, columns = feed_forward_shares(gate_up, down, self.ops.parallel)
+        gated = len(gate_up.outs) > 1
+        return self.linear(gate_up, rows, gated=gated, after=after), self.linear(down, columns, adds=True)
 
     def moe(self, spec: MoeSpec) -> Moe:
         bias = spec.correction_bias
-        rows, columns = feed_forward_shares(spec.experts[0][1], self.ops.parallel)
+        rows, columns = feed_forward_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
@@ -223,29 +250,89 @@ class _Reader:
             self.ropes[spec] = rope_tables(spec, self.max_positions, self.ops)
         return self.ropes[spec]
 
-    def norm(self, spec: VectorSpec) -> Norm:
-        """Read a norm, its offset folded into the weight."""
-        weight = self.values(spec) + np.float32(self.spec.norm_offset)
+    def norm(self, spec: NormSpec) -> Norm:
+        """Read a norm, its offset folded into the weight; its bias belongs to the linear that follows."""
+        weight = self.values(spec.weight) + np.float32(self.spec.norm_offset)
         return Norm(self.ops.prepare_vector(weight), self.spec.eps)
 
-    def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
+    def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)
 
-    def linear(self, spec: LinearSpec, share: LinearShare, *, gated: bool = False) -> Array:
-        """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0 alone."""
-        biases, rows = None, share.rows
+    def linear(
+        self,
+        spec: LinearSpec,
+        share: LinearShare,
+        *,
+        gated: bool = False,
+        after: NormSpec | None = None,
+        adds: bool = False,
+    ) -> Array:
+        """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0 alone.
+
+        It follows the norm `after`, whose bias becomes one of the linear. If it `adds` to a centred stream, its outputs
+        have the mean 0.
+        """
+        centred = adds and self.spec.centred
+        weights = self.weights(spec, share, centred=centred)
+        biases: list[RawTensor] | None = None
         if spec.bias and (share.columns is None or self.ops.parallel.rank == 0):
             read = [self.read(f"{name}.bias") for name in spec.names]
-            biases = read if rows is None else [each.take_rows(part) for each, part in zip(read, rows, strict=True)]
-        return self.ops.prepare_linear(self.weights(spec, share), biases, gated=gated)
+            biases = _shared(parts_of(spec, [_centred(each) for each in read] if centred else read, _cut), share.rows)
+        if after is not None and after.bias is not None:
+            shift = self.values(after.bias)
+            own = [None] * len(weights) if biases is None else [each.to_float32() for each in biases]
+            pairs = zip(weights, own, strict=True)
+            biases = [RawTensor("F32", _through(weight, shift, bias)) for weight, bias in pairs]
+        return self.ops.prepare_linear(weights, biases, gated=gated)
 
-    def weights(self, spec: LinearSpec, share: LinearShare) -> list[Weight]:
-        weights, rows = [self.read_weight(f"{name}.weight") for name in spec.names], share.rows
+    def weights(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[Weight]:
+        change: Change | None = _centred if centred else None
+        if spec.stack is not None:
+            change = partial(_picked, index=spec.stack[0])
+        weights = parts_of(spec, [self.read_weight(f"{name}.weight", change) for name in spec.names], _cut)
         if self.ops.parallel.size == 1:
             return weights
         if share.columns is not None:
             return [weight.take_columns(share.columns) for weight in weights]
-        return weights if rows is None else [each.take_rows(part) for each, part in zip(weights, rows, strict=True)]
+        return _shared(weights, share.rows)
 
-    def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:
+    def values(self, spec: VectorSpec) -> Floats:
         return self.read(spec.name).to_float32()
+
+
+def _cut(weight: Any, rows: slice) -> Any:
+    return weight.take_rows(rows)
+
+
+def _shared(parts: Sequence[Any], rows: Sequence[slice] | None) -> list[Any]:
+    """Return a rank's rows of each part."""
+    return list(parts) if rows is None else [each.take_rows(mine) for each, mine in zip(parts, rows, strict=True)]
+
+
+def _picked(stacked: Weight, index: int) -> RawTensor:
+    """Return one weight [out, in] of [n, out, in]."""
+    raw = stacked.expanded()
+    return RawTensor(raw.dtype, raw.data[index])
+
+
+def _centred(tensor: Weight) -> RawTensor:
+    """Subtract the mean over the outputs of a weight [out, in] or a bias [out].
+
+    If all that is added to the residual stream has the mean 0, a layer norm of the stream is an RMS norm (Ashkboos et
+    al., "SliceGPT", 2024).
+    """
+    values = tensor.to_float32()
+    return RawTensor("F32", values - values.mean(axis=0, dtype=np.float64).astype(np.float32))
+
+
+def _scaled(weight: Weight, factor: float) -> Weight:
+    if isinstance(weight, RawTensor):
+        return RawTensor("F32", weight.to_float32() * np.float32(factor))
+    minima = None if weight.minima is None else weight.minima * np.float32(factor)
+    return replace(weight, scales=weight.scales * np.float32(factor), minima=minima)
+
+
+def _through(weight: Weight, shift: Floats, bias: Floats | None) -> Floats:
+    """Return the bias of a linear whose inputs lack `shift`."""
+    product = weight.to_float32().astype(np.float64) @ shift
+    return (product if bias is None else product + bias).astype(np.float32)

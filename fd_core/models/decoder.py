@@ -16,9 +16,10 @@ from fd_core.models.families.spec import (
     LinearSpec,
     adaptable_shares,
     head_shares,
+    parts_of,
     stage_layers,
 )
-from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
+from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
@@ -46,10 +47,11 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
     """
 
     def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
-        rows = share.rows or (slice(None),) * len(linear.names)
-        parts = [adapter.deltas.get(name) for name in linear.names]
-        if all(part is None for part in parts):
+        rows = share.rows or (slice(None),) * len(linear.outs)
+        stored = [adapter.deltas.get(name) for name in linear.names]
+        if all(part is None for part in stored):
             return None
+        parts = parts_of(linear, stored, lambda whole, of: None if whole is None else LowRank(whole.down, whole.up[of]))
         columns = slice(None) if share.columns is None else share.columns
         pairs = zip(parts, rows, strict=True)
         mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
@@ -99,7 +101,7 @@ def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, pa
     elements = 0
     for layer in spec.layers:
         for linear, share in zip(layer.adaptable, adaptable_shares(layer, parallel), strict=True):
-            elements += len(linear.names) * (_ins(linear, share) + sum(_outs(linear, share)))
+            elements += len(linear.outs) * (_ins(linear, share) + sum(_outs(linear, share)))
     return count * -(-rank // _RANK_ALIGN) * _RANK_ALIGN * elements * item_bytes
 
 
@@ -107,7 +109,7 @@ def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, pa
 class Attention:
     """Weights of one attention block."""
 
-    norm: Norm
+    norm: Norm | None
     qkv: Array
     heads: Heads
     output: Array
@@ -118,10 +120,11 @@ class Attention:
 class Mlp:
     """Weights of one dense feed-forward block."""
 
-    norm: Norm
+    norm: Norm | None
     gate_up: Array
     down: Array
     post_norm: Norm | None
+    gated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +154,11 @@ class Decoder:
     final_norm: Norm
     head: Array | None
     """None on stages before the last."""
-    activation: Activation
+    activation: Any
+    """An `Activation`, or a `PlainActivation` if no block has a gate."""
     softcap: float | None
+    parallel: bool
+    """True if both blocks of a layer read the same input."""
     head_split: bool = False
     """True if `head` yields a rank's share of the logits."""
 
@@ -224,17 +230,33 @@ class DecoderModel:
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index)
             loras = LayerLoras() if self.loras is None else self.loras[index]
-            heads, lora = attention.heads, _of_step(loras.qkv, step)
-            q = ops.attention_inputs(x, attention.norm, attention.qkv, heads, kv, step, lora)
-            a = ops.attention(q, heads, kv, step)
-            x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
             block = layer.feed_forward
+            q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))
+            # An operation that adds to the stream may write into it, so parallel blocks read it before.
+            early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
+            a = ops.attention(q, attention.heads, kv, step)
+            x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
             if isinstance(block, Moe):
                 x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
             else:
-                inner = ops.mlp_inputs(x, block.norm, block.gate_up, decoder.activation, _of_step(loras.gate_up, step))
+                inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
         return x
+
+    def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
+        """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
+        if block.norm is None or block.heads.norms_rotated:
+            return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+        return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+
+    def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
+        """Return the activations inside a feed-forward block."""
+        activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
+        if not block.gated:
+            return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+        if block.norm is None:
+            return self.ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
+        return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.ops.contract import Ops
-from fd_core.ops.weights import PackedTensor, RawTensor
+from fd_core.ops.weights import PackedTensor, RawTensor, Weight
 
 INT4_GROUP: Final = 32
 _CHUNK: Final = 1 << 16
@@ -41,10 +42,13 @@ def require_formats(quantization: str, ops: Ops, backend: str) -> None:
         )
 
 
-def quantized(checkpoint: Checkpoint, name: str, form: str) -> PackedTensor:
-    """Read a weight of any stored format and quantize it. Raises `ModelError` if that fails."""
+def quantized(
+    checkpoint: Checkpoint, name: str, form: str, change: Callable[[Weight], Weight] | None = None
+) -> PackedTensor:
+    """Read a weight of any stored format, change and quantize it. Raises `ModelError` if that fails."""
     try:
-        return quantize(checkpoint.read(name), form)
+        read = checkpoint.read(name)
+        return quantize(read if change is None else change(read).expanded(), form)
     except ValueError as error:
         raise ModelError(
             f"{checkpoint.path}: tensor {name!r} cannot be quantized to {form}: {error}", field="--quantization"

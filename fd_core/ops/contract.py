@@ -51,6 +51,7 @@ __all__ = [
     "Norm",
     "Ops",
     "PenaltyInput",
+    "PlainActivation",
     "Rope",
     "SampleInput",
     "StepInput",
@@ -59,6 +60,9 @@ __all__ = [
 Array = Any
 """An array of the pack's framework."""
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+"""Of a gate."""
+PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
+"""Of a feed-forward block without a gate: `quick_gelu` is x / (1 + exp(-1.702 x)), `relu2` the square of relu."""
 SCALE_BYTES: Final = 4
 """Bytes of the float32 scale after the elements of a quantized key or value."""
 
@@ -165,6 +169,8 @@ class Heads:
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None for all."""
     softcap: float | None = None
+    norms_rotated: bool = False
+    """True if both norms follow rope; only `Ops.composed_attention_inputs` computes such heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +514,17 @@ class Ops(abc.ABC):
     def gate(self, gate_up: Array, activation: Activation) -> Array:
         """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`."""
 
+    def activate(self, x: Array, activation: PlainActivation) -> Array:
+        """Apply an activation to each element: [T, I] -> [T, I].
+
+        Only feed-forward blocks without a gate need it. Raises `ConfigError` by default.
+        """
+        raise ConfigError(
+            f"the {self.name} pack does not compute feed-forward blocks without a gate",
+            field="--backend",
+            hint="use --backend cpu",
+        )
+
     @abc.abstractmethod
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d]."""
@@ -668,19 +685,36 @@ class Ops(abc.ABC):
         self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
     ) -> Array:
         """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
-        normed = self.rms_norm(x, norm)
+        return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
+
+    def composed_attention_inputs(
+        self,
+        x: Array,
+        norm: Norm | None,
+        qkv: Array,
+        heads: Heads,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
+    ) -> Array:
+        """Compute `attention_inputs` from primitives, for any order of norms and without one; no pack overrides it."""
+        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
         projected = self.linear(normed, qkv)
         if lora is not None:
             projected = self.lora(projected, normed, lora)
         q, k, v = self.split_heads(projected, heads)
-        if heads.q_norm is not None:
-            q = self.rms_norm(q, heads.q_norm)
-        if heads.k_norm is not None:
-            k = self.rms_norm(k, heads.k_norm)
-        q = self.rope(q, heads.rope, step.positions)
-        k = self.rope(k, heads.rope, step.positions)
+        q, k = (
+            self._placed(each, head_norm, heads, step) for each, head_norm in ((q, heads.q_norm), (k, heads.k_norm))
+        )
         self.write_kv(layer, k, v, step.kv_slots)
         return q
+
+    def _placed(self, x: Array, norm: Norm | None, heads: Heads, step: StepInput) -> Array:
+        """Normalize and rotate queries or keys [T, heads, d]."""
+        if norm is not None and not heads.norms_rotated:
+            x = self.rms_norm(x, norm)
+        x = self.rope(x, heads.rope, step.positions)
+        return self.rms_norm(x, norm) if norm is not None and heads.norms_rotated else x
 
     def attention(self, q: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
         """Paged attention: q [T, nh, d] -> [T, nh * d]."""
@@ -705,10 +739,24 @@ class Ops(abc.ABC):
         self, x: Array, norm: Norm, gate_up: Array, activation: Activation, lora: Lora | None = None
     ) -> Array:
         """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
-        normed = self.rms_norm(x, norm)
+        return self.composed_mlp_inputs(x, norm, gate_up, activation, lora)
+
+    def composed_mlp_inputs(
+        self, x: Array, norm: Norm | None, gate_up: Array, activation: Activation, lora: Lora | None = None
+    ) -> Array:
+        """Compute `mlp_inputs` from primitives, also without a norm; no pack overrides it."""
+        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
         if lora is None:
             return self.gated_linear(normed, gate_up, activation)
         return self.gate(self.lora(self.gate_up(normed, gate_up), normed, lora), activation)
+
+    def plain_mlp_inputs(
+        self, x: Array, norm: Norm | None, up: Array, activation: PlainActivation, lora: Lora | None = None
+    ) -> Array:
+        """Norm, up projection, activation: [T, H] -> [T, I]."""
+        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
+        projected = self.linear(normed, up)
+        return self.activate(projected if lora is None else self.lora(projected, normed, lora), activation)
 
     def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
         """Return y [T, H] plus the output of the shared experts for x; may write into `y`."""

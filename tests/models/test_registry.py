@@ -142,10 +142,14 @@ def test_vocabulary_wider_than_tokenizer_is_accepted(folder):
         ({"hidden_size": "64"}, "hidden_size must be a positive integer; found '64'"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer; it is missing"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 key and value heads"),
-        ({"hidden_act": "relu2"}, "hidden_act must be one of silu"),
+        ({"hidden_act": "tanh"}, "hidden_act must be one of silu"),
+        ({"hidden_act": "relu2"}, "a gated feed-forward block cannot use the activation relu2"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
+            "rope_parameters.long_factor must be a list of 8 numbers",
+        ),
         (
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters.factor must be a positive number; it is missing",

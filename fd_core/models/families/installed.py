@@ -13,7 +13,7 @@ from fd_core.plugins import MODEL, installed_plugins
 
 @dataclass(frozen=True, slots=True)
 class InstalledFamilies:
-    """What is served, and what is not usable."""
+    """Families that are served, and problems of the others."""
 
     architectures: dict[str, Family]
     """By the name in `config.json`."""

@@ -10,20 +10,20 @@ there are more ranks than KV heads, several ranks hold the same KV head and divi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from itertools import accumulate
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.ops.contract import Activation, Ops, Rope
+from fd_core.ops.contract import Activation, Ops, PlainActivation, Rope
 from fd_core.ops.parallel import Parallel, Stage
 
-_SUPPORTED = ("default", "linear", "llama3", "yarn")
+_SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
 Doubles = npt.NDArray[np.float64]
 
 
@@ -36,20 +36,40 @@ class RopeSpec:
     amplitude: float = 1.0
     """Factor on cosine and sine; YaRN uses it to sharpen attention."""
     interleaved: bool = False
+    long: tuple[float, ...] = ()
+    """Frequencies if more than `original` positions are served; empty if they are the same."""
+    original: int = 0
+
+    @property
+    def unrotated(self) -> RopeSpec:
+        """The same shape for layers without position embeddings."""
+        return RopeSpec((0.0,) * len(self.inverse_frequencies), interleaved=self.interleaved)
 
 
-def rope_spec(config: ModelConfig, head_dim: int, *, theta: float, interleaved: bool = False) -> RopeSpec:
-    """Return the frequencies of a config; `theta` is the family's default base."""
+def rope_spec(
+    config: ModelConfig, head_dim: int, *, theta: float, interleaved: bool = False, rotary: float = 1.0
+) -> RopeSpec:
+    """Return the frequencies of a config; `theta` is the family's default base, `rotary` the rotated share of a
+    head."""
     part = config.part("rope_parameters") or config.part("rope_scaling")
-    return scaled_rope_spec(config, part, head_dim, theta=config.number("rope_theta", theta), interleaved=interleaved)
+    theta = config.number("rope_theta", theta)
+    return scaled_rope_spec(config, part, head_dim, theta=theta, interleaved=interleaved, rotary=rotary)
 
 
 def scaled_rope_spec(
-    config: ModelConfig, part: ModelConfig | None, head_dim: int, *, theta: float, interleaved: bool = False
+    config: ModelConfig,
+    part: ModelConfig | None,
+    head_dim: int,
+    *,
+    theta: float,
+    interleaved: bool = False,
+    rotary: float = 1.0,
 ) -> RopeSpec:
     """Return the frequencies for rope parameters such as `{"rope_type": "linear", "factor": 8}`.
 
-    Su et al., "RoFormer" (2021); linear scaling, Llama 3.1's scaling by wavelength, and YaRN (Peng et al., 2023).
+    Su et al., "RoFormer" (2021); linear scaling, Llama 3.1's scaling by wavelength, YaRN (Peng et al., 2023), and
+    LongRoPE (Ding et al., 2024). Dynamic scaling changes nothing within `max_position_embeddings`, the most that is
+    served, unless the config fixes its `alpha`.
     """
     part = part or ModelConfig({})
     kind = part.text("rope_type", part.text("type", "default"))
@@ -58,12 +78,14 @@ def scaled_rope_spec(
             f"{config.origin}: rope type {kind!r} is not supported", hint=f"one of {', '.join(_SUPPORTED)}"
         )
     theta = part.number("rope_theta", theta)
-    share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    rotary = int(head_dim * min(share, 2.0))
-    if rotary % 2 or not 0 < rotary <= head_dim:
-        raise ModelError(f"{config.origin}: rope cannot rotate {rotary} of {head_dim} elements in pairs")
-    frequencies = theta ** -(np.arange(0, rotary, 2) / rotary)
-    amplitude = 1.0
+    share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary))
+    width = int(head_dim * min(share, 2.0))
+    if width % 2 or not 0 < width <= head_dim:
+        raise ModelError(f"{config.origin}: rope cannot rotate {width} of {head_dim} elements in pairs")
+    if kind == "dynamic" and "alpha" in part.values and width > 2:
+        theta *= part.number("alpha") ** (width / (width - 2))
+    frequencies = theta ** -(np.arange(0, width, 2) / width)
+    amplitude, long, original = 1.0, frequencies[:0], 0
     try:
         if kind == "linear":
             frequencies = frequencies / part.number("factor")
@@ -71,11 +93,16 @@ def scaled_rope_spec(
             frequencies = _llama3(frequencies, part, config)
         elif kind == "yarn":
             frequencies, amplitude = _yarn(frequencies, theta, part, config=config)
+        elif kind in ("longrope", "su"):
+            original = _original_context(part, config)
+            amplitude = _long_amplitude(part, config, original)
+            long = frequencies / _factors(part, "long_factor", len(frequencies))
+            frequencies = frequencies / _factors(part, "short_factor", len(frequencies))
     except (ArithmeticError, ValueError) as error:  # numbers that are too large or too small to compute with
         raise ModelError(f"{config.origin}: rope of type {kind} cannot be computed: {error}") from error
-    if not np.isfinite([*frequencies, amplitude]).all():
+    if not np.isfinite([*frequencies, *long, amplitude]).all():
         raise ModelError(f"{config.origin}: the rope parameters yield frequencies that are not finite")
-    return RopeSpec(tuple(frequencies.tolist()), amplitude, interleaved)
+    return RopeSpec(tuple(frequencies.tolist()), amplitude, interleaved, tuple(long.tolist()), original)
 
 
 def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
@@ -84,7 +111,8 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
     Angles are rounded to float32 as in the code that models are trained with: an exact angle would differ from it
     at long positions.
     """
-    frequencies = np.array(spec.inverse_frequencies, np.float32)
+    longer = spec.long and max_positions > spec.original
+    frequencies = np.array(spec.long if longer else spec.inverse_frequencies, np.float32)
     angles = np.arange(max_positions, dtype=np.float32)[:, None] * frequencies
     cos, sin = (ops.prepare_vector(turned * np.float32(spec.amplitude)) for turned in (np.cos(angles), np.sin(angles)))
     return Rope(cos, sin, spec.interleaved)
@@ -92,7 +120,7 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
 
 def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Doubles:
     """Divide low frequencies by the factor, keep high ones, and interpolate in between."""
-    original = part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
+    original = _original_context(part, config)
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     if low >= high:
         raise ModelError(f"{config.origin}: rope's low_freq_factor must be below its high_freq_factor")
@@ -104,7 +132,7 @@ def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Dou
 def _yarn(frequencies: Doubles, theta: float, part: ModelConfig, config: ModelConfig) -> tuple[Doubles, float]:
     """Interpolate frequencies with less than one rotation over the original context, keep the high ones."""
     factor = part.number("factor")
-    original = part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
+    original = _original_context(part, config)
     pairs = len(frequencies)
 
     def pair_that_turns(times: float) -> float:
@@ -125,12 +153,37 @@ def _yarn(frequencies: Doubles, theta: float, part: ModelConfig, config: ModelCo
     return scaled, amplitude
 
 
+def _original_context(part: ModelConfig, config: ModelConfig) -> int:
+    """Return the context before it was extended, which configs name in either place."""
+    return part.count(
+        "original_max_position_embeddings",
+        config.optional_count("original_max_position_embeddings") or config.optional_count("max_position_embeddings"),
+    )
+
+
+def _factors(part: ModelConfig, field: str, count: int) -> Doubles:
+    """Return the divisor of each frequency."""
+    found = part.values.get(field)
+    if not isinstance(found, list | tuple) or len(found) != count:
+        raise ModelError(f"{part.origin}: {part.prefix}{field} must be a list of {count} numbers")
+    return np.asarray([ModelConfig({field: each}, part.prefix, part.origin).number(field) for each in found])
+
+
+def _long_amplitude(part: ModelConfig, config: ModelConfig, original: int) -> float:
+    given = part.optional_number("attention_factor")
+    factor = config.count("max_position_embeddings") / original
+    if given is not None or factor <= 1:
+        return given or 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 def _mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _MAX_HEAD_DIM: Final = 65_536
 
+_Stored = TypeVar("_Stored")
 TensorShape = tuple[str, tuple[int, ...]]
 """Name and shape of a tensor in the checkpoint."""
 
@@ -149,19 +202,38 @@ class VectorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """Weights `names[i].weight` [outs[i], ins] stacked into one linear, with `names[i].bias` [outs[i]] if `bias`."""
+    """Weights `names[i].weight` [outs[i], ins] stacked into one linear, with `names[i].bias` [outs[i]] if `bias`.
+
+    With one name for several parts, that tensor holds them one after another.
+    """
 
     names: tuple[str, ...]
     outs: tuple[int, ...]
     ins: int
     bias: bool = False
+    stack: tuple[int, int] | None = None
+    """Index in a tensor [n, out, in] of several linears, and n."""
+
+    @property
+    def stored(self) -> tuple[tuple[str, int], ...]:
+        """Name and outputs of each stored linear."""
+        sizes = self.outs if len(self.names) == len(self.outs) else (sum(self.outs),)
+        return tuple(zip(self.names, sizes, strict=True))
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from."""
-        for name, out in zip(self.names, self.outs, strict=True):
-            yield f"{name}.weight", (out, self.ins)
+        for name, out in self.stored:
+            yield f"{name}.weight", (out, self.ins) if self.stack is None else (self.stack[1], out, self.ins)
             if self.bias:
                 yield f"{name}.bias", (out,)
+
+
+def parts_of(linear: LinearSpec, stored: Sequence[_Stored], cut: Callable[[_Stored, slice], _Stored]) -> list[_Stored]:
+    """Return the parts of a linear from what is stored under its names, by cutting rows of what holds several parts."""
+    if len(stored) == len(linear.outs):
+        return list(stored)
+    ends = list(accumulate(linear.outs, initial=0))
+    return [cut(stored[0], slice(begin, end)) for begin, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +259,18 @@ def _leaves(part: object) -> Iterator[VectorSpec | LinearSpec]:
 
 
 @dataclass(frozen=True, slots=True)
+class NormSpec(_Parts):
+    """One norm; a bias belongs to a layer norm."""
+
+    weight: VectorSpec
+    bias: VectorSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec(_Parts):
     """One attention block."""
 
-    norm: VectorSpec
+    norm: NormSpec | None
     qkv: LinearSpec
     output: LinearSpec
     num_heads: int
@@ -198,21 +278,29 @@ class AttentionSpec(_Parts):
     head_dim: int
     scale: float
     rope: RopeSpec
-    q_norm: VectorSpec | None
-    k_norm: VectorSpec | None
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+    norms_rotated: bool
+    """True if queries and keys are normalized after rope."""
     window: int | None
     softcap: float | None
-    post_norm: VectorSpec | None
+    post_norm: NormSpec | None
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(_Parts):
     """One dense feed-forward block."""
 
-    norm: VectorSpec
+    norm: NormSpec | None
     gate_up: LinearSpec
+    """Gate and up, or up alone."""
     down: LinearSpec
-    post_norm: VectorSpec | None = None
+    post_norm: NormSpec | None = None
+
+    @property
+    def gated(self) -> bool:
+        """True if an activated gate multiplies up."""
+        return len(self.gate_up.outs) > 1
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
@@ -224,7 +312,7 @@ class MlpSpec(_Parts):
 class MoeSpec(_Parts):
     """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, and down."""
 
-    norm: VectorSpec
+    norm: NormSpec
     router: VectorSpec
     experts: tuple[tuple[LinearSpec, LinearSpec], ...]
     top_k: int
@@ -262,11 +350,17 @@ class DecoderSpec(_Parts):
     embedding: VectorSpec
     embedding_scale: float
     layers: tuple[LayerSpec, ...]
-    final_norm: VectorSpec
+    final_norm: NormSpec
     head: VectorSpec | None
     """Output projection; None if it is the embedding."""
     head_bias: VectorSpec | None
-    activation: Activation
+    head_scale: float
+    """Factor on the logits, before `softcap`."""
+    activation: PlainActivation
+    parallel: bool
+    """True if both blocks of a layer read the same input, and the stream gets the sum of their outputs."""
+    centred: bool
+    """True if norms subtract the mean: layer norms."""
     eps: float
     norm_offset: float
     softcap: float | None
@@ -277,7 +371,7 @@ class DecoderSpec(_Parts):
     def adaptable(self) -> dict[str, tuple[int, int]]:
         """Return the linears that adapters may change: name to (out, in)."""
         linears = [linear for layer in self.layers for linear in layer.adaptable]
-        return {name: (out, each.ins) for each in linears for name, out in zip(each.names, each.outs, strict=True)}
+        return {name: (out, each.ins) for each in linears for name, out in each.stored}
 
     def sizes(self) -> dict[str, int]:
         """Return the largest sizes over all layers, under the names of `OperatingEnvelope`."""
@@ -302,7 +396,7 @@ class Traits:
     """For each layer."""
     window: Callable[[int], int | None] = lambda layer: None
     """For each layer: the size of the attention window in tokens, including the token itself; None for all."""
-    moe: Callable[[int, str, VectorSpec], MoeSpec | None] = lambda layer, prefix, norm: None
+    moe: Callable[[int, str, NormSpec], MoeSpec | None] = lambda layer, prefix, norm: None
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
     scale: float | None = None
     """Of attention scores; head_dim ** -0.5 if None."""
@@ -311,13 +405,31 @@ class Traits:
     mlp_bias: bool = False
     head_bias: bool = False
     """Of the output projection."""
-    head_norms: bool = False
-    """True if queries and keys are normalized per head."""
-    sandwich_norms: bool = False
-    """True if the outputs of attention and feed-forward are normalized before the residual addition."""
+    head_norms: Literal["", "before rope", "after rope"] = ""
+    """Place of the norms of query and key heads, if there are any."""
+    norms: Literal["before", "after", "around"] = "before"
+    """Place of the norms of attention and feed-forward: their input, their output before it is added, or both."""
+    layer_norm: bool = False
+    """True if norms subtract the mean."""
+    norm_bias: bool = False
+    """True if they add a bias."""
     norm_offset: float = 0.0
     """Added to every norm weight."""
+    eps: str = "rms_norm_eps"
+    """Field of the config."""
+    parallel: bool = False
+    """True if attention and feed-forward read the same input, with one norm."""
+    gated: bool = True
+    """False for feed-forward blocks of up and down alone."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names in a layer that differ from Llama's: Llama's, such as `mlp.up_proj`, to the stored one."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Linears of a layer that are stored as one: `qkv` or `gate_up` to the name."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the output of attention and feed-forward before it is added."""
+    head_scale: float = 1.0
+    """Factor on the logits."""
     tied: bool = False
     """Default for a config that does not specify if the output projection is the embedding."""
     activation: str = "hidden_act"
@@ -348,7 +460,11 @@ def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False
 def decoder_spec(
     architecture: str, config: ModelConfig, traits: Traits, most_tensors: int | None = None
 ) -> DecoderSpec:
-    """Return a complete decoder spec with Hugging Face's tensor names; `ModelError` if it needs over `most_tensors`."""
+    """Return a complete decoder spec with Hugging Face's tensor names; `ModelError` if it needs over `most_tensors`.
+
+    A factor on every addition to the residual stream is a factor on its start: norms do not see it, except for their
+    epsilon.
+    """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", traits.tied)
@@ -358,16 +474,22 @@ def decoder_spec(
         count += sum(1 for _ in layers[-1].tensors())
         if most_tensors is not None and count > most_tensors:
             raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
+    activation = config.activation(traits.activation)
+    if activation not in get_args(Activation) and any(_is_gated(layer) for layer in layers):
+        raise ModelError(f"{config.origin}: a gated feed-forward block cannot use the activation {activation}")
     return DecoderSpec(
         architecture=architecture,
         embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
-        embedding_scale=traits.embedding_scale,
+        embedding_scale=traits.embedding_scale / traits.residual_scale,
         layers=tuple(layers),
-        final_norm=VectorSpec("model.norm.weight", (hidden,)),
+        final_norm=_norm("model.norm", hidden, traits),
         head=None if tied else VectorSpec("lm_head.weight", (vocab, hidden)),
         head_bias=VectorSpec("lm_head.bias", (vocab,)) if traits.head_bias else None,
-        activation=config.activation(traits.activation),
-        eps=config.number("rms_norm_eps", 1e-6),
+        head_scale=traits.head_scale,
+        activation=activation,
+        parallel=traits.parallel,
+        centred=traits.layer_norm,
+        eps=config.number(traits.eps, 1e-6 if traits.eps == "rms_norm_eps" else 1e-5) / traits.residual_scale**2,
         norm_offset=traits.norm_offset,
         softcap=traits.softcap,
         max_positions=config.count("max_position_embeddings"),
@@ -375,49 +497,81 @@ def decoder_spec(
     )
 
 
+def _is_gated(layer: LayerSpec) -> bool:
+    block = layer.feed_forward
+    return isinstance(block, MoeSpec) or block.gated
+
+
+def _norm(name: str, width: int, traits: Traits) -> NormSpec:
+    bias = VectorSpec(f"{name}.bias", (width,)) if traits.norm_bias else None
+    return NormSpec(VectorSpec(f"{name}.weight", (width,)), bias)
+
+
 def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     prefix = f"model.layers.{layer}"
     hidden = config.count("hidden_size")
 
-    def norm(name: str) -> VectorSpec:
-        return VectorSpec(f"{prefix}.{name}.weight", (hidden,))
+    def named(name: str) -> str:
+        return f"{prefix}.{traits.names.get(name, name)}"
 
-    attention = _attention(config, traits, layer, prefix=prefix, norm=norm)
-    feed_forward_norm = norm("pre_feedforward_layernorm" if traits.sandwich_norms else "post_attention_layernorm")
-    moe = traits.moe(layer, prefix, feed_forward_norm)
+    def norm(name: str) -> NormSpec:
+        return _norm(named(name), hidden, traits)
+
+    before, after = traits.norms != "after", traits.norms != "before"
+    first = norm("input_layernorm") if before else None
+    attention = _attention(config, traits, layer, named, first, norm("post_attention_layernorm") if after else None)
+    second = first
+    if not traits.parallel:
+        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+        second = norm(name) if before else None
+    moe = None if second is None else traits.moe(layer, prefix, second)
     if moe is not None:
         if moe.top_k > len(moe.experts):
             raise ModelError(f"{config.origin}: each token uses {moe.top_k} experts, but there are {len(moe.experts)}")
         return LayerSpec(attention, moe)
-    gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), bias=traits.mlp_bias)
-    post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None
-    return LayerSpec(attention, MlpSpec(feed_forward_norm, gate_up, down, post_norm=post_norm))
+    inner = config.count("intermediate_size")
+    parts = ("mlp.gate_proj", "mlp.up_proj") if traits.gated else ("mlp.up_proj",)
+    names = (traits.fused["gate_up"],) if "gate_up" in traits.fused else parts
+    gate_up = LinearSpec(tuple(map(named, names)), (inner,) * len(parts), hidden, bias=traits.mlp_bias)
+    down = LinearSpec((named("mlp.down_proj"),), (hidden,), inner, bias=traits.mlp_bias)
+    post_norm = norm("post_feedforward_layernorm") if after else None
+    return LayerSpec(attention, MlpSpec(second, gate_up, down, post_norm=post_norm))
 
 
 def _attention(
-    config: ModelConfig, traits: Traits, layer: int, prefix: str, norm: Callable[[str], VectorSpec]
+    config: ModelConfig,
+    traits: Traits,
+    layer: int,
+    named: Callable[[str], str],
+    norm: NormSpec | None,
+    post_norm: NormSpec | None,
 ) -> AttentionSpec:
     hidden, d = config.count("hidden_size"), head_dim_of(config)
     nh = config.count("num_attention_heads")
     nkv = config.count("num_key_value_heads", nh)
     if nh % nkv:
         raise ModelError(f"{config.origin}: {nh} query heads are not a multiple of {nkv} key and value heads")
-    block = f"{prefix}.self_attn"
-    names = (f"{block}.q_proj", f"{block}.k_proj", f"{block}.v_proj")
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    names = (traits.fused["qkv"],) if "qkv" in traits.fused else parts
+    q_norm, k_norm = (
+        NormSpec(VectorSpec(f"{named(f'self_attn.{each}_norm')}.weight", (d,))) if traits.head_norms else None
+        for each in "qk"
+    )
     return AttentionSpec(
-        norm=norm("input_layernorm"),
-        qkv=LinearSpec(names, (nh * d, nkv * d, nkv * d), hidden, bias=traits.qkv_bias),
-        output=LinearSpec((f"{block}.o_proj",), (hidden,), nh * d, bias=traits.output_bias),
+        norm=norm,
+        qkv=LinearSpec(tuple(map(named, names)), (nh * d, nkv * d, nkv * d), hidden, bias=traits.qkv_bias),
+        output=LinearSpec((named("self_attn.o_proj"),), (hidden,), nh * d, bias=traits.output_bias),
         num_heads=nh,
         num_kv_heads=nkv,
         head_dim=d,
         scale=d**-0.5 if traits.scale is None else traits.scale,
         rope=traits.rope(layer),
-        q_norm=VectorSpec(f"{block}.q_norm.weight", (d,)) if traits.head_norms else None,
-        k_norm=VectorSpec(f"{block}.k_norm.weight", (d,)) if traits.head_norms else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norms_rotated=traits.head_norms == "after rope",
         window=traits.window(layer),
         softcap=traits.attention_softcap,
-        post_norm=norm("post_attention_layernorm") if traits.sandwich_norms else None,
+        post_norm=post_norm,
     )
 
 
@@ -464,10 +618,10 @@ def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearSha
     return LinearShare(rows=(queries, kv, kv)), _leading_back(spec.output, queries, parallel)
 
 
-def feed_forward_shares(down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
-    """Return a rank's shards of gate and up, and of `down`."""
+def feed_forward_shares(gate_up: LinearSpec, down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
+    """Return a rank's shards of the two linears of a feed-forward block."""
     inner = width_share(down.ins, parallel)
-    return LinearShare(rows=(inner, inner)), _leading_back(down, inner, parallel)
+    return LinearShare(rows=(inner,) * len(gate_up.outs)), _leading_back(down, inner, parallel)
 
 
 def _leading_back(linear: LinearSpec, held: slice, parallel: Parallel) -> LinearShare:
@@ -480,7 +634,7 @@ def _leading_back(linear: LinearSpec, held: slice, parallel: Parallel) -> Linear
 def adaptable_shares(layer: LayerSpec, parallel: Parallel) -> tuple[LinearShare, ...]:
     """Return a rank's shard of each of `layer.adaptable`."""
     block = layer.feed_forward
-    more = feed_forward_shares(block.down, parallel) if isinstance(block, MlpSpec) else ()
+    more = feed_forward_shares(block.gate_up, block.down, parallel) if isinstance(block, MlpSpec) else ()
     return (*attention_shares(layer.attention, parallel), *more)
 
 

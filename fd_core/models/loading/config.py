@@ -13,14 +13,17 @@ import numpy as np
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import read_json_object, read_limited
-from fd_core.ops.contract import Activation
+from fd_core.ops.contract import PlainActivation
 
-_ACTIVATIONS: Mapping[str, Activation] = {
+_ACTIVATIONS: Mapping[str, PlainActivation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
 }
 _MAX_COUNT = 1 << 31
 
@@ -113,7 +116,7 @@ class ModelConfig:
             raise self._wrong("layer_types", f"a list of {num_layers} values from {' and '.join(known)}", value)
         return tuple(value)
 
-    def activation(self, field: str = "hidden_act") -> Activation:
+    def activation(self, field: str = "hidden_act") -> PlainActivation:
         """Return the activation of the feed-forward layers; by default silu, or tanh-approximated gelu for Gemma."""
         name = self.text(field, "gelu_pytorch_tanh" if field == "hidden_activation" else "silu")
         if name not in _ACTIVATIONS:

@@ -15,7 +15,7 @@ StoredTensors = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gguf:
-    """What differs from the usual names and values."""
+    """Differences from the usual names and values."""
 
     config: Callable[[ModelConfig, StoredTensors], dict[str, Any]] = lambda shape, tensors: {}
     """Returns the fields of `config.json` that the common metadata do not give, from the architecture's own metadata,

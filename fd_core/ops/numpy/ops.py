@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.contract import (
+    Activation,
+    Experts,
+    Heads,
+    KVCache,
+    KVShape,
+    Norm,
+    Ops,
+    PlainActivation,
+    Rope,
+    StepInput,
+)
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.parallel import RankGroup, Stage
@@ -115,6 +126,9 @@ class NumpyOps(NumpySampling, Ops):
         gate, up = np.split(gate_up, 2, axis=-1)
         return _activate(gate, activation) * up
 
+    def activate(self, x: Floats, activation: PlainActivation) -> Floats:
+        return _activate(x, activation)
+
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
         split = qkv.reshape(len(qkv), -1, heads.head_dim)
         q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
@@ -210,9 +224,15 @@ def _softcap(x: Floats, cap: float) -> Floats:
     return capped
 
 
-def _activate(x: Floats, activation: Activation) -> Floats:
-    # Each is x times a factor between 0 and 1; this form of the sigmoid cannot overflow.
+def _activate(x: Floats, activation: PlainActivation) -> Floats:
+    # Each is x times half of `doubled`; this form of the sigmoid cannot overflow.
     match activation:
+        case "relu":
+            return np.maximum(x, np.float32(0))
+        case "relu2":
+            return np.square(np.maximum(x, np.float32(0)))
+        case "quick_gelu":
+            doubled = 1 + np.tanh(x * np.float32(0.851))
         case "silu":
             doubled = 1 + np.tanh(x * np.float32(0.5))
         case "gelu_tanh":

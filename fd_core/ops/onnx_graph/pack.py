@@ -28,6 +28,7 @@ from fd_core.ops.contract import (
     Lora,
     Norm,
     Ops,
+    PlainActivation,
     Rope,
     StepInput,
 )
@@ -123,6 +124,9 @@ class OnnxOps(NumpyOps):
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
         return self._call(lambda graph, x: _gate(graph, x, activation), gate_up)
+
+    def activate(self, x: Array, activation: PlainActivation) -> Array:
+        return self._call(lambda graph, x: _activate(graph, x, activation), x)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
         """Find the tokens of every slot in the graph; an adapter without tokens computes on no rows."""
@@ -314,11 +318,23 @@ def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:
 
 def _gate(graph: Graph, gate_up: GraphSymbol, activation: Activation) -> GraphSymbol:
     gate, up = graph.ops("Split", 2, gate_up, axis=-1, num_outputs=2)
+    return graph.op("Mul", _activate(graph, gate, activation), up)
+
+
+def _activate(graph: Graph, x: GraphSymbol, activation: PlainActivation) -> GraphSymbol:
     match activation:
         case "silu":
-            active = graph.op("Mul", gate, graph.op("Sigmoid", gate))
+            return graph.op("Mul", x, graph.op("Sigmoid", x))
         case "gelu_tanh":
-            active = graph.op("Gelu", gate, approximate="tanh")
+            return graph.op("Gelu", x, approximate="tanh")
         case "gelu":
-            active = graph.op("Gelu", gate)
-    return graph.op("Mul", active, up)
+            return graph.op("Gelu", x)
+        case "quick_gelu":
+            return graph.op(
+                "Mul", x, graph.op("Sigmoid", graph.op("Mul", x, graph.weight(np.array(1.702, np.float32))))
+            )
+        case "relu":
+            return graph.op("Relu", x)
+        case "relu2":
+            positive = graph.op("Relu", x)
+            return graph.op("Mul", positive, positive)

@@ -33,6 +33,7 @@ from fd_core.ops.contract import (
     Norm,
     Ops,
     PenaltyInput,
+    PlainActivation,
     Rope,
     SampleInput,
     StepInput,
@@ -402,6 +403,19 @@ class PaddleOps(Ops):
             return functional.swiglu(gate_up)
         gate, up = paddle.chunk(gate_up, 2, axis=-1)
         return functional.gelu(gate, approximate=activation == "gelu_tanh") * up
+
+    def activate(self, x: Array, activation: PlainActivation) -> Array:
+        match activation:
+            case "relu":
+                return functional.relu(x)
+            case "relu2":
+                return functional.relu(x).square()
+            case "silu":
+                return functional.silu(x)
+            case "quick_gelu":
+                return x * functional.sigmoid(1.702 * x)
+            case "gelu" | "gelu_tanh":
+                return functional.gelu(x, approximate=activation == "gelu_tanh")
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         split = qkv.reshape([qkv.shape[0], -1, heads.head_dim])

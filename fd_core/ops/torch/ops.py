@@ -13,7 +13,19 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    Experts,
+    Heads,
+    KVCache,
+    KVShape,
+    Norm,
+    Ops,
+    PlainActivation,
+    Rope,
+    StepInput,
+)
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch.sampling import TorchSampling
@@ -144,6 +156,9 @@ class TorchOps(TorchSampling, Ops):
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
 
+    def activate(self, x: Array, activation: PlainActivation) -> Array:
+        return _activate(x, activation)
+
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         q, k, v = qkv.unflatten(-1, (-1, heads.head_dim)).split(
             [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1
@@ -225,8 +240,14 @@ def _rounded(number: float, dtype: Any) -> float:
     return float(torch.tensor(number, dtype=dtype))
 
 
-def _activate(x: Array, activation: Activation) -> Array:
+def _activate(x: Array, activation: PlainActivation) -> Array:
     match activation:
+        case "relu":
+            return functional.relu(x)
+        case "relu2":
+            return functional.relu(x).square()
+        case "quick_gelu":
+            return x * (1.702 * x).sigmoid()
         case "silu":
             return functional.silu(x)
         case "gelu_tanh":

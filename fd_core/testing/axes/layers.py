@@ -76,6 +76,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.positions": "they follow from the contexts",
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
+    "Heads.norms_rotated": "only the composition reads it; the kit of model families varies it",
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
 }

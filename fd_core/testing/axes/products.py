@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast, get_args
 
 import numpy as np
 
-from fd_core.ops.contract import Norm, Ops
+from fd_core.ops.contract import Norm, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
@@ -120,6 +120,41 @@ NORM: Final[Part[Ops]] = operation_part(
     check_norm,
     lambda case: int_of(case, "rows") * int_of(case, "width") * max(1, int_of(case, "heads")) < _MAX_ELEMENTS,
     _NORM_EDGES,
+)
+
+
+# Activations ---------------------------------------------------------------------------------------------------------
+
+_ACTIVATE: Final = (
+    Axis("rows", _ROWS),
+    Axis("width", _WIDTHS),
+    Axis("activation", get_args(PlainActivation)),
+    Axis("size", (1.0, 1e-3, 30.0)),
+    Axis("odd", (None, "zeros", "nan")),
+)
+"""`size` is that of the elements: the largest are where an activation is 0 or the identity."""
+
+
+def check_activate(ops: Ops, case: Case) -> None:
+    """Apply an activation, with an odd row among the others."""
+    rows, width = int_of(case, "rows"), int_of(case, "width")
+    x = Values(rows)(rows, width, scale=float(case["size"] or 0))
+    if case["odd"] is not None and rows > 1:
+        x[rows // 2] = 0.0 if case["odd"] == "zeros" else np.nan
+    kind = cast(PlainActivation, case["activation"])
+    found = np.asarray(ops.to_host(ops.activate(activations(ops, x), kind)), np.float32)
+    finite = np.isfinite(x)
+    assert np.isnan(found[~finite]).all(), "NaN became a number"
+    assert_near(ops, ops.from_host(found[finite]), ORACLE.activate(x[finite], kind))
+
+
+_ACTIVATE_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("width")}
+ACTIVATE: Final[Part[Ops]] = operation_part(
+    "activate",
+    _ACTIVATE,
+    check_activate,
+    lambda case: int_of(case, "rows") * int_of(case, "width") < _MAX_ELEMENTS,
+    _ACTIVATE_EDGES,
 )
 
 
@@ -335,7 +370,7 @@ TRANSFER: Final[Part[Ops]] = operation_part(
     ),
 )
 
-PARTS: Final = (TRANSFER, EMBEDDING, NORM, LINEAR, HEAD)
+PARTS: Final = (TRANSFER, EMBEDDING, NORM, ACTIVATE, LINEAR, HEAD)
 """In the order of the contract."""
 
 

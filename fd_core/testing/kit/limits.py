@@ -17,6 +17,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "paged_kv": "attention over scattered blocks as a separate operation",
     "primitives": "single operations on arrays, outside a whole forward pass",
     "softcap": "scores and logits capped by a tanh",
+    "ungated": "feed-forward blocks without a gate",
     "window": "layers with a sliding window",
 }
 """Keys of `Backend.limits`, with the feature that tests require."""

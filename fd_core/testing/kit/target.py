@@ -131,7 +131,9 @@ class Target:
 
     @property
     def limits(self) -> Mapping[str, str]:
-        return self.backend.limits
+        if type(self.ops).activate is not Ops.activate:
+            return self.backend.limits
+        return {"ungated": "the pack has no `activate`", **self.backend.limits}
 
     @property
     def emulated(self) -> bool:

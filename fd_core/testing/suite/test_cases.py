@@ -50,6 +50,12 @@ def test_norm(target: Target, require: Require, case: KitCase) -> None:
     check(target, case)
 
 
+@pytest.mark.fd_cases(products.ACTIVATE)
+def test_activation(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "ungated")
+    check(target, case)
+
+
 @pytest.mark.fd_cases(products.LINEAR)
 def test_linear(target: Target, require: Require, case: KitCase) -> None:
     require("primitives")

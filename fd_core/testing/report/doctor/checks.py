@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, PlainActivation, Rope
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -97,6 +97,7 @@ PART_CHECKS: Final = (
     PartCheck("from_host, to_host", products.TRANSFER, ()),
     PartCheck("embedding", products.EMBEDDING),
     PartCheck("rms_norm", products.NORM),
+    PartCheck("activate", products.ACTIVATE, ("primitives", "ungated")),
     PartCheck("linear", products.LINEAR),
     PartCheck("lora", routing.LORA),
     PartCheck("logits_of", products.HEAD),
@@ -304,6 +305,11 @@ def _settle(ops: Ops, size: Size) -> Prepared:
     return Prepared(call, moved, lambda found: found)
 
 
+def _activate(ops: Ops, size: Size, activation: PlainActivation) -> Prepared:
+    x = Values(1)(size.tokens, size.geometry.inner)
+    return Prepared(partial(ops.activate, activations(ops, x), activation), 2 * x.size * _width(ops))
+
+
 def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
     layer = _layer(ops, size)
     g, tokens = layer.g, layer.tokens
@@ -313,17 +319,20 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
         return Prepared(call, (weights + tokens * wide) * _width(ops))
 
     match method:
-        case "attention_inputs":
-            inputs = partial(ops.attention_inputs, x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+        case "attention_inputs" | "composed_attention_inputs":
+            inputs = partial(getattr(ops, method), x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
             return prepared(inputs, g.hidden * heads, g.hidden + heads)
         case "project_residual":
             inner = g.heads * g.d
             a = activations(ops, Values(2)(tokens, inner))
             project = partial(ops.project_residual, a, layer.output, x)
             return prepared(lambda: ops.settle(project()), g.hidden * inner, 2 * g.hidden + inner)
-        case "mlp_inputs":
-            gated = partial(ops.mlp_inputs, x, layer.norm, layer.gate_up, "silu")
+        case "mlp_inputs" | "composed_mlp_inputs":
+            gated = partial(getattr(ops, method), x, layer.norm, layer.gate_up, "silu")
             return prepared(gated, 2 * g.hidden * g.inner, g.hidden + g.inner)
+        case "plain_mlp_inputs":
+            plain = partial(ops.plain_mlp_inputs, x, layer.norm, layer.qkv, "relu2")
+            return prepared(plain, g.hidden * heads, g.hidden + heads)
     rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
     head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
     return prepared(lambda: ops.logits(x, layer.norm, head, rows), g.hidden * g.inner, g.hidden + g.inner)
@@ -415,6 +424,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("tied_head", partial(_linear, method="tied"))
     for activation in ("silu", "gelu_tanh", "gelu"):
         yield OpCheck("gated_linear", partial(_gated, activation=activation), activation)
+    for plain in get_args(PlainActivation):
+        yield OpCheck("activate", partial(_activate, activation=plain), plain, asks=("ungated",))
     yield OpCheck("gate_up, gate", partial(_gated, activation="silu", apart=True))
     yield OpCheck("lora", _lora)
     yield OpCheck("logits_of", partial(_linear, method="logits_of"))
@@ -450,8 +461,10 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("logprobs", partial(_scored, method="logprobs"))
     yield OpCheck("ranks", partial(_scored, method="ranks"), exact=True)
     yield OpCheck("verify", _verify, exact=True)
-    for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
+    fusions = ("attention_inputs", "project_residual", "mlp_inputs", "logits")
+    for method in (*fusions, "composed_attention_inputs", "composed_mlp_inputs"):
         yield OpCheck(method, partial(_fusion, method=method))
+    yield OpCheck("plain_mlp_inputs", partial(_fusion, method="plain_mlp_inputs"), asks=("ungated",))
     yield OpCheck("settle", _settle)
     yield OpCheck("attention", partial(_attention, method="attention"))
     yield OpCheck("moe_residual", partial(_moe, method="moe_residual"), asks=("moe",))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -76,7 +76,7 @@ class ErnieMoe(Family):
         last = config.count("num_hidden_layers") - 1 if end in (None, -1) else config.index("moe_layer_end_index", 0)
         bias = config.flag("use_bias")
 
-        def moe(layer: int, prefix: str, norm: VectorSpec) -> MoeSpec | None:
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
             if not start <= layer <= last or (layer + 1) % every:
                 return None
             block = f"{prefix}.mlp"

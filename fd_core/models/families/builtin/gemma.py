@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import RopeSpec, Traits, head_dim_of, scaled_rope_spec
+from fd_core.models.families.spec import RopeSpec, Traits, head_dim_of, rope_spec, scaled_rope_spec
 from fd_core.models.loading.config import ModelConfig
 
 _GLOBAL_THETA: Final = 1_000_000.0
@@ -31,6 +32,59 @@ def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]
         "final_logit_softcapping": shape.optional_single("final_logit_softcapping"),
         "attn_logit_softcapping": shape.optional_single("attn_logit_softcapping"),
     }
+
+
+class Gemma(Family):
+    """`GemmaForCausalLM`: norms with `1 + weight`, embeddings multiplied by the root of the hidden size."""
+
+    architectures = ("GemmaForCausalLM",)
+    model_type = "gemma"
+    cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model. Its activation is the approximated gelu, also where old configs name gelu."""
+        rope = rope_spec(config, head_dim_of(config), theta=_LOCAL_THETA)
+        bias = config.flag("attention_bias")
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=bias,
+            output_bias=bias,
+            norm_offset=1.0,
+            embedding_scale=math.sqrt(config.count("hidden_size")),
+            tied=True,
+            activation="hidden_activation",
+        )
+
+
+class Gemma2(Family):
+    """`Gemma2ForCausalLM`: every other layer slides, norms before and after each block, capped scores and logits."""
+
+    architectures = ("Gemma2ForCausalLM",)
+    model_type = "gemma2"
+    cases: ClassVar = {
+        "capped": {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 15.0,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+        "biases": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model. Raises `ModelError` for attention in both directions."""
+        config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
+        count, window = config.count("num_hidden_layers"), config.count("sliding_window", 4096)
+        types = config.layer_types(count) or ("sliding_attention", "full_attention") * count
+        return replace(
+            Gemma().traits(config),
+            window=lambda layer: window if types[layer] == "sliding_attention" else None,
+            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            norms="around",
+            attention_softcap=config.optional_number("attn_logit_softcapping"),
+            softcap=config.optional_number("final_logit_softcapping"),
+        )
 
 
 class Gemma3(Family):
@@ -76,8 +130,8 @@ class Gemma3(Family):
             scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
             qkv_bias=bias,
             output_bias=bias,
-            head_norms=True,
-            sandwich_norms=True,
+            head_norms="before rope",
+            norms="around",
             norm_offset=1.0,
             embedding_scale=math.sqrt(config.count("hidden_size")),
             tied=True,

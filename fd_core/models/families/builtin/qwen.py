@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -66,7 +66,9 @@ class Qwen3(Family):
         """Describe a model; some of its layers may have a window."""
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
         bias = config.flag("attention_bias")
-        return Traits(rope=lambda layer: rope, window=_window(config), qkv_bias=bias, output_bias=bias, head_norms=True)
+        return Traits(
+            rope=lambda layer: rope, window=_window(config), qkv_bias=bias, output_bias=bias, head_norms="before rope"
+        )
 
 
 class Qwen3Moe(Family):
@@ -100,7 +102,7 @@ class Qwen3Moe(Family):
         dense = config.indices("mlp_only_layers")
         window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
 
-        def moe(layer: int, prefix: str, norm: VectorSpec) -> MoeSpec | None:
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
             if layer in dense or (layer + 1) % every:
                 return None
             return MoeSpec(

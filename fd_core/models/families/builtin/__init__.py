@@ -1,0 +1,41 @@
+"""The built-in families of models, offered through the same hook as those of plugins."""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import Entry, hookimpl
+
+FD_CONTRACT = 1
+
+
+@hookimpl
+def fd_register_models() -> list[Entry]:
+    """Offer the built-in families."""
+    families = "fd_core.models.families.builtin"
+    return [
+        Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
+        Entry("ernie4_5", f"{families}.ernie:Ernie", "ERNIE 4.5"),
+        Entry("ernie4_5_moe", f"{families}.ernie:ErnieMoe", "ERNIE 4.5, mixtures of experts"),
+        Entry("exaone4", f"{families}.exaone:Exaone4", "EXAONE 4"),
+        Entry("gemma", f"{families}.gemma:Gemma", "Gemma 1"),
+        Entry("gemma2", f"{families}.gemma:Gemma2", "Gemma 2"),
+        Entry("gemma3", f"{families}.gemma:Gemma3", "Gemma 3, text"),
+        Entry("glm", f"{families}.glm:Glm", "GLM-4-9B"),
+        Entry("glm4", f"{families}.glm:Glm4", "GLM-4-0414, GLM-Z1"),
+        Entry("granite", f"{families}.granite:Granite", "Granite 3"),
+        Entry("granite_moe", f"{families}.granite:GraniteMoe", "Granite 3, mixtures of experts"),
+        Entry("hunyuan", f"{families}.hunyuan:HunyuanDense", "Hunyuan, dense"),
+        Entry("hunyuan_moe", f"{families}.hunyuan:HunyuanMoe", "Hunyuan, mixtures of experts"),
+        Entry("internlm3", f"{families}.llama:InternLm3", "InternLM 3"),
+        Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
+        Entry("mistral", f"{families}.llama:Mistral", "Mistral"),
+        Entry("mixtral", f"{families}.mixtral:Mixtral", "Mixtral"),
+        Entry("nemotron", f"{families}.layer_norms:Nemotron", "Nemotron 4 and Minitron"),
+        Entry("phi3", f"{families}.phi:Phi3", "Phi-3, Phi-4 and Phi-4-mini"),
+        Entry("qwen2", f"{families}.qwen:Qwen2", "Qwen2 and Qwen2.5"),
+        Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),
+        Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
+        Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),
+        Entry("smollm3", f"{families}.llama:SmolLm3", "SmolLM3"),
+        Entry("stablelm", f"{families}.layer_norms:StableLm", "StableLM 2"),
+        Entry("starcoder2", f"{families}.layer_norms:StarCoder2", "StarCoder2"),
+    ]

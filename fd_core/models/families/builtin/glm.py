@@ -1,0 +1,44 @@
+"""GLM-4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from fd_core.models.families.contract import Family
+from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
+from fd_core.models.loading.config import ModelConfig
+
+
+class Glm(Family):
+    """`GlmForCausalLM`, GLM-4-9B: adjacent elements of half of each head are rotated; gate and up are one linear."""
+
+    architectures = ("GlmForCausalLM",)
+    model_type = "glm"
+    cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model with biases on q, k and v, unless the config has none."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, interleaved=True, rotary=0.5)
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=config.flag("attention_bias", True),
+            fused={"gate_up": "mlp.gate_up_proj"},
+        )
+
+
+class Glm4(Family):
+    """`Glm4ForCausalLM`, GLM-4-0414: as GLM-4-9B, with norms before and after each block."""
+
+    architectures = ("Glm4ForCausalLM",)
+    model_type = "glm4"
+    cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model with biases on q, k and v, unless the config has none."""
+        names = {
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        }
+        return replace(Glm().traits(config), norms="around", names=names)

@@ -1,0 +1,144 @@
+"""Llama, and decoders that differ from it by little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from fd_core.errors import ModelError
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
+from fd_core.models.loading.config import ModelConfig
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _llama_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    if shape.index("expert_count", 0):
+        raise ModelError(f"{shape.origin}: Mixtral-style experts are not supported")
+    return {"mlp_bias": False}
+
+
+class Llama(Family):
+    """`LlamaForCausalLM`."""
+
+    architectures = ("LlamaForCausalLM",)
+    model_type = "llama"
+    cases: ClassVar = {
+        "plain": {},
+        "biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+        "llama3-rope": {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+        "linear-rope": {
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            "num_key_value_heads": 4,
+        },
+    }
+    gguf: ClassVar = {"llama": Gguf(config=_llama_config, permuted=True)}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model, with biases if the config has them."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        bias = config.flag("attention_bias")
+        return Traits(rope=lambda layer: rope, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
+
+
+class Mistral(Family):
+    """`MistralForCausalLM`: every layer uses the sliding window, if there is one."""
+
+    architectures = ("MistralForCausalLM",)
+    model_type = "mistral"
+    cases: ClassVar = {"window": {"sliding_window": 7}, "none": {"sliding_window": None}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model without biases."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        window = config.optional_count("sliding_window")
+        return Traits(rope=lambda layer: rope, window=lambda layer: window)
+
+
+class SmolLm3(Family):
+    """`SmolLM3ForCausalLM`: some layers have no rope."""
+
+    architectures = ("SmolLM3ForCausalLM",)
+    model_type = "smollm3"
+    cases: ClassVar = {
+        "listed": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+        "windows": {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; its windows, if any, are those of `layer_types`, or of the layers without rope."""
+        rope = rope_spec(config, head_dim_of(config), theta=2_000_000.0)
+        count, every = config.count("num_hidden_layers"), config.count("no_rope_layer_interval", 4)
+        rotated = config.indices("no_rope_layers") or tuple(int((layer + 1) % every != 0) for layer in range(count))
+        if len(rotated) < count:
+            raise ModelError(f"{config.origin}: no_rope_layers must list {count} layers")
+        window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+        types = config.layer_types(count)
+
+        def window_of(layer: int) -> int | None:
+            slides = not rotated[layer] if types is None else types[layer] == "sliding_attention"
+            return window if slides else None
+
+        return replace(
+            Llama().traits(config),
+            rope=lambda layer: rope if rotated[layer] else rope.unrotated,
+            window=window_of,
+            tied=True,
+        )
+
+
+class SeedOss(Family):
+    """`SeedOssForCausalLM`: biases on q, k and v, and on the output if the config says so."""
+
+    architectures = ("SeedOssForCausalLM",)
+    model_type = "seed_oss"
+    cases: ClassVar = {
+        "usual": {"attention_bias": True, "attention_out_bias": False},
+        "every-bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=config.flag("attention_bias", True),
+            output_bias=config.flag("attention_out_bias"),
+            mlp_bias=config.flag("mlp_bias"),
+        )
+
+
+class InternLm3(Family):
+    """`InternLM3ForCausalLM`: one flag for biases on q, k and v, another for those on all other linears."""
+
+    architectures = ("InternLM3ForCausalLM",)
+    model_type = "internlm3"
+    cases: ClassVar = {
+        "dynamic-rope": {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 10000.0}},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model, by the names of its authors or of `transformers`."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        others = config.flag("bias", config.flag("mlp_bias"))
+        return Traits(
+            rope=lambda layer: rope,
+            qkv_bias=config.flag("qkv_bias", config.flag("attention_bias")),
+            output_bias=others,
+            mlp_bias=others,
+        )

@@ -1,0 +1,47 @@
+"""Mixtral."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from fd_core.models.families.builtin.llama import Mistral
+from fd_core.models.families.contract import Family
+from fd_core.models.families.spec import LinearSpec, MoeSpec, NormSpec, Traits, VectorSpec
+from fd_core.models.loading.config import ModelConfig
+
+
+class Mixtral(Family):
+    """`MixtralForCausalLM`: Mistral with experts in every layer."""
+
+    architectures = ("MixtralForCausalLM",)
+    model_type = "mixtral"
+    cases: ClassVar = {
+        "plain": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+        "window": {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 32, "sliding_window": 7},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; the weights of a token's experts sum to 1."""
+        hidden, intermediate = config.count("hidden_size"), config.count("intermediate_size")
+        count = config.count("num_local_experts", 8)
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
+            block = f"{prefix}.block_sparse_moe"
+
+            def expert(index: int) -> tuple[LinearSpec, LinearSpec]:
+                gate, down, up = (f"{block}.experts.{index}.w{number}" for number in (1, 2, 3))
+                return (
+                    LinearSpec((gate, up), (intermediate, intermediate), hidden),
+                    LinearSpec((down,), (hidden,), intermediate),
+                )
+
+            return MoeSpec(
+                norm=norm,
+                router=VectorSpec(f"{block}.gate.weight", (count, hidden)),
+                experts=tuple(map(expert, range(count))),
+                top_k=config.count("num_experts_per_tok", 2),
+                normalize=True,
+            )
+
+        return replace(Mistral().traits(config), moe=moe)
