@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from fd_core.models.families.builtin.ernie import Ernie
+from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.llama import Llama, Mistral
+from fd_core.models.families.builtin.qwen import Qwen2, Qwen3Moe
 from fd_core.models.families.contract import Family, Gguf
-from fd_core.models.families.ernie import Ernie
-from fd_core.models.families.gemma import Gemma3
-from fd_core.models.families.llama import Llama, Mistral
-from fd_core.models.families.qwen import Qwen2, Qwen3Moe
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 
 DEFAULTS = "test_absent_fields_have_their_defaults"
@@ -78,9 +78,7 @@ class AlwaysNormalizesExperts(Qwen3Moe):
         return replace(traits, moe=moe)
 
 
-@found_by(
-    "test_tensors_are_checked_by_name", "two parts of the model read model.layers.0.mlp.experts.0.down_proj.weight"
-)
+@found_by("test_tensors_are_checked_by_name", "two parts of the model read model.layers.0.mlp.experts.0.down_proj")
 class AllExpertsAreTheFirst(Qwen3Moe):
     def traits(self, config):
         traits = super().traits(config)
@@ -140,7 +138,7 @@ class TestsNoBiases(Llama):
     cases = {"plain": {}}  # noqa: RUF012
 
 
-@found_by("test_windows_are_short", "the window 4096 exceeds the kit's contexts")
+@found_by("test_a_window_is_short", "the window 4096 exceeds the kit's contexts")
 class TestsNoWindow(Mistral):
     cases = {"window": {}}  # noqa: RUF012
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
         if tensor.is_floating_point():
             tensor.copy_(torch.from_numpy(_weight(values, name, tuple(tensor.shape), tensor.numpy())))
     model.save_pretrained(folder)
+    if type(model).config_class.model_type != family.model_type:  # the code of another model computes it
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [family.architectures[0]]}))
 
     def logits(tokens: Sequence[int]) -> Floats:
         with torch.no_grad():
@@ -77,4 +81,4 @@ def _weight(values: Values, name: str, shape: tuple[int, ...], initial: Floats) 
     """Return weights whose logits vary between tokens, and norms and biases around their initial values."""
     if len(shape) == 1 or shape[0] == 1:
         return initial + values(*shape, scale=0.2)
-    return values(*shape, scale=0.5 if "embed" in name or "lm_head" in name else 1.4 * shape[-1] ** -0.5)
+    return values(*shape, scale=0.5 if "embed" in name or "lm_head" in name else shape[-1] ** -0.5)

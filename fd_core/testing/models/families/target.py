@@ -67,7 +67,7 @@ class FamilyTarget:
 
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
-        seen, usual = _RecordedConfig(values), _RecordedConfig(values)
+        seen, usual = _RecordedConfig(values), _RecordedConfig({**values, "hidden_act": "silu"})
         self.describe(seen)
         rope = RopeSpec((1.0,))
         decoder_spec("", ModelConfig(usual), Traits(rope=lambda layer: rope))
