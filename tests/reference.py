@@ -33,8 +33,8 @@ from fd_core.cli.settings.flags import (
 from fd_core.config import ServerConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.process.messages import LeaseStats
-from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.plugins import MODEL, Plugins
+from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.server.app import create_app
 from tests import law
 from tests.router.gateway.test_metrics import router_of
