@@ -41,7 +41,7 @@ GAPS = {
     ("mixtral", "window"): "'rope_theta': 1000000.0",
     ("qwen2", "window"): WITHOUT_WINDOW,
 }
-"""What the kit finds: fields that no case of a family varies, or that a case shows to have another default."""
+"""Findings of the kit: fields that no case of a family varies, or that a case shows to have another default."""
 
 
 def gap(target, case=None):
@@ -99,7 +99,7 @@ def test_right_family_in_another_style_passes(monkeypatch):
             call()
 
 
-def test_family_without_code_in_transformers_is_compared_with_its_own_reference(monkeypatch):
+def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch):
     class Own(Llama):
         architectures = ("OwnForCausalLM",)
         model_type = "own"

@@ -54,6 +54,16 @@ class ForgetsBiases(Qwen2):
         return replace(super().traits(config), qkv_bias=False, ignored=(r"_proj\.bias$",))
 
 
+@found_by(DEFAULTS, "without layer_types is not read as with")
+class PatternOfFour(Gemma3):
+    """Every fourth layer has full attention in configs that do not list the layers."""
+
+    def traits(self, config):
+        if config.values.get("layer_types") is None:
+            config = replace(config, values={**config.values, "sliding_window_pattern": 4})
+        return super().traits(config)
+
+
 @found_by("test_tensors_are_checked_by_name", r"'model.layers.0.self_attn.k_proj.bias' is not expected")
 class BiasesOfLlama(Qwen2):
     def traits(self, config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ _ERROR: Final = 1e-4
 """Maximum error of a logit in float32."""
 _SPREAD: Final = 0.1
 """Standard deviation above which logits differ enough."""
+_LAYERS: Final = (SIZES["num_hidden_layers"], 13)
 _LENGTHS: Final = (1, 23, 8, 11)
 _GENERATED: Final = 12
 _CHUNKS: Final[Mapping[str, int | None]] = {"whole": None, "chunked": 5}
@@ -99,19 +101,23 @@ class FamilySuite:
         assert not listed, f"no case has another value of {listed}"
 
     def test_absent_fields_have_their_defaults(self, target: FamilyTarget, case: str) -> None:
-        """Compare a config without a field with the one in which `transformers` gives its default."""
+        """Compare a config without a field with the one in which `transformers` gives its default.
+
+        Many layers show the period of patterns.
+        """
         _require_code(target)
         given = target.family.cases[case]
-        for field in sorted(target.fields(target.filled(given))):
+        for field, layers in product(sorted(target.fields(target.filled(given))), _LAYERS):
+            sized = {**given, "num_hidden_layers": layers}
             try:
-                whole = target.filled(given, without=field)
+                whole = target.filled(sized, without=field)
             except Exception:  # noqa: BLE001, S112 -- transformers has no such model
                 continue
             # A case may give a part of the field separately.
-            expected, found = _described(target, whole), _described(target, _without({**given, **whole}, field))
+            expected, found = _described(target, whole), _described(target, _without({**sized, **whole}, field))
             if expected is not None and found is not None:  # to refuse is safe
                 at = _difference(found, expected)
-                assert not at, f"a config without {field} is not read as with {field}={whole[field]!r}: {at}"
+                assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
 
     def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
         """Lose each tensor, and then misshape it."""
