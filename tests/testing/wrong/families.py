@@ -143,6 +143,44 @@ class ConstantExpertsOfGguf(Qwen3Moe):
     }
 
 
+@found_by("test_no_field_is_ignored", "the family ignores attention_bias, and True instead of False changes the model")
+class HasNoBiases(Llama):
+    cases = {"plain": {}}  # noqa: RUF012
+
+    def traits(self, config):
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return Traits(rope=lambda layer: rope, mlp_bias=config.flag("mlp_bias"))
+
+
+@found_by("test_no_field_is_ignored", "the family ignores final_logit_softcapping")
+class KnowsNoSoftcap(Gemma3):
+    cases = {"plain": {"query_pre_attn_scalar": 24}}  # noqa: RUF012
+
+    def traits(self, config):
+        without = {name: value for name, value in config.values.items() if name != "final_logit_softcapping"}
+        return super().traits(replace(config, values=_Hidden(config.values, without)))
+
+
+class _Hidden(dict):
+    """Config of which only a part is read."""
+
+    def __init__(self, values, shown):
+        super().__init__(shown)
+        self.values_of = values
+
+    def get(self, field, default=None):
+        return self.values_of.get(field, default) if field in self else default
+
+
+@found_by(DEFAULTS, "a description depends on earlier ones")
+class RemembersRope(Llama):
+    rope = None
+
+    def traits(self, config):
+        self.rope = self.rope or rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return replace(super().traits(config), rope=lambda layer: self.rope)
+
+
 @found_by(FIELDS, "no case has another value of .*attention_bias=False")
 class TestsNoBiases(Llama):
     cases = {"plain": {}}  # noqa: RUF012

@@ -25,7 +25,7 @@ from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.checkpoints import SIZES
-from fd_core.testing.models.families.reference import Logits, is_known
+from fd_core.testing.models.families.reference import Logits, general_fields, is_known
 from fd_core.testing.models.families.target import LONGEST, FamilyTarget, find_family, float32_backends, load
 from fd_core.testing.models.paged import PagedDriver
 
@@ -118,6 +118,23 @@ class FamilySuite:
             if expected is not None and found is not None:  # to refuse is safe
                 at = _difference(found, expected)
                 assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
+
+    def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
+        """Change each switch and number of the config that the family does not read: the model has to stay the same."""
+        _require_code(target)
+        given = next(iter(target.family.cases.values()))
+        values = target.filled(given)
+        base = _sampled(target, given)
+        for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
+            value = values[field]
+            if value is not None and not isinstance(value, int | float):
+                continue
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
+            try:
+                same = _sampled(target, {**given, field: other}) == base
+            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                continue
+            assert same, f"the family ignores {field}, and {other!r} instead of {value!r} changes the model"
 
     def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
         """Lose each tensor, and then misshape it."""
@@ -237,6 +254,15 @@ class FamilySuite:
 def _require_code(target: FamilyTarget) -> None:
     if not is_known(target.family):
         lacks(f"transformers has no code for {target.family.model_type}")
+
+
+def _sampled(target: FamilyTarget, fields: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bytes]:
+    """Return the shapes of the tensors of a model, and logits of the reference."""
+    folder, reference = target.model_of(fields)
+    assert reference is not None
+    with open_checkpoint(folder) as checkpoint:
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return shapes, reference(_prompts(SIZES["vocab_size"], target.seed)[1]).tobytes()
 
 
 def _described(target: FamilyTarget, values: Mapping[str, Any]) -> DecoderSpec | None:

@@ -35,6 +35,13 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
     return transformers.AutoConfig.for_model(family.model_type, **given)
 
 
+def general_fields() -> set[str]:
+    """Return the fields that the configs of all models have."""
+    import transformers
+
+    return set(transformers.PreTrainedConfig().to_dict())
+
+
 def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, seed: int) -> Logits | None:
     """Write the model with these fields of the config into `folder` as it would be published; return its reference.
 

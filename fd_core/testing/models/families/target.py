@@ -61,17 +61,31 @@ class FamilyTarget:
         return values
 
     def describe(self, values: Mapping[str, Any]) -> DecoderSpec:
-        """Return the description of a config. Raises `ModelError` for one that the family refuses."""
+        """Return the description of a config. Raises `ModelError` for one that the family refuses.
+
+        Raises `AssertionError` if it depends on configs that the family described before.
+        """
         config = ModelConfig(values)
-        return decoder_spec(self.family.architectures[0], config, self.family.traits(config))
+        found, first = (
+            decoder_spec(self.family.architectures[0], config, family.traits(config))
+            for family in (self.family, type(self.family)())
+        )
+        same = found == first  # pytest would list every difference
+        assert same, "a description depends on earlier ones"
+        return found
 
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
-        seen, usual = _RecordedConfig(values), _RecordedConfig({**values, "hidden_act": "silu"})
-        self.describe(seen)
+        usual = _RecordedConfig({**values, "hidden_act": "silu"})
         rope = RopeSpec((1.0,))
         decoder_spec("", ModelConfig(usual), Traits(rope=lambda layer: rope))
-        return (seen.read - usual.read | {"tie_word_embeddings"}) & values.keys()
+        return (self.read(values) - usual.read | {"tie_word_embeddings"}) & values.keys()
+
+    def read(self, values: Mapping[str, Any]) -> set[str]:
+        """Return all fields of a config that describing it reads."""
+        seen = _RecordedConfig(values)
+        self.describe(seen)
+        return seen.read
 
 
 class _RecordedConfig(dict[str, Any]):
