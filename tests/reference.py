@@ -2,12 +2,14 @@
 
 The docs build (docs/site_hooks.py) adds `GENERATED` to the site; the pages are not in git.
 
-python -m tests.reference      # writes them to build/reference, readable without the site
+python -m tests.reference      # writes them to build/reference, readable without the site, and updates the table of
+                               # architectures in docs/serve/models.md
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from fd_core.cli.settings.flags import (
 from fd_core.config import ServerConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.process.messages import LeaseStats
+from fd_core.plugins import MODEL, Plugins
 from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.server.app import create_app
 from tests import law
@@ -227,6 +230,24 @@ def _type(schema: Mapping[str, Any]) -> str:
     return f"{kind} ({', '.join(limits)})" if limits else kind
 
 
+def architectures() -> str:
+    """Return the table of the built-in families in `docs/serve/models.md`."""
+    rows = ["| `architectures` in `config.json` | models | in GGUF files |", "|---|---|---|"]
+    for offer in Plugins.discover([]).offered(MODEL).values():
+        family = offer.load()
+        rows.append(f"| {_quoted(family.architectures)} | {offer.entry.summary} | {_quoted(family.gguf) or 'no'} |")
+    return "\n".join(rows)
+
+
+MODELS = Path(__file__).parents[1] / "docs" / "serve" / "models.md"
+_ARCHITECTURES = re.compile("(?<=<!-- architectures: begin -->\n\n).*?(?=\n\n<!-- architectures: end -->)", re.DOTALL)
+
+
+def with_architectures(text: str) -> str:
+    """Return a page with the table of architectures between its markers."""
+    return _ARCHITECTURES.sub(lambda _: architectures(), text)
+
+
 PAGES = {"settings.md": settings, "commands.md": commands, "metrics.md": metrics, "http.md": http}
 
 
@@ -247,5 +268,6 @@ GENERATED: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     folder = Path(__file__).parents[1] / "build" / "reference"
     folder.mkdir(parents=True, exist_ok=True)
+    MODELS.write_text(with_architectures(MODELS.read_text()))
     for name in PAGES:
         (folder / name).write_text(page(name), encoding="utf-8")

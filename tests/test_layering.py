@@ -122,7 +122,11 @@ IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
 MAY_USE = {
-    "torch": ("ops/torch/", "ops/native/", "backends/cpu.py", "runner/postprocess/torch_"),
+    "torch": (
+        *("ops/torch/", "ops/native/", "backends/cpu.py", "runner/postprocess/torch_"),
+        "testing/models/families/reference.py",
+    ),
+    "transformers": ("testing/models/families/",),
     "paddle": ("ops/paddle/framework.py",),
     "onnx": ("ops/onnx_graph/",),
     "onnxruntime": ("ops/onnx_graph/",),

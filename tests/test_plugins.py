@@ -9,6 +9,7 @@ from fd_core.plugins import (
     CONNECTOR,
     DRAFTER,
     LAUNCHER,
+    MODEL,
     REASONING_PARSER,
     ROUTER_POLICY,
     SCALING_POLICY,
@@ -35,6 +36,7 @@ def site(tmp_path, monkeypatch):
 def test_built_ins_are_registered_like_plugins():
     plugins = Plugins.discover([])
     assert set(plugins.offered(BACKEND)) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
+    assert set(plugins.offered(MODEL)) >= {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "ernie4_5"}
     assert set(plugins.offered(SCHEDULER)) == {"continuous"}
     assert set(plugins.offered(SCHEDULING_POLICY)) == {"fcfs", "priority", "fair"}
     assert set(plugins.offered(VICTIMS)) == {"cheapest", "youngest"}

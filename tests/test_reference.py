@@ -6,7 +6,7 @@ import pytest
 
 import fd_core
 from fd_core.cli.settings.flags import ENGINE_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
-from tests.reference import GENERATED, PAGES, page
+from tests.reference import GENERATED, MODELS, PAGES, page, with_architectures
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -16,6 +16,12 @@ def test_a_page_is_generated_with_a_title_and_is_not_in_the_repository(name: str
     text = GENERATED[name]()
     assert text.startswith("# ") and text.endswith("\n") and text.count("\n## ") >= 2
     assert not (DOCS / name).exists()
+
+
+def test_table_of_architectures_is_that_of_the_installed_families() -> None:
+    text = MODELS.read_text()
+    assert "LlamaForCausalLM" in text
+    assert text == with_architectures(text), "run python -m tests.reference"
 
 
 def test_every_page_is_linked_from_the_index() -> None:

@@ -89,13 +89,22 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
 
     Code shipped with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is unknown.
     """
-    path = checkpoint.path
-    config = ModelConfig(checkpoint.config, origin=str(path / "config.json" if path.is_dir() else path))
+    config = _config_of(checkpoint)
     spec = describe(config, len(checkpoint.names()))
     if "auto_map" in config.values:
         name = spec.architecture
-        logger.warning("ignoring the code shipped with %s (auto_map); using the known %s", path, name)
+        logger.warning("ignoring the code shipped with %s (auto_map); using the known %s", checkpoint.path, name)
     return spec
+
+
+def require_architecture(checkpoint: Checkpoint) -> None:
+    """Raise `ModelError` if no family serves the architecture of a checkpoint; reads nothing but its config."""
+    architecture_of(_config_of(checkpoint))
+
+
+def _config_of(checkpoint: Checkpoint) -> ModelConfig:
+    path = checkpoint.path
+    return ModelConfig(checkpoint.config, origin=str(path / "config.json" if path.is_dir() else path))
 
 
 def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec:

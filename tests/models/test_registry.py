@@ -66,7 +66,7 @@ def test_describes_what_was_loaded(tiny, folder):
     assert model.architecture == "LlamaForCausalLM"
     assert model.vocab_size == 160
     assert model.max_positions == 64
-    assert model.eos_token_ids == (2,)
+    assert model.eos_token_ids == (3, 5, 2)
     assert model.num_parameters == sum(parameter.numel() for parameter in tiny("llama").reference.parameters())
     assert model.kv_shape(8) == KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8)
 

@@ -4,8 +4,9 @@ import pytest
 from fd_core.models.families.spec import rope_spec, rope_tables
 from fd_core.models.loading.config import ModelConfig
 from fd_core.ops.numpy.ops import NumpyOps
-from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE
+from fd_core.testing.models.checkpoints import CASES
 
+LLAMA3_ROPE, YARN_ROPE = (CASES[case][1]["rope_parameters"] for case in ("llama-llama3-rope", "qwen3-yarn"))
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}
 SCALINGS = {
     "linear": LINEAR,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import transformers
 
-from fd_core.testing.models.checkpoints import CASES, LLAMA3_ROPE, YARN_ROPE, write_checkpoint
+from fd_core.testing.models.checkpoints import CASES, write_checkpoint
 
-__all__ = ["CASES", "LLAMA3_ROPE", "YARN_ROPE", "Tiny", "write_tiny"]
+__all__ = ["CASES", "Tiny", "write_tiny"]
 
 
 @dataclass

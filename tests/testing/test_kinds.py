@@ -19,7 +19,7 @@ def test_kind_has_a_kit_a_template_and_a_followed_guide(kind):
     recipes = {name: recipe for name, recipe in project.RECIPES.items() if recipe.kind is kind}
     assert recipes, f"`fdcore plugins new --kind` has no template for a {kind.word}"
     for name, recipe in recipes.items():
-        text = TEMPLATES.joinpath(f"test_{name.replace('-', '_')}.py.tmpl").read_text()
+        text = TEMPLATES.joinpath(f"test_{project.test_of(name)}.py.tmpl").read_text()
         kits = re.findall(r"fd_core\.testing[\w.]*", text)
         assert kits or recipe.prove.startswith("fdcore conformance"), f"the test of the template runs no kit:\n{text}"
         for kit in kits:

@@ -52,6 +52,18 @@ def conformance(
         list[str] | None,
         typer.Option("--reasoning-parser", metavar="NAME", help="Test a reasoning parser instead; may be repeated."),
     ] = None,
+    model_families: Annotated[
+        list[str] | None,
+        typer.Option("--model-family", metavar="NAME", help="Test a family of models instead; may be repeated."),
+    ] = None,
+    computing: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            metavar="BACKEND",
+            help="With --model-family: compute on this backend, such as cpu:dtype=float32; may be repeated.",
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, as one page.")
@@ -87,23 +99,28 @@ def conformance(
         ),
     ] = None,
 ) -> None:
-    """Run the conformance kit on backends, schedulers, postprocessors or parsers, and print their report cards.
+    """Run the conformance kit on backends, schedulers, postprocessors, parsers or families of models.
 
     Each backend runs in a separate process, against numpy as the oracle: operations, models, sampling, preempted-
     slot signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
     sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and
     incidents, with an auditor that names each invariant that is violated. A postprocessor makes token matrices of
     every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
-    split at every position. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, 2 if
+    split at every position. A family of models is compared with transformers, on all backends or on those that
+    --backend names. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, 2 if
     a case or an expected failure matches no test, and 4 if the tests could not be completed.
     """
-    from fd_core.testing.kit.requirements import require_packages
+    from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
 
-    asked = (backends, schedulers, postprocessors, tool_parsers, reasoning_parsers)
+    asked = (backends, schedulers, postprocessors, tool_parsers, reasoning_parsers, model_families)
     if sum(map(bool, asked)) != 1:
-        kinds = "--scheduler, --postprocess, --tool-parser or --reasoning-parser"
+        kinds = "--scheduler, --postprocess, --tool-parser, --reasoning-parser or --model-family"
         raise typer.BadParameter(f"specify either backends or one of {kinds}")
+    if computing and not model_families:
+        raise typer.BadParameter("--backend selects the backends of --model-family; name other backends without it")
     require_packages(*(("xdist",) if workers > 1 else ()))
+    if model_families:
+        require_packages("torch", "transformers", extra=FAMILIES_EXTRA)
     from rich.console import Console
 
     from fd_core.config.outputs import require_writable, write_json, write_whole
@@ -126,6 +143,7 @@ def conformance(
         seed=seed,
         soak_seconds=None if soak is None else soak * 60,
         workers=workers,
+        backends=computing or (),
         model=None if model is None else model.absolute(),
         expected_failures=None if expected_failures is None else expected_failures.absolute(),
     )
@@ -139,6 +157,7 @@ def conformance(
         ("-n", workers if workers > 1 else None),
     ):
         words += [] if value is None else [option, f"{value}"]
+    words += [word for backend in options.backends for word in ("--backend", backend)]
     words += [word for case in options.cases for word in ("--case", case)]
     words += [] if model is None else ["--model", f"{model}"]
     words += [] if expected_failures is None else ["--expected-failures", f"{expected_failures}"]

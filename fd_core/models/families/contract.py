@@ -7,8 +7,12 @@ computes nothing. The decoder is written once over `Ops`, so a family runs on ev
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.models.families.spec import (
     LinearSpec,
@@ -59,3 +63,12 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""
+
+    @classmethod
+    def reference(cls, folder: Path) -> Callable[[Sequence[int]], npt.NDArray[np.float32]] | None:
+        """Return a function from tokens to the logits of each, float32[tokens, V], for the checkpoint in `folder`.
+
+        The conformance kit asks for it if `transformers` has no code for `model_type`, and then writes the checkpoint
+        with the family's own names. None leaves the logits of such a family uncompared.
+        """
+        return None

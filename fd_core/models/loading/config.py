@@ -45,8 +45,10 @@ class ModelConfig:
         """Return an integer that is not negative."""
         return self._integer(field, default, 0, expected="an integer that is not negative")
 
-    def optional_count(self, field: str) -> int | None:
-        """Return a positive integer, or None if it is absent."""
+    def optional_count(self, field: str, default: int | None = None) -> int | None:
+        """Return a positive integer, the default if it is absent, or None if it is null."""
+        if field not in self.values:
+            return default
         return None if self._get(field) is None else self.count(field)
 
     def number(self, field: str, default: float | None = None) -> float:
@@ -56,8 +58,10 @@ class ModelConfig:
             raise self._wrong(field, "a positive number", value)
         return float(value)
 
-    def optional_number(self, field: str) -> float | None:
-        """Return a finite, positive number, or None if it is absent."""
+    def optional_number(self, field: str, default: float | None = None) -> float | None:
+        """Return a finite, positive number, the default if it is absent, or None if it is null."""
+        if field not in self.values:
+            return default
         return None if self._get(field) is None else self.number(field)
 
     def single(self, field: str, default: float | None = None) -> float:

@@ -28,6 +28,7 @@ _NAMED: Final = (
     ),
     ("tool-parser", "NAME", "tool parser for `--pyargs fd_core.testing.parsers.suite`"),
     ("reasoning-parser", "NAME", "reasoning parser for `--pyargs fd_core.testing.parsers.suite`"),
+    ("model-family", "NAME", "family of models for `--pyargs fd_core.testing.models.families.suite`"),
     ("case", "CASE", "run only this case, such as layer:rows=65,window=none"),
 )
 """Options that may be repeated."""

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 EXTRA: Final = "fd-core[conformance]"
+FAMILIES_EXTRA: Final = "fd-core[families]"
 PACKAGES: Final = ("pytest", "hypothesis")
 """Imports of the kit that are not dependencies of the core."""
 
 
-def require_packages(*more: str) -> None:
+def require_packages(*more: str, extra: str = EXTRA) -> None:
     """Raise `PluginError`, with the name of the extra, if a package of the kit, or one of `more`, is missing."""
     from fd_core.errors import PluginError
 
     for package in (*PACKAGES, *more):
         if find_spec(package) is None:
-            raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{EXTRA}'")
+            raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{extra}'")
 
 
 @dataclass(frozen=True, slots=True)

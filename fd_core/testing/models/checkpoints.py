@@ -13,6 +13,11 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
+from fd_core.models.families.builtin.ernie import Ernie, ErnieMoe
+from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.llama import Llama, Mistral
+from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
+from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import describe
@@ -42,63 +47,23 @@ SIZES: Final[Mapping[str, Any]] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-LLAMA3_ROPE: Final = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE: Final = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-MIXED_LAYERS: Final = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_CASES_OF_FAMILIES: Final[Mapping[str, tuple[type[Family], str]]] = {
+    "llama": (Llama, "plain"),
+    "llama-biases-wide-heads": (Llama, "biases"),
+    "llama-llama3-rope": (Llama, "llama3-rope"),
+    "llama-linear-rope": (Llama, "linear-rope"),
+    "mistral-window": (Mistral, "window"),
+    "qwen2": (Qwen2, "tied"),
+    "qwen2-window": (Qwen2, "window"),
+    "qwen3-yarn": (Qwen3, "yarn"),
+    "qwen3-moe": (Qwen3Moe, "normalized"),
+    "gemma3": (Gemma3, "mixed"),
+    "ernie": (Ernie, "biases"),
+    "ernie-moe": (ErnieMoe, "shared"),
+}
 CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "llama": ("llama", {}),
-    "llama-biases-wide-heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "llama-linear-rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "num_key_value_heads": 4},
-    ),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            "layer_types": MIXED_LAYERS,
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 24,
-            "final_logit_softcapping": 20.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "ernie": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
-    "ernie-moe": (
-        "ernie4_5_moe",
-        {
-            "use_bias": True,
-            "moe_num_experts": 6,
-            "moe_k": 2,
-            "moe_num_shared_experts": 2,
-            "moe_intermediate_size": 32,
-            "moe_layer_start_index": 1,
-            "moe_norm_min": 0.7,
-            "tie_word_embeddings": True,
-        },
-    ),
+    name: (family.model_type, family.cases[case]) for name, (family, case) in _CASES_OF_FAMILIES.items()
 }
 """Hugging Face's model type and config fields in addition to `SIZES`, by case."""
 
@@ -148,17 +113,27 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
     name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
     config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = write_config(config, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
-    spec = describe(ModelConfig(config))
-    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
-    tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
     if case in (STEP_CASE, FORMER_STEP_CASE):
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _save(tensors, folder)
     return folder
+
+
+def write_config(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+    """Write the random model of a config into `folder`, created if absent, and return its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    spec, values = describe(ModelConfig(config)), Values(seed=seed)
+    tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
+    _save(tensors, folder)
+    return tensors
+
+
+def _save(tensors: dict[str, Any], folder: Path) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def rewrite_weights(folder: Path, case: str) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 import fd_core
 from fd_core.errors import ConfigError, FdError
-from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
+from fd_core.plugins import MODEL, POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
@@ -79,6 +79,7 @@ KITS: Final = (
     ),
     Kit(_PARSERS, "--fd-tool-parser", sections=(*PARSER_SECTIONS, "calls"), find=_found(TOOL_PARSER)),
     Kit(_PARSERS, "--fd-reasoning-parser", sections=(*PARSER_SECTIONS, "reasoning"), find=_found(REASONING_PARSER)),
+    Kit("fd_core.testing.models.families.suite", "--fd-model-family", sections=("family",), find=_found(MODEL)),
 )
 """Kits in the order of `fdcore conformance`."""
 
@@ -108,6 +109,8 @@ class RunOptions:
     workers: int = 1
     """Processes that run tests at the same time."""
     expected_failures: Path | None = None
+    backends: Sequence[str] = ()
+    """Backends that compute the models of a family; all if empty."""
     model: Path | None = None
     """`config.json`, or its folder, of a model whose shapes are tested in addition."""
 
@@ -115,6 +118,7 @@ class RunOptions:
         """Return the arguments of pytest, without those of one process."""
         found = [] if self.expression is None else ["-k", self.expression]
         found += [f"--fd-case={case}" for case in self.cases]
+        found += [f"--fd-backend={backend}" for backend in self.backends]
         found += ["--fd-quick"] if self.quick else []
         found += [] if self.expected_failures is None else [f"--fd-expected-failures={self.expected_failures}"]
         found += [] if self.model is None else [f"--fd-model={self.model}"]

@@ -72,6 +72,15 @@ def test_unusable_generation_config_is_named(folder: Path, text: str, message: s
         assert defaults(folder, "none") == GenerationDefaults()
 
 
+def test_unknown_architecture_is_named_before_the_tokenizer_is_read(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "architectures": ["BertModel"]}))
+    for text in ("{}", None):
+        (folder / "tokenizer.json").write_text(text) if text else (folder / "tokenizer.json").unlink()
+        with pytest.raises(ModelError, match=r"config\.json: unsupported architecture 'BertModel'"):
+            defaults(folder)
+
+
 def test_missing_source_is_named(folder: Path) -> None:
     with pytest.raises((ConfigError, ModelError), match=r"absent\.json"):
         defaults(folder, "absent.json")

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+
+from fd_core.testing.models.families import gguf_files
 
 LLAMA = {
     "block_count": 1,
@@ -31,33 +32,8 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write metadata (`values` get the architecture's prefix) and tensors: arrays, or (bytes, type) pairs."""
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in {**{f"{arch}.{key}": value for key, value in values.items()}, **(extra or {})}.items():
-        _add(writer, key, value)
-    for name, tensor in (llama_tensors() if tensors is None else tensors).items():
-        if isinstance(tensor, tuple):
-            data, kind = tensor
-            writer.add_tensor(name, data, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    metadata = {f"{arch}.{key}": value for key, value in values.items()} | dict(extra or {})
+    return gguf_files.write_gguf(path, arch, metadata, llama_tensors() if tensors is None else tensors)
 
 
 def llama_tensors() -> dict[str, np.ndarray]:

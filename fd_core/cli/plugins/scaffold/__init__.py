@@ -9,6 +9,7 @@ class PluginKind(StrEnum):
     """Kind of a new plugin."""
 
     BACKEND = "backend"
+    MODEL = "model"
     SCHEDULER = "scheduler"
     SCHEDULING_POLICY = "scheduling-policy"
     VICTIM_POLICY = "victim-policy"

@@ -39,7 +39,7 @@ _FILES: Final[Mapping[str, str]] = {
     ".gitignore": "gitignore",
     "$package/__init__.py": "plugin.py",
     "$package/py.typed": "",
-    "tests/test_conformance.py": "tests/test_$kind.py",
+    "tests/test_conformance.py": "tests/test_$test.py",
 }
 """Files of every project to their templates; "" leaves a file empty."""
 
@@ -59,6 +59,8 @@ class ScaffoldRecipe:
     prove: str = "pytest   # verifies the contract"
     use: str = "fdcore serve smollm2 $flag $name"
     guide: str
+    extra: str = "conformance"
+    """Extra of fd-core that its tests need."""
 
 
 RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
@@ -77,6 +79,16 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             about=": models on $name, computed by $title.\nAs generated it runs on the CPU and reports *emulated*",
             prove="fdcore conformance $name   # compares the backend with the reference; --quick takes a minute",
             guide="write-a-backend.md",
+        ),
+        PluginKind.MODEL: ScaffoldRecipe(
+            kind=plugins.MODEL,
+            suffix="Family",
+            files={"family.py": ("family.py", "the family: how its models differ from Llama, as data")},
+            summary="Arcee",
+            prove="fdcore conformance --model-family $name   # compares small models with transformers",
+            use="fdcore serve arcee-ai/AFM-4.5B",
+            guide="write-a-model.md",
+            extra="families",
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
             kind=plugins.SCHEDULER,
@@ -217,6 +229,11 @@ def write_project(
     return folder, (*commands, words["prove"].partition(" #")[0].rstrip())
 
 
+def test_of(kind: PluginKind) -> str:
+    """Return the name of the template of a kind's test; both kinds of parsers have one."""
+    return "parser" if kind in (PluginKind.TOOL_PARSER, PluginKind.REASONING_PARSER) else kind.replace("-", "_")
+
+
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
@@ -243,7 +260,8 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "name": name,
         "distribution": f"fd-{name.replace('_', '-')}",
         "package": f"fd_{name}",
-        "kind": kind.replace("-", "_"),
+        "test": test_of(kind),
+        "constant": kind.replace("-", "_").upper(),
         "module": next(iter(recipe.files)).removesuffix(".py"),
         "cls": f"{camel}{recipe.suffix}",
         "ops": f"{camel}Ops",
@@ -253,6 +271,7 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "guide": recipe.guide,
         "framework": framework.value,
         "title": TITLES[framework],
+        "extra": recipe.extra,
         "requirement": f"fd-core{extra}>={'.'.join(fd_core.__version__.split('.')[:2])}",
         "contract": str(CONTRACT_VERSION),
     }

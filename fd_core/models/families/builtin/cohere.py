@@ -44,7 +44,7 @@ class Cohere2(Family):
         if types is None:
             every = config.count("sliding_window_pattern", _PATTERN)
             types = tuple(f"{'sliding' if (layer + 1) % every else 'full'}_attention" for layer in range(count))
-        window = config.optional_count("sliding_window")
+        window = config.optional_count("sliding_window", 4096)
         bias = config.flag("attention_bias")
         return Traits(
             rope=lambda layer: rope if types[layer] == "sliding_attention" else rope.unrotated,

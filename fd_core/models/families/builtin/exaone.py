@@ -34,7 +34,7 @@ class Exaone4(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with or without windows."""
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
-        count, window = config.count("num_hidden_layers"), config.optional_count("sliding_window")
+        count, window = config.count("num_hidden_layers"), config.optional_count("sliding_window", 4096)
         types = config.layer_types(count)
         if types is None:
             if window is not None:

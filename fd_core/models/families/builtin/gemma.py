@@ -98,8 +98,8 @@ class Gemma2(Family):
             window=lambda layer: window if types[layer] == "sliding_attention" else None,
             scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
             norms="around",
-            attention_softcap=config.optional_number("attn_logit_softcapping"),
-            softcap=config.optional_number("final_logit_softcapping"),
+            attention_softcap=config.optional_number("attn_logit_softcapping", 50.0),
+            softcap=config.optional_number("final_logit_softcapping", 30.0),
         )
 
 

@@ -78,7 +78,7 @@ class Mistral(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model without biases."""
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
-        window = config.optional_count("sliding_window")
+        window = config.optional_count("sliding_window", 4096)
         return Traits(rope=lambda layer: rope, window=lambda layer: window)
 
 

@@ -65,7 +65,7 @@ class Olmo3(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; by default, every fourth layer has full attention."""
         full, sliding = ropes_of_kinds(config, _THETA, config.number("rope_theta", _THETA))
-        count, window = config.count("num_hidden_layers"), config.optional_count("sliding_window")
+        count, window = config.count("num_hidden_layers"), config.optional_count("sliding_window", 4096)
         types = config.layer_types(count) or tuple(
             "sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(count)
         )

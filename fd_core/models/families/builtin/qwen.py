@@ -107,7 +107,7 @@ class Qwen3Moe(Family):
         num_experts = config.optional_count("num_experts") or config.count("num_local_experts")
         every = config.count("decoder_sparse_step", 1)
         dense = config.indices("mlp_only_layers")
-        window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+        window = config.optional_count("sliding_window", 4096) if config.flag("use_sliding_window") else None
 
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
             if layer in dense or (layer + 1) % every:
@@ -178,7 +178,7 @@ class Qwen2Moe(Family):
 
 def _window(config: ModelConfig) -> Callable[[int], int | None]:
     """Return the layers with a sliding window: those listed in the config, or those above `max_window_layers`."""
-    window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+    window = config.optional_count("sliding_window", 4096) if config.flag("use_sliding_window") else None
     types = config.layer_types(config.count("num_hidden_layers"))
     first = config.index("max_window_layers", 0)
 

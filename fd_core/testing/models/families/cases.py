@@ -1,0 +1,367 @@
+"""The tests that every family of models has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.build import check_tensors
+from fd_core.models.families.installed import installed_families
+from fd_core.models.families.spec import DecoderSpec, LinearSpec
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.gguf_family import Gguf
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import spec_of
+from fd_core.ops.contract import Ops
+from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.checkpoints import SIZES
+from fd_core.testing.models.families.reference import Logits, general_fields, is_known
+from fd_core.testing.models.families.target import LONGEST, FamilyTarget, find_family, float32_backends, load
+from fd_core.testing.models.paged import PagedDriver
+
+_ERROR: Final = 1e-4
+"""Maximum error of a logit in float32."""
+_SPREAD: Final = 0.1
+"""Standard deviation above which logits differ enough."""
+_LAYERS: Final = (SIZES["num_hidden_layers"], 13)
+_LENGTHS: Final = (1, 23, 8, 11)
+_GENERATED: Final = 12
+_CHUNKS: Final[Mapping[str, int | None]] = {"whole": None, "chunked": 5}
+_ORACLE: Final = "reference"
+_OTHERWISE: Final = {*SIZES, "architectures", "model_type", "rope_theta", "rope_scaling"} - {"tie_word_embeddings"}
+"""Fields that a model has of itself."""
+
+
+class FamilySuite:
+    """Derive a class `Test...` from it and name the family."""
+
+    family: str
+    """Name under which a plugin registers it."""
+    backends: Sequence[str] = ()
+    """Backends that compute the models, such as `cpu:dtype=float32`; by default all that can run here."""
+
+    def targets(self, config: pytest.Config) -> Sequence[FamilyTarget]:
+        """Return the families under test; override for a family that no plugin registers."""
+        return [find_family(self.family, config.getoption("--fd-seed"))]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each test for the cases of the family, the backends, and the ways to compute a prompt."""
+        targets = self.targets(metafunc.config)
+        if "case" in metafunc.fixturenames:
+            pairs = [(target, case) for target in targets for case in target.family.cases]
+            metafunc.parametrize(("target", "case"), pairs, ids=[f"{target}-{case}" for target, case in pairs])
+        elif "target" in metafunc.fixturenames:
+            metafunc.parametrize("target", targets, ids=str)
+        if "backend" in metafunc.fixturenames:
+            metafunc.parametrize("backend", self.backends or float32_backends())
+        if "way" in metafunc.fixturenames:
+            metafunc.parametrize("way", _CHUNKS)
+
+    def test_names_lead_to_the_family(self, target: FamilyTarget) -> None:
+        """Look up the architectures, and the one that `transformers` writes into `config.json`."""
+        installed, family = installed_families(), target.family
+        for name in family.architectures:
+            assert isinstance(installed.architectures.get(name), type(family)), (
+                f"{name} is another family's, or unknown: {'; '.join(installed.problems)}"
+            )
+        folder, _ = target.model(next(iter(family.cases)))
+        with open_checkpoint(folder) as checkpoint:
+            written = {field: checkpoint.config[field] for field in ("architectures", "model_type")}
+        assert written == {"architectures": [family.architectures[0]], "model_type": family.model_type}
+
+    def test_cases_differ_from_defaults(self, target: FamilyTarget) -> None:
+        """Remove each field of the config that the family reads: in some case, that has to change the model.
+
+        It may do so only without a second field, as a list of layers may repeat what a number says.
+        """
+        _require_code(target)
+        unused = dict[str, Any]()
+        used = {"tie_word_embeddings"}  # another test changes it
+        for given in target.family.cases.values():
+            values = target.filled(given)
+            read = target.fields(values)
+            unused |= {field: values[field] for field in read}
+            for field in read:
+                others = [_without(values, other) for other in read]
+                if any(_described(target, _without(each, field)) != _described(target, each) for each in others) or (
+                    not values[field] and _refuses(target, {**values, field: True})
+                ):
+                    used.add(field)
+        listed = ", ".join(f"{field}={value!r}" for field, value in unused.items() if field not in used)
+        assert not listed, f"no case has another value of {listed}"
+
+    def test_absent_fields_have_their_defaults(self, target: FamilyTarget, case: str) -> None:
+        """Compare a config without a field with the one in which `transformers` gives its default.
+
+        Many layers show the period of patterns.
+        """
+        _require_code(target)
+        given = target.family.cases[case]
+        for field, layers in product(sorted(target.fields(target.filled(given))), _LAYERS):
+            sized = {**given, "num_hidden_layers": layers}
+            try:
+                whole = target.filled(sized, without=field)
+            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                continue
+            # A case may give a part of the field separately.
+            expected, found = _described(target, whole), _described(target, _without({**sized, **whole}, field))
+            if expected is not None and found is not None:  # to refuse is safe
+                at = _difference(found, expected)
+                assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
+
+    def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
+        """Change each switch and number of the config that the family does not read: the model has to stay the same."""
+        _require_code(target)
+        given = next(iter(target.family.cases.values()))
+        values = target.filled(given)
+        base = _sampled(target, given)
+        for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
+            value = values[field]
+            if value is not None and not isinstance(value, int | float):
+                continue
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
+            try:
+                same = _sampled(target, {**given, field: other}) == base
+            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                continue
+            assert same, f"the family ignores {field}, and {other!r} instead of {value!r} changes the model"
+
+    def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
+        """Lose each tensor, and then misshape it."""
+        folder, _ = target.model(case)
+        with open_checkpoint(folder) as checkpoint:
+            spec = spec_of(checkpoint)
+            linears = [(name, each.stack) for each in _linears(spec) for name in each.names]
+            repeated = {name for name, stack in linears if linears.count((name, stack)) > 1}
+            assert not repeated, f"two parts of the model read {min(repeated)}"
+            names = dict.fromkeys(name for name, _ in spec.tensors())
+            check_tensors(spec, checkpoint)
+            shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+            for name in names:
+                for shape in (None, (*shapes[name][:-1], shapes[name][-1] + 1)):
+                    damaged = _Damaged(shapes, name, shape)
+                    with pytest.raises(ModelError) as refused:
+                        check_tensors(spec, damaged)  # type: ignore[arg-type]
+                    assert repr(name) in str(refused.value), f"the refusal of {name} does not name it: {refused.value}"
+
+    def test_logits_are_those_of_the_reference(self, target: FamilyTarget, case: str, backend: str, way: str) -> None:
+        """Compute prompts beyond any window, whole or in chunks, and greedy tokens."""
+        folder, expected = target.model(case)
+        try:
+            model, ops = load(backend, folder)
+        except ConfigError as error:
+            lacks(error.message)
+        driver = PagedDriver(model, ops, _prompts(model.vocab_size, target.seed), LONGEST)
+        driver.generate(_GENERATED, _CHUNKS[way])
+        _compare(target, driver, expected)
+
+    def test_other_head_is_read(self, target: FamilyTarget) -> None:
+        """Tie the output projection to the embedding, or untie it."""
+        _require_code(target)
+        case = next(iter(target.family.cases))
+        tied = target.describe(target.filled(target.family.cases[case])).head is None
+        folder, expected = target.model(case, tie_word_embeddings=not tied)
+        model, ops = load(_ORACLE, folder)
+        driver = PagedDriver(model, ops, _prompts(model.vocab_size, target.seed), LONGEST)
+        driver.generate(1)
+        _compare(target, driver, expected)
+
+    def test_a_window_is_short(self, target: FamilyTarget) -> None:
+        """Require a case whose windows the kit's contexts exceed, if there are windows."""
+        windows = list[int]()
+        for case in target.family.cases:
+            folder, _ = target.model(case)
+            with open_checkpoint(folder) as checkpoint:
+                found = [layer.attention.window for layer in spec_of(checkpoint).layers]
+            windows += [window for window in found if window is not None]
+        assert min(windows, default=0) < max(_LENGTHS), (
+            f"the window {min(windows)} exceeds the kit's contexts; give a case a smaller one"
+        )
+
+    def test_ranks_share_the_model(self, target: FamilyTarget, case: str) -> None:
+        """Compute on two ranks of tensor parallelism, as threads."""
+        folder, expected = target.model(case)
+
+        def work(group: RankGroup) -> PagedDriver:
+            model, ops = load(_ORACLE, folder, lambda ops: ops.join(group))
+            driver = PagedDriver(model, ops, _prompts(model.vocab_size, target.seed), LONGEST)
+            driver.generate(_GENERATED, 5)
+            return driver
+
+        for driver in on_ranks(2, work):
+            _compare(target, driver, expected)
+
+    def test_stages_divide_the_layers(self, target: FamilyTarget, case: str) -> None:
+        """Pass the states of each step from stage to stage, one for each layer."""
+        folder, expected = target.model(case)
+        with open_checkpoint(folder) as checkpoint:
+            count = len(spec_of(checkpoint).layers)
+        driver = None
+        for index in range(count):
+            model, ops = load(_ORACLE, folder, _cut(Stage(index, count)))
+            driver = PagedDriver(model, ops, _prompts(model.vocab_size, target.seed), LONGEST, stage_before=driver)
+        assert driver is not None
+        driver.generate(_GENERATED, 5)
+        _compare(target, driver, expected)
+
+    def test_gguf_file_is_the_same_model(self, target: FamilyTarget, case: str) -> None:
+        """Convert the model, and compare names, values and config with the original.
+
+        Fields that GGUF has no metadata for get the values that its reader assumes, and rope is not scaled.
+        """
+        _require_code(target)
+        if not target.family.gguf:
+            lacks("it has no GGUF files")
+        from fd_core.testing.models.families.gguf_files import KEYS, NamelessTensor
+
+        for arch, stored in target.family.gguf.items():
+            given = target.family.cases[case]
+            kept = {field: given[field] for names in KEYS.values() for field in names if field in given}
+            file = partial(self._converted, target, arch, stored)
+            try:
+                read = file(_without(given, "rope_parameters"))[1]
+            except NamelessTensor:  # GGUF cannot store this case
+                read = file(kept)[1]
+            assumed = {
+                field: value
+                for field, value in read.config.items()
+                if field in target.filled(kept) and field not in kept and field not in _OTHERWISE
+            }
+            _compare_files(*file(kept | assumed))
+
+    @staticmethod
+    def _converted(
+        target: FamilyTarget, arch: str, stored: Gguf, fields: Mapping[str, Any]
+    ) -> tuple[Checkpoint, Checkpoint]:
+        """Return a model with these fields, and its GGUF file."""
+        from fd_core.testing.models.families.gguf_files import convert
+
+        folder, _ = target.model_of(fields)
+        original, path = open_checkpoint(folder), folder / f"{arch}.gguf"
+        return original, open_checkpoint(convert(original, arch, stored, target.filled(fields), path))
+
+
+def _require_code(target: FamilyTarget) -> None:
+    if not is_known(target.family):
+        lacks(f"transformers has no code for {target.family.model_type}")
+
+
+def _sampled(target: FamilyTarget, fields: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bytes]:
+    """Return the shapes of the tensors of a model, and logits of the reference."""
+    folder, reference = target.model_of(fields)
+    assert reference is not None
+    with open_checkpoint(folder) as checkpoint:
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return shapes, reference(_prompts(SIZES["vocab_size"], target.seed)[1]).tobytes()
+
+
+def _described(target: FamilyTarget, values: Mapping[str, Any]) -> DecoderSpec | None:
+    """Return the description of a config, None if the family refuses it."""
+    try:
+        return target.describe(values)
+    except ModelError:
+        return None
+
+
+def _refuses(target: FamilyTarget, values: Mapping[str, Any]) -> bool:
+    """Return True if the family calls `ModelConfig.refuse` for a field that is set."""
+    try:
+        target.describe(values)
+    except ModelError as error:
+        return "is set, but" in error.message
+    return False
+
+
+def _without(values: Mapping[str, Any], field: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != field}
+
+
+def _difference(found: Any, expected: Any, at: str = "") -> str:
+    """Return the first difference of two descriptions, empty without one."""
+    if found == expected:
+        return ""
+    if is_dataclass(expected) and type(found) is type(expected):
+        pairs = [
+            (f"{at}.{each.name}", getattr(found, each.name), getattr(expected, each.name)) for each in fields(expected)
+        ]
+    elif isinstance(expected, tuple) and isinstance(found, tuple) and len(found) == len(expected):
+        pairs = [(f"{at}[{index}]", *pair) for index, pair in enumerate(zip(found, expected, strict=True))]
+    else:
+        return f"{at.lstrip('.')} is {found!r:.80}, expected {expected!r:.80}"
+    return next(text for name, mine, right in pairs if (text := _difference(mine, right, name)))
+
+
+def _linears(part: Any) -> Iterator[LinearSpec]:
+    """Yield the linears of a description."""
+    if isinstance(part, LinearSpec):
+        yield part
+    elif is_dataclass(part) or isinstance(part, tuple):
+        inner = part if isinstance(part, tuple) else [getattr(part, each.name) for each in fields(part)]
+        for each in inner:
+            yield from _linears(each)
+
+
+class _Damaged:
+    """Checkpoint without a tensor, or with another shape of it."""
+
+    path = Path("damaged")
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], name: str, shape: tuple[int, ...] | None) -> None:
+        self._shapes = {each: found for each, found in shapes.items() if each != name}
+        self._shapes |= {} if shape is None else {name: shape}
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+
+def _prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary, length).tolist() for length in _LENGTHS]
+
+
+def _cut(stage: Stage) -> Callable[[Ops], None]:
+    return lambda ops: ops.cut(stage)
+
+
+def _compare(target: FamilyTarget, driver: PagedDriver, reference: Logits | None) -> None:
+    """Compare all logits, and each generated token with the best one after the tokens before it."""
+    if reference is None:
+        lacks("the family has no reference")
+    for row in driver.rows:
+        expected = reference(row.tokens[:-1])
+        assert expected.std() > _SPREAD, "the logits are too small to compare"
+        error = np.abs(np.stack(row.logits) - expected)
+        position = int(error.max(axis=1).argmax())
+        assert error.max() <= _ERROR, (
+            f"a prompt of {row.prompt_len} tokens (seed {target.seed}): the logits at position {position} are off by "
+            f"{error.max():.3g}, the first wrong position is {int((error.max(axis=1) > _ERROR).argmax())}"
+        )
+        chosen = expected[row.prompt_len - 1 :]
+        lead = chosen.max(axis=1) - chosen[np.arange(len(row.generated)), row.generated]
+        assert lead.max() <= 2 * _ERROR, f"a greedy token is not the reference's (seed {target.seed})"
+
+
+def _compare_files(original: Checkpoint, converted: Checkpoint) -> None:
+    expected = spec_of(original)
+    at = _difference(spec_of(converted), expected)
+    assert not at, f"the GGUF file describes another model: {at}"
+    needed = {name for name, _ in expected.tensors()}
+    assert needed <= set(converted.names()), f"missing in GGUF: {', '.join(sorted(needed - set(converted.names())))}"
+    for name in converted.names():
+        values = original.read(name).to_float32()
+        assert converted.shape(name) == values.shape, f"{name} has another shape in GGUF"
+        same = np.allclose(converted.read(name).to_float32(), values, atol=3e-7)
+        assert same, f"{name} has other values in GGUF"

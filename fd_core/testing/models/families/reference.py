@@ -1,0 +1,91 @@
+"""Small random models of a family, written and computed by `transformers`, or by the family's own reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fd_core.models.families.contract import Family
+from fd_core.testing.models.arrays import Floats, Values
+from fd_core.testing.models.checkpoints import SIZES, write_config
+
+Logits = Callable[[Sequence[int]], Floats]
+"""Returns the logits of each token, float32[tokens, V]."""
+
+
+def is_known(family: Family) -> bool:
+    """Return True if `transformers` has the code of a family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return family.model_type in CONFIG_MAPPING
+
+
+def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> Any:
+    """Return the config of `transformers` with the kit's usual sizes, and rope bases that are not the default ones.
+
+    The field `without` has its default.
+    """
+    import transformers
+
+    usual = transformers.AutoConfig.for_model(family.model_type).to_dict().get("rope_parameters")
+    rope = {} if usual is None else {"rope_parameters": _halved(usual)}
+    given = {name: value for name, value in {**SIZES, **rope, **fields}.items() if name != without}
+    return transformers.AutoConfig.for_model(family.model_type, **given)
+
+
+def general_fields() -> set[str]:
+    """Return the fields that the configs of all models have."""
+    import transformers
+
+    return set(transformers.PreTrainedConfig().to_dict())
+
+
+def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, seed: int) -> Logits | None:
+    """Write the model with these fields of the config into `folder` as it would be published; return its reference.
+
+    Names and fused or stacked tensors are those that `transformers` saves. None without a reference.
+    """
+    if not is_known(family):
+        names = {"architectures": [family.architectures[0]], "model_type": family.model_type}
+        write_config({**SIZES, **fields, **names}, folder, seed)
+        return family.reference(folder)
+    import torch
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(family, fields), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+    values = Values(seed=seed)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.from_numpy(_weight(values, name, tuple(tensor.shape), tensor.numpy())))
+    model.save_pretrained(folder)
+    if type(model).config_class.model_type != family.model_type:  # the code of another model computes it
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [family.architectures[0]]}))
+
+    def logits(tokens: Sequence[int]) -> Floats:
+        with torch.no_grad():
+            found: Floats = model(torch.tensor([list(tokens)])).logits[0].numpy()
+        return found
+
+    return logits
+
+
+def _halved(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters, of all layers or by type of layer, with half of each base."""
+    return {
+        name: _halved(value) if isinstance(value, Mapping) else value / 2 if name == "rope_theta" else value
+        for name, value in parameters.items()
+    }
+
+
+def _weight(values: Values, name: str, shape: tuple[int, ...], initial: Floats) -> Floats:
+    """Return weights whose logits vary between tokens, and norms and biases around their initial values."""
+    if len(shape) == 1 or shape[0] == 1:
+        return initial + values(*shape, scale=0.2)
+    return values(*shape, scale=0.5 if "embed" in name else 0.25 if "lm_head" in name else shape[-1] ** -0.5)

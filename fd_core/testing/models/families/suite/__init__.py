@@ -1,0 +1,1 @@
+"""The suite of `fdcore conformance --model-family`."""

@@ -1,0 +1,152 @@
+"""The installed families pass their kit, and each wrong one fails the test that names its fault."""
+
+import inspect
+import re
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ModelError
+from fd_core.models.families.builtin.llama import Llama
+from fd_core.models.families.installed import installed_families
+from fd_core.plugins import MODEL, installed_plugins
+from fd_core.testing.models.checkpoints import SIZES
+from fd_core.testing.models.families import FamilySuite, FamilyTarget, find_family
+from fd_core.testing.models.families.reference import write_reference
+from tests.testing.wrong.families import WRONG, LlamaInOneExpression
+
+WITHOUT_WINDOW = "without sliding_window is not read as with sliding_window=4096"
+GAPS = {
+    ("ernie4_5_moe", None): "moe_layer_interval",
+    ("gemma2", None): "hidden_activation",
+    ("gemma3", None): "attn_logit_softcapping",
+    ("granite_moe", None): "num_experts_per_tok",
+    ("hunyuan_moe", None): "out of range",
+    ("phi3", None): "original_max_position_embeddings",
+    ("qwen3", None): "use_sliding_window",
+    ("qwen3_moe", None): "use_sliding_window",
+    ("seed_oss", None): "attention_bias=True",
+    ("smollm3", None): "layer_types",
+    ("cohere2", "mixed"): WITHOUT_WINDOW,
+    ("cohere2", "biases"): WITHOUT_WINDOW,
+    ("exaone4", "mixed"): WITHOUT_WINDOW,
+    ("exaone4", "whole"): WITHOUT_WINDOW,
+    ("gemma2", "capped"): "attn_logit_softcapping=50.0",
+    ("gemma2", "biases"): "attn_logit_softcapping=50.0",
+    ("hunyuan_moe", "plain"): "out of range",
+    ("mistral", "none"): WITHOUT_WINDOW,
+    ("mistral", "window"): WITHOUT_WINDOW,
+    ("mixtral", "plain"): "'rope_theta': 1000000.0",
+    ("mixtral", "window"): "'rope_theta': 1000000.0",
+    ("qwen2", "window"): WITHOUT_WINDOW,
+}
+"""Findings of the kit: fields that no case of a family varies, or that a case shows to have another default."""
+
+
+def gap(target, case=None):
+    words = GAPS.get((target.name, case))
+    return nullcontext() if words is None else pytest.raises((AssertionError, IndexError), match=words)
+
+
+class TestInstalledFamilies(FamilySuite):
+    def targets(self, config):
+        return [find_family(name) for name in installed_plugins().offered(MODEL)]
+
+    def test_cases_differ_from_defaults(self, target):
+        with gap(target):
+            super().test_cases_differ_from_defaults(target)
+
+    def test_absent_fields_have_their_defaults(self, target, case):
+        with gap(target, case):
+            super().test_absent_fields_have_their_defaults(target, case)
+
+
+def serve(monkeypatch, family):
+    """Serve a family in the place of the installed one, and return it as a target."""
+    installed = installed_families()
+    for name in family.architectures:
+        monkeypatch.setitem(installed.architectures, name, family)
+    for arch, stored in family.gguf.items():
+        monkeypatch.setitem(installed.gguf, arch, (family.architectures[0], family.model_type, stored))
+    return FamilyTarget(type(family).__name__, family)
+
+
+def calls(name, target):
+    """Yield each call of a test of the suite, on numpy."""
+    test = getattr(FamilySuite(), name)
+    wanted = inspect.signature(test).parameters
+    for case in target.family.cases if "case" in wanted else [None]:
+        values = {"target": target, "case": case, "backend": "reference", "way": "chunked"}
+        yield lambda test=test, values=values: test(**{each: values[each] for each in wanted if each in values})
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_wrong_family_fails_the_test_that_names_its_fault(cls, monkeypatch):
+    target = serve(monkeypatch, cls())
+    name, words = WRONG[cls]
+    with pytest.raises((AssertionError, ModelError), match=words):
+        for call in calls(name, target):
+            call()
+
+
+def test_right_family_in_another_style_passes(monkeypatch):
+    target = serve(monkeypatch, LlamaInOneExpression())
+    names = [name for name in vars(FamilySuite) if name.startswith("test_") and "gguf" not in name]
+    assert len(names) >= 9
+    for name in names:
+        for call in calls(name, target):
+            call()
+
+
+def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch):
+    class Own(Llama):
+        architectures = ("OwnForCausalLM",)
+        model_type = "own"
+        cases = {"plain": {}}  # noqa: RUF012
+        factor = 1.0
+
+        def reference(self, folder):
+            import torch
+            import transformers
+            from safetensors.torch import load_file
+
+            config = transformers.AutoConfig.for_model("llama", **SIZES)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            model.load_state_dict(load_file(folder / "model.safetensors"))
+            return lambda tokens: model(torch.tensor([tokens])).logits[0].detach().numpy() * np.float32(self.factor)
+
+    logits = "test_logits_are_those_of_the_reference"
+    for call in calls(logits, serve(monkeypatch, Own())):
+        call()
+    for call in calls("test_cases_differ_from_defaults", serve(monkeypatch, Own())):
+        with pytest.raises(pytest.skip.Exception, match="transformers has no code for own"):
+            call()
+    Own.factor = 1.001
+    with pytest.raises(AssertionError, match="are off by"):
+        for call in calls(logits, serve(monkeypatch, Own())):
+            call()
+    monkeypatch.setattr(Own, "reference", lambda self, folder: None)
+    with pytest.raises(pytest.skip.Exception, match="the family has no reference"):
+        for call in calls(logits, serve(monkeypatch, Own())):
+            call()
+
+
+def test_seed_determines_the_weights(tmp_path):
+    def written(name, seed):
+        write_reference(Llama(), {}, tmp_path / name, seed)
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    first = written("a", 3)
+    assert written("b", 3) == first
+    assert written("c", 4) != first
+
+
+def test_kit_without_transformers_names_the_command_to_install(monkeypatch):
+    from fd_core.errors import PluginError
+    from fd_core.testing.kit import requirements
+
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "transformers" else True)
+    with pytest.raises(PluginError, match="needs transformers") as caught:
+        find_family("llama")
+    assert re.search(r"pip install 'fd-core\[families\]'", str(caught.value.hint))

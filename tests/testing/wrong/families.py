@@ -1,0 +1,217 @@
+"""Families with one deliberate mistake each, and the test that detects it."""
+
+from dataclasses import replace
+
+from fd_core.models.families.builtin.ernie import Ernie
+from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.llama import Llama, Mistral
+from fd_core.models.families.builtin.qwen import Qwen2, Qwen3Moe
+from fd_core.models.families.contract import Family, Gguf
+from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
+
+DEFAULTS = "test_absent_fields_have_their_defaults"
+FIELDS = "test_cases_differ_from_defaults"
+GGUF = "test_gguf_file_is_the_same_model"
+LOGITS = "test_logits_are_those_of_the_reference"
+
+WRONG: dict[type[Family], tuple[str, str]] = {}
+"""Family to the test that fails, and words of its failure."""
+
+
+def found_by(test, words):
+    def register(cls):
+        WRONG[cls] = test, words
+        return cls
+
+    return register
+
+
+@found_by(DEFAULTS, "without rope_parameters is not read as with")
+class DefaultBaseOfLlama(Ernie):
+    def traits(self, config):
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, interleaved=True)
+        return replace(super().traits(config), rope=lambda layer: rope)
+
+
+@found_by(DEFAULTS, "without tie_word_embeddings is not read as with tie_word_embeddings=True: head is")
+class NeverTied(Ernie):
+    def traits(self, config):
+        return replace(super().traits(config), tied=False)
+
+
+@found_by(LOGITS, "the first wrong position is 7")
+class WindowOffByOne(Mistral):
+    cases = {"window": {"sliding_window": 7}}  # noqa: RUF012
+
+    def traits(self, config):
+        window = config.count("sliding_window") + 1
+        return replace(super().traits(config), window=lambda layer: window)
+
+
+@found_by(LOGITS, "are off by")
+class ForgetsBiases(Qwen2):
+    def traits(self, config):
+        return replace(super().traits(config), qkv_bias=False, ignored=(r"_proj\.bias$",))
+
+
+@found_by(DEFAULTS, "without layer_types is not read as with")
+class PatternOfFour(Gemma3):
+    """Every fourth layer has full attention in configs that do not list the layers."""
+
+    def traits(self, config):
+        if config.values.get("layer_types") is None:
+            config = replace(config, values={**config.values, "sliding_window_pattern": 4})
+        return super().traits(config)
+
+
+@found_by("test_tensors_are_checked_by_name", r"'model.layers.0.self_attn.k_proj.bias' is not expected")
+class BiasesOfLlama(Qwen2):
+    def traits(self, config):
+        return replace(super().traits(config), qkv_bias=config.flag("attention_bias"))
+
+
+@found_by(LOGITS, "are off by")
+class NoNormOffset(Gemma3):
+    def traits(self, config):
+        return replace(super().traits(config), norm_offset=0.0)
+
+
+@found_by(LOGITS, "are off by")
+class AlwaysNormalizesExperts(Qwen3Moe):
+    def traits(self, config):
+        traits = super().traits(config)
+
+        def moe(layer, prefix, norm):
+            found = traits.moe(layer, prefix, norm)
+            return None if found is None else replace(found, normalize=True)
+
+        return replace(traits, moe=moe)
+
+
+@found_by("test_tensors_are_checked_by_name", "two parts of the model read model.layers.0.mlp.experts.0.down_proj")
+class AllExpertsAreTheFirst(Qwen3Moe):
+    def traits(self, config):
+        traits = super().traits(config)
+
+        def moe(layer, prefix, norm):
+            found = traits.moe(layer, prefix, norm)
+            return None if found is None else replace(found, experts=found.experts[:1] * len(found.experts))
+
+        return replace(traits, moe=moe, ignored=(r"\.experts\.",))
+
+
+@found_by(LOGITS, "are off by")
+class NoSoftcap(Gemma3):
+    def traits(self, config):
+        return replace(super().traits(config), softcap=None)
+
+
+@found_by(LOGITS, "are off by")
+class ScalesByHeadSize(Gemma3):
+    def traits(self, config):
+        return replace(super().traits(config), scale=None)
+
+
+@found_by(GGUF, "has other values in GGUF")
+class SwapsNormsOfGguf(Gemma3):
+    gguf = {  # noqa: RUF012
+        "gemma3": Gguf(
+            config=Gemma3.gguf["gemma3"].config,
+            tensors={
+                "ffn_norm": "post_feedforward_layernorm",
+                "post_attention_norm": "post_attention_layernorm",
+                "post_ffw_norm": "pre_feedforward_layernorm",
+            },
+            norm_offset=1.0,
+        )
+    }
+
+
+@found_by(GGUF, "transformers reads other values of blk.0.attn_[qk].weight in llama")
+class ForgetsPermutationOfGguf(Llama):
+    gguf = {"llama": Gguf(config=Llama.gguf["llama"].config)}  # noqa: RUF012
+
+
+@found_by(GGUF, "the GGUF file describes another model: .*router.* is 8, expected 6")
+class ConstantExpertsOfGguf(Qwen3Moe):
+    gguf = {  # noqa: RUF012
+        "qwen3moe": Gguf(
+            config=lambda shape, tensors: (
+                Qwen3Moe.gguf["qwen3moe"].config(shape, tensors) | {"num_experts": 8, "num_experts_per_tok": 8}
+            )
+        )
+    }
+
+
+@found_by("test_no_field_is_ignored", "the family ignores attention_bias, and True instead of False changes the model")
+class HasNoBiases(Llama):
+    cases = {"plain": {}}  # noqa: RUF012
+
+    def traits(self, config):
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return Traits(rope=lambda layer: rope, mlp_bias=config.flag("mlp_bias"))
+
+
+@found_by("test_no_field_is_ignored", "the family ignores final_logit_softcapping")
+class KnowsNoSoftcap(Gemma3):
+    cases = {"plain": {"query_pre_attn_scalar": 24}}  # noqa: RUF012
+
+    def traits(self, config):
+        without = {name: value for name, value in config.values.items() if name != "final_logit_softcapping"}
+        return super().traits(replace(config, values=_Hidden(config.values, without)))
+
+
+class _Hidden(dict):
+    """Config of which only a part is read."""
+
+    def __init__(self, values, shown):
+        super().__init__(shown)
+        self.values_of = values
+
+    def get(self, field, default=None):
+        return self.values_of.get(field, default) if field in self else default
+
+
+@found_by(DEFAULTS, "a description depends on earlier ones")
+class RemembersRope(Llama):
+    rope = None
+
+    def traits(self, config):
+        self.rope = self.rope or rope_spec(config, head_dim_of(config), theta=10_000.0)
+        return replace(super().traits(config), rope=lambda layer: self.rope)
+
+
+@found_by(FIELDS, "no case has another value of .*attention_bias=False")
+class TestsNoBiases(Llama):
+    cases = {"plain": {}}  # noqa: RUF012
+
+
+@found_by("test_a_window_is_short", "the window 4096 exceeds the kit's contexts")
+class TestsNoWindow(Mistral):
+    cases = {"window": {}}  # noqa: RUF012
+
+
+@found_by("test_names_lead_to_the_family", "LlamaForCausalLM")
+class MisspeltArchitecture(Llama):
+    architectures = ("LLaMAForCausalLM", "LlamaForCausalLM")
+
+
+class LlamaInOneExpression(Family):
+    """A right family in another style: no helper, every trait given."""
+
+    architectures = ("LlamaForCausalLM",)
+    model_type = "llama"
+    cases = {"all": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}}  # noqa: RUF012
+
+    def traits(self, config):
+        flags = {name: config.values.get(name) or False for name in ("attention_bias", "mlp_bias")}
+        return Traits(
+            rope=lambda layer: rope_spec(config, head_dim_of(config), theta=1e4),
+            qkv_bias=flags["attention_bias"],
+            output_bias=flags["attention_bias"],
+            mlp_bias=flags["mlp_bias"],
+            scale=head_dim_of(config) ** -0.5,
+            window=lambda layer: None,
+            tied=False,
+            activation="hidden_act",
+        )
