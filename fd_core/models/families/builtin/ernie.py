@@ -64,6 +64,16 @@ class ErnieMoe(Family):
             "moe_norm_min": 0.7,
             "tie_word_embeddings": True,
         },
+        "some-layers": {
+            "use_bias": False,
+            "moe_num_experts": 4,
+            "moe_k": 1,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "moe_layer_interval": 2,
+        },
     }
     gguf: ClassVar = {"ernie4_5-moe": Gguf(config=_experts)}
 

@@ -42,7 +42,6 @@ def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]
         "layer_types": ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)],
         "rope_local_base_freq": shape.single("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": shape.optional_single("final_logit_softcapping"),
-        "attn_logit_softcapping": shape.optional_single("attn_logit_softcapping"),
     }
 
 
@@ -82,7 +81,11 @@ class Gemma2(Family):
             "attn_logit_softcapping": 3.0,
             "tie_word_embeddings": True,
         },
-        "biases": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "biases": {
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     }
     gguf: ClassVar = {
         "gemma2": Gguf(config=_gemma2_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
@@ -116,6 +119,12 @@ class Gemma3(Family):
             "final_logit_softcapping": 20.0,
             "tie_word_embeddings": True,
         },
+        "biases": {
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     }
     gguf: ClassVar = {
         "gemma3": Gguf(config=_gemma3_config, tensors={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
@@ -144,7 +153,6 @@ class Gemma3(Family):
             embedding_scale=math.sqrt(config.count("hidden_size")),
             tied=True,
             activation="hidden_activation",
-            attention_softcap=config.optional_number("attn_logit_softcapping"),
             softcap=config.optional_number("final_logit_softcapping"),
         )
 

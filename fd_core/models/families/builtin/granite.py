@@ -84,6 +84,12 @@ class GraniteMoe(Family):
             "attention_multiplier": 0.1,
             "logits_scaling": 4.0,
         },
+        "biases": {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "attention_bias": True,
+        },
     }
     gguf: ClassVar = {
         "granitemoe": Gguf(config=_experts, tensors={"ffn_gate_inp": "block_sparse_moe.router.layer"}, permuted=True)

@@ -49,7 +49,10 @@ class HunyuanMoe(Family):
 
     architectures = ("HunYuanMoEV1ForCausalLM",)
     model_type = "hunyuan_v1_moe"
-    cases: ClassVar = {"plain": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32}}
+    cases: ClassVar = {
+        "plain": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
+        "biases": {"num_experts": 4, "moe_topk": 3, "intermediate_size": 32, "attention_bias": True},
+    }
     gguf: ClassVar = {
         "hunyuan-moe": Gguf(
             config=_experts,

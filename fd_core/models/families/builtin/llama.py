@@ -95,6 +95,7 @@ class SmolLm3(Family):
             "sliding_window": 7,
             "attention_bias": True,
             "mlp_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     }
     gguf: ClassVar = {"smollm3": Gguf(permuted=True)}
@@ -128,7 +129,7 @@ class SeedOss(Family):
     model_type = "seed_oss"
     cases: ClassVar = {
         "usual": {"attention_bias": True, "attention_out_bias": False},
-        "every-bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        "other-biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     }
     gguf: ClassVar = {
         "seed_oss": Gguf(config=lambda shape, tensors: {"attention_out_bias": "blk.0.attn_output.bias" in tensors})

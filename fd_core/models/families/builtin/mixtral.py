@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from fd_core.models.families.builtin.llama import Mistral
 from fd_core.models.families.contract import Family
-from fd_core.models.families.spec import LinearSpec, MoeSpec, NormSpec, Traits, VectorSpec
+from fd_core.models.families.spec import LinearSpec, MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
 
 
 class Mixtral(Family):
-    """`MixtralForCausalLM`: Mistral with experts in every layer."""
+    """`MixtralForCausalLM`: experts in every layer, which uses the sliding window, if there is one."""
 
     architectures = ("MixtralForCausalLM",)
     model_type = "mixtral"
@@ -44,4 +42,6 @@ class Mixtral(Family):
                 normalize=True,
             )
 
-        return replace(Mistral().traits(config), moe=moe)
+        rope = rope_spec(config, head_dim_of(config), theta=1_000_000.0)
+        window = config.optional_count("sliding_window")
+        return Traits(rope=lambda layer: rope, window=lambda layer: window, moe=moe)

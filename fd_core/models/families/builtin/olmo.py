@@ -35,7 +35,7 @@ class Olmo2(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""
-        rope = rope_spec(config, head_dim_of(config), theta=_THETA)
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
         bias = config.flag("attention_bias")
         return Traits(rope=lambda layer: rope, qkv_bias=bias, output_bias=bias, head_norms="joint", norms="after")
 
@@ -114,5 +114,4 @@ class Olmoe(Family):
                 normalize=config.flag("norm_topk_prob"),
             )
 
-        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
-        return replace(Olmo2().traits(config), rope=lambda layer: rope, norms="before", moe=moe)
+        return replace(Olmo2().traits(config), norms="before", moe=moe)

@@ -65,7 +65,13 @@ class Qwen3(Family):
                 "original_max_position_embeddings": 64,
             }
         },
-        "biases": {"attention_bias": True},
+        "biases": {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     }
     gguf: ClassVar = {"qwen3": Gguf(config=_whole_contexts)}
 
@@ -97,6 +103,9 @@ class Qwen3Moe(Family):
             "moe_intermediate_size": 32,
             "norm_topk_prob": False,
             "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
         },
     }
     gguf: ClassVar = {"qwen3moe": Gguf(config=_experts)}
@@ -145,7 +154,12 @@ class Qwen2Moe(Family):
             "shared_expert_intermediate_size": 64,
             "norm_topk_prob": True,
             "decoder_sparse_step": 2,
+            "mlp_only_layers": [0],
             "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     }
     gguf: ClassVar = {
@@ -173,7 +187,17 @@ class Qwen2Moe(Family):
                 shared_gate=VectorSpec(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)),
             )
 
-        return replace(Qwen2().traits(config), qkv_bias=config.flag("qkv_bias", True), moe=moe)
+        count, some = config.count("num_hidden_layers"), config.index("max_window_layers", 28)
+        types = config.layer_types(count) or tuple(
+            "sliding_attention" if layer < some and layer % 2 == 0 else "full_attention" for layer in range(count)
+        )
+        window = config.optional_count("sliding_window", 4096) if config.flag("use_sliding_window") else None
+        return replace(
+            Qwen2().traits(config),
+            window=lambda layer: window if types[layer] == "sliding_attention" else None,
+            qkv_bias=config.flag("qkv_bias", True),
+            moe=moe,
+        )
 
 
 def _window(config: ModelConfig) -> Callable[[int], int | None]:

@@ -90,7 +90,8 @@ class FamilySuite:
         for given in target.family.cases.values():
             values = target.filled(given)
             read = target.fields(values)
-            unused |= {field: values[field] for field in read}
+            repeated = values.get("rope_parameters") or {}
+            unused |= {field: values[field] for field in read if field not in repeated}
             for field in read:
                 others = [_without(values, other) for other in read]
                 if any(_described(target, _without(each, field)) != _described(target, each) for each in others) or (

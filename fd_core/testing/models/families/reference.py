@@ -86,6 +86,6 @@ def _halved(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _weight(values: Values, name: str, shape: tuple[int, ...], initial: Floats) -> Floats:
     """Return weights whose logits vary between tokens, and norms and biases around their initial values."""
-    if len(shape) == 1 or shape[0] == 1:
+    if len(shape) == 1:
         return initial + values(*shape, scale=0.2)
     return values(*shape, scale=0.5 if "embed" in name else 0.25 if "lm_head" in name else shape[-1] ** -0.5)
