@@ -25,6 +25,7 @@ class TestInstalledFamilies(FamilySuite):
 CONVERTED_AS = {
     "internlm3": ("llama", {}),
     "mistral": ("llama", {"sliding_window": None}),
+    "mixtral": ("llama", {"sliding_window": None}),
     "olmo3": ("olmo2", {}),
 }
 """Families that the converter of llama.cpp writes under the name of another one, and values that it does not write."""
