@@ -12,6 +12,7 @@ from fd_core.models.families.installed import installed_families
 from fd_core.plugins import MODEL, installed_plugins
 from fd_core.testing.models.checkpoints import SIZES
 from fd_core.testing.models.families import FamilySuite, FamilyTarget, find_family
+from fd_core.testing.models.families.cases import compare_gguf
 from fd_core.testing.models.families.reference import write_reference
 from tests.testing.wrong.families import WRONG, LlamaInOneExpression
 
@@ -19,6 +20,30 @@ from tests.testing.wrong.families import WRONG, LlamaInOneExpression
 class TestInstalledFamilies(FamilySuite):
     def targets(self, config):
         return [find_family(name) for name in installed_plugins().offered(MODEL)]
+
+
+CONVERTED_AS = {
+    "internlm3": ("llama", {}),
+    "mistral": ("llama", {"sliding_window": None}),
+    "mixtral": ("llama", {"sliding_window": None}),
+    "olmo3": ("olmo2", {}),
+}
+"""Families that the converter of llama.cpp writes under the name of another one, and values that it does not write."""
+
+
+@pytest.mark.parametrize("name", CONVERTED_AS)
+def test_gguf_file_under_the_name_of_another_family_is_the_same_model(name):
+    target, (arch, fixed) = find_family(name), CONVERTED_AS[name]
+    for given in target.family.cases.values():
+        compare_gguf(target, arch, installed_families().gguf[arch][2], {**given, **fixed})
+
+
+def test_gguf_values_are_changed_as_by_the_converter():
+    """The kit believes a family whose values `transformers` cannot read."""
+    stored = {arch: each[2] for arch, each in installed_families().gguf.items()}
+    assert {arch for arch, each in stored.items() if each.permuted} == {"llama", "granite", "granitemoe", "smollm3"}
+    offsets = {arch: each.norm_offset for arch, each in stored.items() if each.norm_offset}
+    assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), 1.0)
 
 
 def serve(monkeypatch, family):

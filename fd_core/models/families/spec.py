@@ -98,6 +98,8 @@ def scaled_rope_spec(
             amplitude = _long_amplitude(part, config, original)
             long = frequencies / _factors(part, "long_factor", len(frequencies))
             frequencies = frequencies / _factors(part, "short_factor", len(frequencies))
+            if np.array_equal(long, frequencies):
+                long, original = frequencies[:0], 0
     except (ArithmeticError, ValueError) as error:  # numbers that are too large or too small to compute with
         raise ModelError(f"{config.origin}: rope of type {kind} cannot be computed: {error}") from error
     if not np.isfinite([*frequencies, *long, amplitude]).all():

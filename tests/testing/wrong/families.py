@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3Moe
 from fd_core.models.families.contract import Family, Gguf
@@ -141,6 +142,16 @@ class ConstantExpertsOfGguf(Qwen3Moe):
             )
         )
     }
+
+
+@found_by(GGUF, "bias' is not expected")
+class NoBiasesInGguf(Ernie):
+    gguf = {"ernie4_5": Gguf()}  # noqa: RUF012
+
+
+@found_by(GGUF, "the GGUF file describes another model: .*activation is 'silu', expected 'relu2'")
+class UsualActivationInGguf(Nemotron):
+    gguf = {"nemotron": Gguf(norm_offset=1.0)}  # noqa: RUF012
 
 
 @found_by("test_no_field_is_ignored", "the family ignores attention_bias, and True instead of False changes the model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,27 +15,37 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.gguf_family import Gguf
 from fd_core.testing.models.arrays import Floats
 
-KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
     "feed_forward_length": ("intermediate_size",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.key_length": ("head_dim",),
     "attention.value_length": ("head_dim",),
     "attention.sliding_window": ("sliding_window",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_experts", "num_local_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_shared_count": ("moe_num_shared_experts",),
     "leading_dense_block_count": ("moe_layer_start_index",),
     "interleave_moe_layer_step": ("moe_layer_interval",),
+    "use_parallel_residual": ("use_parallel_residual",),
 }
 """Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
+_ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
+_WITHOUT_WINDOW: Final = ("llama", "starcoder2")
+"""Architectures whose window the converter does not write."""
 _SUFFIXES: Final = (".weight", ".bias")
 
 
@@ -73,6 +84,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def written_fields(arch: str) -> set[str]:
+    """Return the fields of `config.json` that the converter writes in some form."""
+    fields = {field for names in _KEYS.values() for field in names} | _ROPE | {"tie_word_embeddings"}
+    return fields - {"sliding_window"} if arch in _WITHOUT_WINDOW else fields
+
+
 def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, Any], path: Path) -> Path:
     """Write a GGUF file of a model with this whole config, its values changed as the family declares.
 
@@ -81,7 +98,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
     kind = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
     assert kind is not None, f"the gguf package has no architecture {arch}"
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    tensors: dict[str, Floats] = {}
+    tensors = _rope_factors(config)
     experts: dict[str, dict[int, Floats]] = defaultdict(dict)
     for name in original.names():
         value = original.read(name).to_float32()
@@ -92,6 +109,10 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
             index, _, projection = rest.partition(".")
             experts[f"{layer}.experts.{projection}"][int(index)] = value
             continue
+        if name.endswith(".input_linear.weight"):  # gate and up of all experts
+            for part, half in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+            continue
         given = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), _SUFFIXES)
         if given is None:
             raise NamelessTensor(f"llama.cpp has no name for {name} in {arch}")
@@ -99,7 +120,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         _require_reverted(arch, given, value, changed, config)
     for name, parts in experts.items():
         tensors[names.get_name(name, _SUFFIXES)] = np.stack([parts[index] for index in sorted(parts)])
-    metadata = {f"{arch}.{key}": value for key, value in _metadata(config).items()}
+    metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, config).items()}
     return write_gguf(path, arch, metadata, tensors)
 
 
@@ -128,13 +149,50 @@ def _require_reverted(arch: str, name: str, value: Floats, changed: Floats, conf
         assert same, f"transformers reads other values of {name} in {arch}"
 
 
-def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict[str, Any]()
-    for key, fields in KEYS.items():
-        values = [config[field] for field in fields if config.get(field) is not None]
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rope parameters, those of full attention if layers differ."""
+    found: Mapping[str, Any] = config.get("rope_parameters") or {}
+    return found.get("full_attention", found)
+
+
+def _rope_factors(config: Mapping[str, Any]) -> dict[str, Floats]:
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], "f4") for kind in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    width, names = config["head_dim"], ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    low, high, context = (rope[name] for name in names)
+    lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)
+    smooth = np.clip((context / lengths - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / rope["factor"] + smooth)).astype("f4")}
+
+
+def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    found, written = dict[str, Any](), written_fields(arch)
+    for key, fields in _KEYS.items():
+        values = [config[field] for field in fields if field in written and config.get(field) is not None]
         found |= {key: values[0]} if values else {}
-    rope = config.get("rope_parameters") or {}
-    if (local := rope.get("sliding_attention")) is not None:
+    if config.get("sliding_window") and config.get("layer_types"):
+        found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if (local := (config.get("rope_parameters") or {}).get("sliding_attention")) is not None:
         found["rope.freq_base_swa"] = local["rope_theta"]
-        rope = rope["full_attention"]
-    return found | {"rope.freq_base": rope["rope_theta"]} if "rope_theta" in rope else found
+    return found | _rope_metadata(_rope(config), config)
+
+
+def _rope_metadata(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"rope.freq_base": rope["rope_theta"]} if "rope_theta" in rope else {}
+    width, kind, original = config["head_dim"], rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    if share := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
+        found["rope.dimension_count"] = int(width * share)
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
+    if kind == "dynamic" and "alpha" in rope:
+        found["rope.freq_base"] *= rope["alpha"] ** (width / (width - 2))
+    if original is not None:
+        found["rope.scaling.original_context_length"] = original
+    if original is not None and kind == "longrope":
+        scale = config["max_position_embeddings"] / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        found["rope.scaling.attn_factor"] = factor
+    return found
