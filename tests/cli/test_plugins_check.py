@@ -180,7 +180,7 @@ def test_each_fault_is_explained_in_one_paragraph(report, point, cause, remedy):
     assert cause in explained
     assert remedy in advice
     assert len(paragraph.splitlines()) == 1
-    assert len(paragraph) < 600
+    assert len(paragraph) < 700
 
 
 def test_duplicate_name_is_explained_for_both(report):

@@ -282,7 +282,8 @@ def check_head(ops: Ops, case: Case) -> None:
     rows, hidden, vocabulary = (int_of(case, name) for name in ("rows", "hidden", "vocabulary"))
     make, softcap = Values(rows), case["softcap"]
     table = _stored(_precise(make(vocabulary, hidden, scale=hidden**-0.5), case), case)
-    x, norm = make(max(2 * rows, 1), hidden, scale=float(case["size"] or 0)), 1 + make(hidden, scale=0.1)
+    size = float(case["size"] or 0)
+    x, norm = make(max(2 * rows, 1), hidden, scale=size), 1 + make(hidden, scale=0.1)
     picked = generator(rows).permutation(2 * rows)[:rows].astype(np.int32)
     packed = None if case["packed"] is None else str(case["packed"])
     weight = _weight(make, (vocabulary, hidden), {**case, "group": None}) if packed else table
@@ -295,7 +296,7 @@ def check_head(ops: Ops, case: Case) -> None:
         head = pack.tied_head(pack.prepare_embedding(table), weight) if case["tied"] else pack.prepare_linear([weight])
         device = activations(pack, x)
         if case["rows_of"] == "some":
-            given = Norm(pack.prepare_vector(norm), 1e-5)
+            given = Norm(pack.prepare_vector(norm * np.float32(size)), 1e-5)
             results.append(pack.logits(device, given, head, pack.from_host(picked), softcap))  # type: ignore[arg-type]
         else:
             device = pack.gather_rows(device, pack.from_host(np.arange(rows, dtype=np.int32)))

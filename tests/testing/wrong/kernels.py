@@ -191,7 +191,7 @@ class ComputesLogitsOf131072Tokens(NumpyOps):
         return logits
 
 
-@shown_by("logits_of", softcap=30.0, vocabulary=32_769)
+@shown_by("logits_of", softcap=1.5, vocabulary=131_073)
 class CapsLogitsOfTheFirst32768Tokens(NumpyOps):
     def logits_of(self, x, head, softcap):
         logits = super().logits_of(x, head, softcap)
