@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from fd_core.models.families.spec import (
     DecoderSpec,
     LinearShare,
@@ -178,6 +181,8 @@ class DecoderModel:
     weights: tuple[WeightUse, ...] = ()
     state_size: int = 0
     generates: bool = True
+    state_shift: npt.NDArray[np.float32] | None = None
+    """float32[H], bias of the final norm, which `head` adds and `states` lack; None without one."""
     adapters: Mapping[str, AdapterWeights] = field(default_factory=dict)
     """By digest."""
     loras: tuple[LayerLoras, ...] | None = None

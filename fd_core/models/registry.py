@@ -59,6 +59,7 @@ def load_model(
             hint=f"use at most {spec.max_positions}",
         )
     num_parameters = check_tensors(spec, checkpoint)
+    shift = spec.final_norm.bias
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
@@ -72,6 +73,7 @@ def load_model(
         weights=weights,
         state_size=spec.embedding.shape[1],
         generates=spec.architecture in installed_families().architectures,
+        state_shift=None if shift is None else checkpoint.read(shift.name).to_float32(),
     )
 
 

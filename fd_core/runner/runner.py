@@ -176,6 +176,7 @@ class Runner:
         self._allocate(model)
         if drafter is not None:
             drafter.allocate(limits)
+        self._pooler = Pooler(ops)
         self._compile(model)
         self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
@@ -183,7 +184,6 @@ class Runner:
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
         self._scorer = PromptScorer(ops, model.vocab_size)
-        self._pooler = Pooler(ops)
         self._postprocess = postprocess(ops, limits)
         self._last = LastTokens(ops, limits.max_num_seqs)
         self._failed: dict[tuple[int, int], str] = {}
@@ -234,6 +234,7 @@ class Runner:
         self._forward = self.ops.compile(model.forward)
         self._states = self.ops.compile_states(model.states)
         self._head = model.head
+        self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
         self.adapters = RunnerAdapters(self.ops, model, self.cache)
         """Only changed between steps, on the thread that executes them."""
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fd_core.models.families.installed import installed_families
 from fd_core.testing.models.checkpoints import CASES, write_checkpoint
 from fd_core.text.tokenizer import byte_tokenizer
 
@@ -26,7 +27,7 @@ HOSTILE: tuple[Any, ...] = (
     *(0.5, -0.0, 1e308, 1e-320, math.nan, math.inf, True, None, "", "x" * 5000, "\0", "\ud800", [], {}, NESTED),
     *([1] * 1000, [2**62] * 8, ["a"] * 1000, {"a": {"a": {}}}, [None], [""]),
 )
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "ernie4_5", "ernie4_5-moe")
+_ARCHITECTURES = sorted(installed_families().gguf)
 _U8, _U32, _F32, _BOOL, _STRING, _ARRAY, _U64 = 0, 4, 6, 7, 8, 9, 10
 _PACKED = {_U8: "B", _U32: "I", _F32: "f", _BOOL: "?", _U64: "Q"}
 

@@ -106,6 +106,8 @@ class PooledParts:
     """Parts with states first, those with log-probabilities last."""
     arrays: tuple[Array, ...]
     """States of the former [c, H], if any; then log-probabilities of the latter [m], if any."""
+    shift: npt.NDArray[np.float32] | None = None
+    """float32[H], added to each state."""
 
     def on_host(self, arrays: list[npt.NDArray[np.generic]]) -> PooledRows:
         """Return the vectors, given `arrays` from the device."""
@@ -114,7 +116,9 @@ class PooledParts:
             ends = accumulate((len(part.pooling.token_ids) or len(part.places) for part in group), initial=0)
             for part, (begin, end) in zip(group, pairwise(ends), strict=True):
                 value = np.asarray(array[begin:end], np.float64)
-                values.append((value if part.pooling.kind == "tokens" else value.sum(axis=0)).astype(np.float32))
+                if part.pooling.kind != "tokens":
+                    value = (value if self.shift is None else value + self.shift).sum(axis=0)
+                values.append(value.astype(np.float32))
         columns = zip(*((part.slot, part.start, len(part.places)) for part in self.parts), strict=True)
         slots, starts, counts = (np.array(column, np.int32) for column in columns)
         return PooledRows(slots, starts, counts, values=tuple(values))
@@ -127,6 +131,8 @@ class Pooler:
         self._ops = ops
         self.wanted: dict[int, tuple[int, Pooling]] = {}
         """By slot: length of the prompt, and its pooling."""
+        self.shift: npt.NDArray[np.float32] | None = None
+        """See `PooledParts.shift`."""
 
     def admit(self, admission: Admission) -> None:
         """Register the pooling of a new request."""
@@ -164,7 +170,7 @@ class Pooler:
             rows = np.repeat(np.arange(len(by_score), dtype=np.int32), counts)
             ids = np.concatenate([np.array(part.pooling.token_ids, np.int32) for part in by_score])
             arrays.append(ops.logprobs(ops.gather_rows(logits, host(rows)), host(ids), 0)[0])
-        return PooledParts(parts, tuple(arrays))
+        return PooledParts(parts, tuple(arrays), self.shift)
 
 
 def _grouped(parts: list[PooledPart] | tuple[PooledPart, ...]) -> tuple[list[PooledPart], list[PooledPart]]:
