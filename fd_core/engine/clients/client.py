@@ -131,10 +131,15 @@ class ActiveRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     """Tokens delivered so far."""
-    seconds: float
-    """Age of the request."""
+    submitted: float
+    """Its arrival, by `time.perf_counter`."""
     activity: RequestActivity | None
     """None if no engine has the request, or has reported it yet."""
+
+    @property
+    def seconds(self) -> float:
+        """Age of the request."""
+        return time.perf_counter() - self.submitted
 
 
 class EngineControls(abc.ABC):
@@ -309,9 +314,9 @@ class SingleEngineClient(EngineControls):
                 self._report = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._report), _REPORT_SECONDS)
-        now, activities = time.perf_counter(), self._activities
+        activities = self._activities
         return [
-            ActiveRequest(name, prompt, generated, now - self._streams[name].submitted, activities.get(name))
+            ActiveRequest(name, prompt, generated, self._streams[name].submitted, activities.get(name))
             for name, prompt, generated in self._ledger.lengths()
         ]
 

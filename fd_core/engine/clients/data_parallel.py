@@ -188,7 +188,7 @@ class DataParallelClient(EngineControls):
     async def requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, oldest first."""
         parts = await asyncio.gather(*(engine.requests() for engine in self.engines))
-        return sorted((each for part in parts for each in part), key=lambda each: -each.seconds)
+        return sorted((each for part in parts for each in part), key=lambda each: each.submitted)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead` after a rollback."""

@@ -495,6 +495,9 @@ class ModelTrial:
     def _of_layer(self, ops: CudaOps, layer: Layer, rows: Sequence[tuple[int, int]]) -> Iterator[Compared]:
         plain, model, attention = self._plain, self._model, layer.attention
         heads, block = attention.heads, layer.feed_forward
+        gated = isinstance(block, Moe) or block.gated
+        if attention.norm is None or block.norm is None or heads.norms_rotated or heads.joint_widths or not gated:
+            return  # composed of primitives, without the fusions
         step, num_blocks = random_step(plain, rows, self._block_size, model.vocab_size, self._random)
         own, reference = self._caches(layer, num_blocks)
         x = self._normal(len(step.positions), attention.norm.weight.shape[0]) * _SMALL

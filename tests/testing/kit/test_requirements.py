@@ -31,8 +31,10 @@ def imported(path):
 
 
 def test_kit_imports_nothing_beyond_its_extra():
-    known = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["conformance"]])
-    found = {name for path in KIT for name in imported(path)} - set(sys.stdlib_module_names) - {"fd_core"}
+    extras = PROJECT["optional-dependencies"]
+    known = names([*PROJECT["dependencies"], *extras["conformance"]])
+    of_families = names([*extras["families"], *extras["torch"]]) - known
+    found = {name for path in KIT for name in imported(path)} - set(sys.stdlib_module_names) - {"fd_core"} - of_families
     assert found <= known
     assert set(requirements.PACKAGES) == found - names(PROJECT["dependencies"])
 
@@ -63,4 +65,5 @@ def test_project_and_plugins_use_the_extra_for_tests():
     ]
     assert len(written) > 5
     for path in [*written, ROOT / "pyproject.toml"]:
-        assert re.search(r"^test = \[\s*\"fd-core\[conformance(,otel)?\]\"", path.read_text(), re.MULTILINE), path
+        extra = r"(conformance(,otel)?|\$extra)"  # of the template: `conformance`, or `families`, which has it
+        assert re.search(rf"^test = \[\s*\"fd-core\[{extra}\]\"", path.read_text(), re.MULTILINE), path
