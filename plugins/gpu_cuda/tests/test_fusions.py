@@ -247,7 +247,7 @@ LAYERS = {
     "head norms": Geometry(head_norms=True),
     "norms after": Geometry(post_norm=True, activation="gelu_tanh"),
     "adapters": Geometry(post_norm=True, d=64, block_size=32, inner=150, adapter_ranks=(5, 8)),
-    "experts": Geometry(experts=5, shared_expert=True),
+    "experts": Geometry(experts=5, shared_expert=True, shared_gate=True),
     "packed": Geometry(d=32, hidden=128, inner=256, packed="Q4_1"),
 }
 
