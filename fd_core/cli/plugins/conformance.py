@@ -110,7 +110,7 @@ def conformance(
     --backend names. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, 2 if
     a case or an expected failure matches no test, and 4 if the tests could not be completed.
     """
-    from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
+    from fd_core.testing.kit.requirements import EXTRA, FAMILIES_EXTRA, require_packages
 
     asked = (backends, schedulers, postprocessors, tool_parsers, reasoning_parsers, model_families)
     if sum(map(bool, asked)) != 1:
@@ -118,9 +118,8 @@ def conformance(
         raise typer.BadParameter(f"specify either backends or one of {kinds}")
     if computing and not model_families:
         raise typer.BadParameter("--backend selects the backends of --model-family; name other backends without it")
-    require_packages(*(("xdist",) if workers > 1 else ()))
-    if model_families:
-        require_packages("torch", "transformers", extra=FAMILIES_EXTRA)
+    needed = (*(["xdist"] if workers > 1 else []), *(["torch", "transformers"] if model_families else []))
+    require_packages(*needed, extra=FAMILIES_EXTRA if model_families else EXTRA)
     from rich.console import Console
 
     from fd_core.config.outputs import require_writable, write_json, write_whole
