@@ -138,7 +138,8 @@ class TorchAttentionPlan:
         place = torch.arange(longest, device=device)
         tables = step.block_tables.long()[index]
         slots = tables[:, place // block_size] * block_size + place % block_size
-        slots = torch.where(place < context, slots, 0)
+        # Places beyond a row's context read its first token: others may be NaN, which no weight of 0 hides.
+        slots = torch.where(place < context, slots, slots[:, :1])
         query = context - count + torch.arange(count, device=device)
         begins = step.query_start.long()[index, None]
         tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
