@@ -123,7 +123,7 @@ class SmolLm3(Family):
 
 
 class SeedOss(Family):
-    """`SeedOssForCausalLM`: biases on q, k and v, and on the output if the config says so."""
+    """`SeedOssForCausalLM`: biases on q, k and v; the config may add one to the output."""
 
     architectures = ("SeedOssForCausalLM",)
     model_type = "seed_oss"

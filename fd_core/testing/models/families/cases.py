@@ -107,7 +107,7 @@ class FamilySuite:
         Many layers show the period of patterns.
         """
         _require_code(target)
-        given = target.family.cases[case]
+        given, compared = target.family.cases[case], 0
         for field, layers in product(sorted(target.fields(target.filled(given))), _LAYERS):
             sized = {**given, "num_hidden_layers": layers}
             try:
@@ -117,25 +117,30 @@ class FamilySuite:
             # A case may give a part of the field separately.
             expected, found = _described(target, whole), _described(target, _without({**sized, **whole}, field))
             if expected is not None and found is not None:  # to refuse is safe
+                compared += 1
                 at = _difference(found, expected)
                 assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
+        assert compared, "no field could be left out"
 
     def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
         """Change each switch and number of the config that the family does not read: the model has to stay the same."""
         _require_code(target)
         given = next(iter(target.family.cases.values()))
         values = target.filled(given)
-        base = _sampled(target, given)
+        base, tried, changed = _sampled(target, given), 0, 0
         for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
             value = values[field]
             if value is not None and not isinstance(value, int | float):
                 continue
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
+            tried += 1
             try:
                 same = _sampled(target, {**given, field: other}) == base
             except Exception:  # noqa: BLE001, S112 -- transformers has no such model
                 continue
+            changed += 1
             assert same, f"the family ignores {field}, and {other!r} instead of {value!r} changes the model"
+        assert changed or not tried, "no field could be changed"
 
     def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
         """Lose each tensor, and then misshape it."""
