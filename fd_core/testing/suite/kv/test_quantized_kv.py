@@ -28,7 +28,7 @@ def ops8(ops: Ops) -> Ops:
 @pytest.fixture
 def narrow(target: Target, ops8: Ops) -> Target:
     """The same backend with KV in 8 bits."""
-    return target.quantized()
+    return target.changed(kv_cache_dtype="int8")
 
 
 def test_quantized_blocks_are_restored_bit_for_bit(ops8: Ops) -> None:
