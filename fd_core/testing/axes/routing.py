@@ -42,7 +42,7 @@ _MOE: Final = (
         (5, 1, 2, 9, 31, 33, 64, 65, 129, 257),
         rare=({"tokens": 1025}, {"tokens": 8193, "top_k": 8, "experts": 33, "hidden": 38, "inner": 24}),
     ),
-    Axis("experts", (5, 1, 2, 8, 33, 64, 128)),
+    Axis("experts", (5, 1, 2, 8, 33, 64, 257)),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
     Axis("normalize", (True, False)),
     Axis("norm_floor", (1e-12, 0.0, 0.7)),
@@ -123,7 +123,7 @@ def _router(g: Geometry, favored: int | None) -> Floats:
 _MOE_EDGES: Final = {
     "max_num_batched_tokens": Edge("tokens"),
     "experts": Edge("experts"),
-    "top_k": Edge("top_k", {"experts": 128}),
+    "top_k": Edge("top_k", {"experts": 257}),
     "hidden": Edge("hidden", step=2),
     "inner": Edge("inner", step=2),
 }

@@ -51,9 +51,9 @@ def process_state() -> dict[str, object]:
     """Return the settings of the whole process, on which its other parts depend, by name."""
     numbers = np.random.get_state(legacy=False)
     state: dict[str, object] = {
-        "numpy's handling of errors": np.geterr(),
-        "numpy's random numbers": (numbers["state"]["key"].tobytes(), numbers["state"]["pos"]),
-        "Python's random numbers": random.getstate(),
+        "handling of errors in numpy": np.geterr(),
+        "state of numpy's generator": hash((numbers["state"]["key"].tobytes(), numbers["state"]["pos"])),
+        "state of Python's generator": hash(random.getstate()),
         "working directory": Path.cwd(),
         "garbage collection": gc.isenabled(),
         "logging": (logging.root.manager.disable, logging.root.level, *logging.root.handlers),
@@ -68,11 +68,11 @@ def process_state() -> dict[str, object]:
         "modules": len(sys.modules),
     }
     if (torch := sys.modules.get("torch")) is not None:
-        state["torch's defaults"] = (
+        state["defaults of torch"] = (
             *(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
             *(torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
         )
-        state["torch's random numbers"] = torch.get_rng_state().numpy().tobytes()
+        state["state of torch's generator"] = hash(torch.get_rng_state().numpy().tobytes())
     return state
 
 
@@ -81,7 +81,7 @@ _OF_IMPORTS: Final = ("environment", "filters of warnings", "import path", "exce
 _AT_START: Final = {
     name: value
     for name, value in process_state().items()
-    if name in ("numpy's handling of errors", "default timeout of sockets", "locale", "limits of the interpreter")
+    if name in ("handling of errors in numpy", "default timeout of sockets", "locale", "limits of the interpreter")
 }
 """Settings that a plugin may not change when it is loaded either."""
 _MAX_RISES: Final = 8
@@ -93,6 +93,8 @@ _RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
 @contextmanager
 def unchanged_process() -> Iterator[None]:
     """Fail if settings of the whole process change, or if each of several checks leaves open files or threads."""
+    # Otherwise one that seeds the generators would leave them as the check before.
+    random.random(), np.random.random(2)  # noqa: S311
     before = {**process_state(), **_AT_START}
     with np.errstate():  # restores them
         yield
