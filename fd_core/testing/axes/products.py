@@ -161,7 +161,7 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 
 _LINEAR: Final = (
     Axis("rows", _ROWS),
-    Axis("inputs", (*_WIDTHS, 28_672)),
+    Axis("inputs", (*_WIDTHS, 14_336), rare=({"inputs": 28_672},)),
     Axis("outputs", (48, 1, 2, 33, 129, 1000, 4097)),
     Axis("parts", (1, 2, 3)),
     Axis("bias", (False, True), needs="biases"),

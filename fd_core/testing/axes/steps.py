@@ -58,6 +58,7 @@ AXES: Final = (
     ),
     Axis("room", (9, 0, -3), ("EngineConfig.max_model_len", "Limits.max_model_len")),
     Axis("depth", (1, 2, 3, 16), ("EngineConfig.pipeline_depth", "Limits.pipeline_depth")),
+    Axis("threads", (3, 1), ("EngineConfig.num_threads",)),
     Axis("prefix_caching", (True, False), ("EngineConfig.enable_prefix_caching",)),
     Axis(
         "drafts",
@@ -164,7 +165,7 @@ EXCUSED: Final[Mapping[str, str]] = {
         f"EngineConfig.{name}": _START
         for name in (
             *("revision", "backend", "attention_backend", "postprocess"),
-            *("native_kernels", "num_threads", "kv_cache_memory", "gpu_memory_utilization"),
+            *("native_kernels", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },
     **{
@@ -235,6 +236,7 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
         "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case)),
         "max_model_len": context,
         "pipeline_depth": case["depth"],
+        "num_threads": case["threads"],
         "enable_prefix_caching": case["prefix_caching"],
         "structured_output": case["structured"] or bool(case["drafts"]),
         "max_forced_tokens": case["forced"],

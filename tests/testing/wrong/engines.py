@@ -316,7 +316,7 @@ def _load_unpacked(self, path, ops, progress):
 
 @wrong_in("reference", "weights=int4", load_model=_load_unpacked)
 class IgnoresTheQuantization:
-    pass
+    """Weights of the checkpoint are loaded as they are."""
 
 
 @wrong_in("null", "plain")
@@ -349,3 +349,31 @@ class KeepsTheFirstVisibleBlock:
                 one = replace(step, query_start=bounds[0], context_len=bounds[1], block_tables=tables)
                 output[begin:end] = super().paged_attention(q[begin:end], layer, heads, one)
         return output
+
+
+def _make_divided(self):
+    ops, threads = ReferenceBackend.make_ops(self), self.threads
+
+    class Divided(type(ops)):
+        def linear(self, x, weight):
+            y = super().linear(x, weight)
+            if len(y) > threads:
+                y[len(y) // threads * threads :] = 0
+            return y
+
+    ops.__class__ = Divided
+    return ops
+
+
+@wrong_in("reference", "plain", make_ops=_make_divided)
+class LosesTheRemainderOfThreads:
+    """Rows are divided among the threads; those that are left over stay 0."""
+
+
+def _mebibytes(self):
+    return ReferenceBackend.free_memory(self) // 2**20
+
+
+@wrong("reference", "lifetime:test_default_sizes_hold_a_whole_context", free_memory=_mebibytes)
+class CountsMemoryInMebibytes:
+    """An engine has room for few blocks and short contexts."""

@@ -207,7 +207,7 @@ class KeepsExpertsInEightBits(NumpyOps):
         return super().moe(x, reachable, activation)
 
 
-@shown_by("moe", experts=257, top_k=16)
+@shown_by("moe", experts=128, top_k=16)
 class ChoosesEightExpertsAtMost(NumpyOps):
     def moe(self, x, experts, activation):
         return super().moe(x, replace(experts, top_k=min(experts.top_k, 8)), activation)
@@ -1234,6 +1234,13 @@ class ForgetsToSquare(NumpyOps):
 class ActivatesNaNAsZero(NumpyOps):
     def activate(self, x, activation):
         return np.nan_to_num(super().activate(x, activation))
+
+
+@shown_by("lora", adapters=33)
+class AppliesSixteenAdaptersAtMost(NumpyOps):
+    def lora(self, y, x, lora):
+        groups = tuple(group for group in lora.step.lora_groups if group[0] <= 16)
+        return super().lora(y, x, replace(lora, step=replace(lora.step, lora_groups=groups)))
 
 
 @shown_by("sample", vocabulary=262_208, temperature=0.0)
