@@ -46,10 +46,14 @@ def main(action: str, *arguments: str) -> None:
 
 
 def _drain(seconds: float, *_: object) -> None:
-    # At once: a third signal would end an interpreter that shuts down.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+    signal.signal(signal.SIGTERM, _end)
     time.sleep(seconds)
     sys.exit(4)
+
+
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a third one would end an interpreter that shuts down
+    sys.exit(3)
 
 
 if __name__ == "__main__":

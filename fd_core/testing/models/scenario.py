@@ -90,13 +90,14 @@ class Scenario:
         scenarios = [self] if self.neighbour is None else [self, self.neighbour]
         order = -1 if self.events.built_last else 1
         with ExitStack() as stack:
-            engines = [stack.enter_context(each._engine()) for each in scenarios[::order]][::order]
-            steps = [each._drive(engine) for each, engine in zip(scenarios, engines, strict=True)]
+            engines = [stack.enter_context(each.loaded()) for each in scenarios[::order]][::order]
+            steps = [each.drive(engine) for each, engine in zip(scenarios, engines, strict=True)]
             run: Callable[..., None] = _in_threads if self.events.in_thread else _in_turns
             run(*steps)
 
     @contextmanager
-    def _engine(self) -> Iterator[Engine]:
+    def loaded(self) -> Iterator[Engine]:
+        """Yield its engine."""
         spare = _SPARE_BLOCKS if self.events.copies else 0
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
@@ -139,7 +140,7 @@ class Scenario:
                 fill_with_nan(engine.probe().runner.cache)
             yield engine
 
-    def _drive(self, engine: Engine) -> Generator[None]:
+    def drive(self, engine: Engine) -> Generator[None]:
         """Run the requests with all events, then those that fill the engine; yields after each step."""
         specs = self.specs
         resumed = [self._resumed(spec) for spec in specs]

@@ -16,7 +16,7 @@ from fd_core.testing.models.scenario import Scenario
 def test_requests_are_preempted_where_memory_is_short(tmp_path, monkeypatch):
     """Most engines of cases without ample memory preempt, and save KV that is to be restored."""
     installed_plugins.cache_clear()
-    target, seen, right = parse_target("null", tmp_path), [], Scenario._engine
+    target, seen, right = parse_target("null", tmp_path), [], Scenario.loaded
 
     @contextmanager
     def watched(self):
@@ -25,7 +25,7 @@ def test_requests_are_preempted_where_memory_is_short(tmp_path, monkeypatch):
             stats = engine.stats().scheduler
             seen.append((stats.counters.preemptions, stats.offload.saved_tokens))
 
-    monkeypatch.setattr(Scenario, "_engine", watched)
+    monkeypatch.setattr(Scenario, "loaded", watched)
     cases = [case for case in cases_of(STEPS)[0] if case.values["memory"] != "ample"]
     for case in cases:
         STEPS.check(target, case.with_only(supported_by(target)).values)
