@@ -58,7 +58,7 @@ AXES: Final = (
     ),
     Axis("room", (9, 0, -3), ("EngineConfig.max_model_len", "Limits.max_model_len")),
     Axis("depth", (1, 2, 3, 16), ("EngineConfig.pipeline_depth", "Limits.pipeline_depth")),
-    Axis("threads", (3, 1), ("EngineConfig.num_threads",)),
+    Axis("threads", (1, 3), ("EngineConfig.num_threads",)),
     Axis("prefix_caching", (True, False), ("EngineConfig.enable_prefix_caching",)),
     Axis(
         "drafts",

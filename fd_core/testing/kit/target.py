@@ -26,8 +26,7 @@ from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, 
 from fd_core.testing.models.drafting import OracleDrafter, speculation
 from fd_core.testing.models.small import SMALL
 
-_MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 3, "watchdog_seconds": 20.0}
-"""Settings of a small engine, whose threads divide work with a remainder."""
+_MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
 _OF_THE_ORACLE: Final = ("kv_cache_dtype", "quantization")
 """Settings that determine the expected texts."""

@@ -365,7 +365,7 @@ def _make_divided(self):
     return ops
 
 
-@wrong_in("reference", "plain", make_ops=_make_divided)
+@wrong_in("reference", "threads=3", make_ops=_make_divided)
 class LosesTheRemainderOfThreads:
     """Rows are divided among the threads; those that are left over stay 0."""
 
