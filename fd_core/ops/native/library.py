@@ -17,7 +17,7 @@ class Step(Structure):
     """`fd::Step`: the flattened batch."""
 
     _fields_ = (
-        *_all(c_int, "tokens", "rows", "logits", "max_blocks"),
+        *_all(c_int, "tokens", "rows", "logits", "max_blocks", "tables"),
         *_all(c_void_p, "token_ids", "positions", "kv_slots", "query_start", "context_len"),
         *_all(c_void_p, "block_tables", "logits_rows", "lora_slots"),
     )
@@ -27,7 +27,7 @@ class AttentionShape(Structure):
     """`fd::AttentionShape`: attention geometry of one layer."""
 
     _fields_ = (
-        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved"),
+        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "table"),
         *_all(c_float, "scale", "softcap"),
     )
 

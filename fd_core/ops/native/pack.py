@@ -219,7 +219,7 @@ class NativeOps(TorchOps):
         with self._call(q, step) as call:
             source = call.input(q, width, self.runtime.wide)
             buffer, y = call.output(q, width, self.runtime.wide)
-            geometry = ctypes.byref(_geometry(heads))
+            geometry = ctypes.byref(_geometry(heads, call.table(step)))
             call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
         return y
 
@@ -303,7 +303,7 @@ class NativeOps(TorchOps):
                 source,
                 *_norm(call, norm),
                 qkv.handle,
-                ctypes.byref(_geometry(heads)),
+                ctypes.byref(_geometry(heads, call.table(step))),
                 *_norm(call, heads.q_norm),
                 *_norm(call, heads.k_norm),
                 call.pointer(heads.rope.cos),
@@ -507,7 +507,7 @@ def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
     return ctypes.byref(table)
 
 
-def _geometry(heads: Heads) -> AttentionShape:
+def _geometry(heads: Heads, table: int) -> AttentionShape:
     return AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
@@ -515,6 +515,7 @@ def _geometry(heads: Heads) -> AttentionShape:
         heads.window or 0,
         heads.rope.cos.shape[1],
         heads.rope.interleaved,
+        table,
         heads.scale,
         heads.softcap or 0.0,
     )
