@@ -184,6 +184,12 @@ class BlockPool:
                 self._fenced.append((step, group))
                 self._num_fenced += len(group)
 
+    def release_each(self, parts: list[IntArray], fence: int) -> None:
+        """Remove one owner of each block of each of `parts`, which may share blocks; see `release`."""
+        blocks = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        for part in parts if (self._references[blocks] > 1).any() else [blocks]:
+            self.release(part, fence)
+
     def answered(self, step: int) -> None:
         """Free the blocks that were fenced by steps up to `step`: their outputs arrived."""
         self._answered = max(self._answered, step)

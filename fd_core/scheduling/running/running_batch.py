@@ -129,8 +129,7 @@ class RunningBatch:
         if self._prefixes.hasher is not None:
             self._register_settled(rows, upto)
         if self.slots.groups.sliding:
-            for blocks in self.slots.slide(rows, upto):
-                self._pool.release(blocks, step)
+            self._pool.release_each(self.slots.slide(rows, upto), step)
 
     def _register_settled(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         slots = self.slots
