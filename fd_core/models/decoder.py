@@ -249,19 +249,20 @@ class DecoderModel:
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
-        """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        if block.norm is None or block.heads.norms_rotated or block.heads.joint_widths is not None:
-            return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
-        return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+        """Return the queries of a block, and write its keys and values."""
+        ops, norm = self.ops, block.norm
+        if ops.any_norms or (norm is not None and block.heads.usual_norms):
+            return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
+        return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
-        activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
+        activation, lora, ops, norm = self.decoder.activation, _of_step(loras.gate_up, step), self.ops, block.norm
         if not block.gated:
-            return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        if block.norm is None:
-            return self.ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
-        return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+            return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
+        if ops.any_norms or norm is not None:
+            return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
+        return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:
