@@ -375,8 +375,15 @@ class DecoderSpec(_Parts):
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
 
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """Return the linears that adapters may change: name to (out, in)."""
-        linears = [linear for layer in self.layers for linear in layer.adaptable]
+        """Return the linears that adapters may change: name to (out, in).
+
+        They change none after a norm with a bias, which becomes one of the linear.
+        """
+        linears = []
+        for layer in self.layers:
+            norms = (layer.attention.norm, None, layer.feed_forward.norm, None)
+            pairs = zip(layer.adaptable, norms, strict=False)  # experts have no adaptable linears
+            linears += [linear for linear, norm in pairs if norm is None or norm.bias is None]
         return {name: (out, each.ins) for each in linears for name, out in each.stored}
 
     def sizes(self) -> dict[str, int]:

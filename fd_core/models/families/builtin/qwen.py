@@ -156,7 +156,7 @@ class Qwen2Moe(Family):
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
+            "shared_expert_intermediate_size": 96,
         },
         "every-second": {
             "num_experts": 4,
