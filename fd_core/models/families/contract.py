@@ -25,6 +25,7 @@ from fd_core.models.families.spec import (
     head_dim_of,
     rope_spec,
     scaled_rope_spec,
+    separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
@@ -44,6 +45,7 @@ __all__ = [
     "head_dim_of",
     "rope_spec",
     "scaled_rope_spec",
+    "separate_experts",
 ]
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -459,13 +459,27 @@ def head_dim_of(config: ModelConfig) -> int:
     return found
 
 
-def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
-    """Return the two linears of a gated feed-forward block under Hugging Face's names."""
-    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+def gate_up_down(
+    prefix: str,
+    hidden: int,
+    intermediate: int,
+    bias: bool = False,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    stack: tuple[int, int] | None = None,
+) -> tuple[LinearSpec, LinearSpec]:
+    """Return the two linears of a gated feed-forward block, by default under Hugging Face's names."""
+    *ups, down = (f"{prefix}.{name}" for name in names)
     return (
-        LinearSpec(names, (intermediate, intermediate), hidden, bias=bias),
-        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias=bias),
+        LinearSpec(tuple(ups), (intermediate, intermediate), hidden, bias=bias, stack=stack),
+        LinearSpec((down,), (hidden,), intermediate, bias=bias, stack=stack),
     )
+
+
+def separate_experts(
+    prefix: str, count: int, hidden: int, intermediate: int, **options: Any
+) -> tuple[tuple[LinearSpec, LinearSpec], ...]:
+    """Return the linears of experts that are stored one by one; `options` are those of `gate_up_down`."""
+    return tuple(gate_up_down(f"{prefix}.{index}", hidden, intermediate, **options) for index in range(count))
 
 
 def decoder_spec(
