@@ -30,8 +30,8 @@ from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
-_GATE_UP = 2
-"""Index of gate and up among the adaptable linears of a layer."""
+_GATED = 2
+"""Parts of gate and up; q, k and v are three."""
 _RANK_ALIGN = 16
 """Alignment to which a pack may round up LoRA ranks."""
 
@@ -51,21 +51,23 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
     Where products are summed over ranks, each rank adds the term of its inputs to its partial product.
     """
 
-    def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
+    def prepared(linear: LinearSpec, share: LinearShare, *, adds: bool) -> Any | None:
         rows = share.rows or (slice(None),) * len(linear.outs)
         stored = [adapter.deltas.get(name) for name in linear.names]
+        if adds and spec.centred:
+            stored = [each and LowRank(each.down, each.up - each.up.mean(axis=0)) for each in stored]
         if all(part is None for part in stored):
             return None
         parts = parts_of(linear, stored, lambda whole, of: None if whole is None else LowRank(whole.down, whole.up[of]))
         columns = slice(None) if share.columns is None else share.columns
         pairs = zip(parts, rows, strict=True)
         mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
-        return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
+        return ops.prepare_lora(mine, _outs(linear, share), gated=len(linear.outs) == _GATED)
 
     with ops.replaceable_weights():
         return tuple(
             tuple(
-                prepared(linear, share, gated=index == _GATE_UP)
+                prepared(linear, share, adds=index % 2 == 1)
                 for index, (linear, share) in enumerate(
                     zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
                 )
@@ -262,19 +264,20 @@ class DecoderModel:
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
-        """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        if block.norm is None or block.heads.norms_rotated or block.heads.joint_widths is not None:
-            return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
-        return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+        """Return the queries of a block, and write its keys and values."""
+        ops, norm = self.ops, block.norm
+        if ops.any_norms or (norm is not None and block.heads.usual_norms):
+            return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
+        return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
-        activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
+        activation, lora, ops, norm = self.decoder.activation, _of_step(loras.gate_up, step), self.ops, block.norm
         if not block.gated:
-            return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        if block.norm is None:
-            return self.ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
-        return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+            return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
+        if ops.any_norms or norm is not None:
+            return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
+        return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

@@ -174,10 +174,15 @@ class Heads:
     """A token attends to itself and the `window - 1` tokens before it; None for all."""
     softcap: float | None = None
     norms_rotated: bool = False
-    """True if both norms follow rope; only `Ops.composed_attention_inputs` computes such heads."""
+    """True if both norms follow rope."""
     joint_widths: tuple[int, int] | None = None
     """Elements of the query heads and of the key heads of all ranks, if each kind is normalized together, before rope,
-    with weights [heads, d]; only `Ops.composed_attention_inputs` computes such heads."""
+    with weights [heads, d]."""
+
+    @property
+    def usual_norms(self) -> bool:
+        """True if every pack's `attention_inputs` computes the norms."""
+        return not self.norms_rotated and self.joint_widths is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +389,9 @@ class Ops(abc.ABC):
     warm_up_tokens: int | None = None
     """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
+    any_norms: bool = False
+    """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
+    of heads after rope and of all heads together. Else models compose such layers of primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return

@@ -355,7 +355,7 @@ struct Recording {
         int made = -1;
         if (w.packed())
             made = scratch(quantized, QuantizedRow(w).floats(), true);
-        else if (norm)
+        else if (norm || (program.buffer(in).wide && sizeof(E) < sizeof(float)))
             made = scratch(normed, w.k, false);
         auto* lora = static_cast<const LoraTable*>(lora_table);
         if (lora == nullptr) return {w, {norm, eps}, in, made, nullptr, -1, -1};
@@ -457,10 +457,16 @@ int fd_add_embedding(void* program, const void* table, int rows, int width, floa
     });
 }
 
-int fd_add_linear(void* program, const void* linear, int in, int out) {
+/// `activation` is one of Activation, which multiplies up in a gated linear; without one, those are two columns.
+int fd_add_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
+                  const void* lora, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
-        return new LinearOperation<E>(recording(program).rows<E>(*static_cast<const Linear*>(linear), in), out);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        const InputRows<E> rows = recording(program).rows<E>(w, in, norm, eps, lora);
+        if (w.gated && Activation(activation) != Activation::none)
+            return new GatedLinear<E>(rows, Activation(activation), out);
+        return new LinearOperation<E>(rows, Activation(activation), out);
     });
 }
 
@@ -515,15 +521,6 @@ int fd_add_project_residual(void* program, const void* linear, const float* post
         const int projected = post_norm ? r.scratch(r.projected, columns ? columns.width() : w.n, true) : -1;
         return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), std::move(columns), {post_norm, eps}, part,
                                       projected, residual);
-    });
-}
-
-int fd_add_gated_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
-                        const void* lora, int out) {
-    return add(program, [&](auto e) -> Operation* {
-        using E = decltype(e);
-        const Linear& w = *static_cast<const Linear*>(linear);
-        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps, lora), Activation(activation), out);
     });
 }
 
