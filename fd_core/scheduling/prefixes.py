@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fd_core.config.layer_groups import LayerGroups
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.requests import Request
@@ -28,11 +28,11 @@ class Prefixes:
     _pool: BlockPool
     _recorder: Recorder | None
     """Records prefixes that become known."""
-    _groups: LayerGroups
     _on_end: Callable[[bytes], None]
     """Called with keys that no running request will complete."""
     computing: dict[bytes, int] = field(default_factory=dict)
     """Block keys that running prefills and loads are about to complete, with the number of requests."""
+    _groups: LayerGroups = ONE_GROUP
 
     @property
     def num_computing(self) -> int:
@@ -64,15 +64,14 @@ class Prefixes:
         return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
 
     def match(self, keys: Sequence[bytes], last: IntArray) -> IntArray:
-        """Return int32[groups, n]: the blocks that hold the longest prefix that every group knows.
+        """Return int32[n]: the blocks that hold the longest known prefix; int32[groups, n] unless there is one group.
 
         A sliding group needs only those that the next token reads; entries before them are -1. `last` is what another
         request was admitted with in the same plan, which owns these blocks: prompts that arrive together often share a
         prefix, and a key identifies everything before its block.
         """
-        return self._match_all(keys, last[0])[None] if self._groups.single else self._match_groups(keys)
-
-    def _match_all(self, keys: Sequence[bytes], last: IntArray) -> IntArray:
+        if not self._groups.single:
+            return self._match_groups(keys)
         count = len(last)
         if 0 < count <= len(keys) and self._pool.holds(int(last[-1]), keys[count - 1]):
             more = self._pool.match(keys[count:])

@@ -81,7 +81,7 @@ class ContinuousBatchingScheduler(Scheduler):
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
         self._times = times = PhaseClock(setup.clock)
         self._waiting = waiting = WaitingQueue(policy, times)
-        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, limits.groups, _on_end=waiting.wake)
+        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake, _groups=limits.groups)
         self._operations = Operations(pool)
         keep = setup.keep_kv or OffloadSelection(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep=keep)

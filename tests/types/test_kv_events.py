@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.prefixes import Prefixes
@@ -39,7 +38,7 @@ class FollowMachine(RuleBasedStateMachine):
         self.recorder = Recorder(limit)
         self.complete = limit == 1000
         self.pool = BlockPool(BLOCKS, self.recorder)
-        self.prefixes = Prefixes(HASHER, self.pool, self.recorder, ONE_GROUP, lambda _: None)
+        self.prefixes = Prefixes(HASHER, self.pool, self.recorder, lambda _: None)
         self.running: list[tuple[Request, np.ndarray, int]] = []
         self.held = StoredBlocks(SIZE)
         self.reader = Reader()
@@ -126,16 +125,14 @@ def test_salted_prompt_publishes_no_events() -> None:
     pool = BlockPool(2, recorder)
     table = pool.allocate(2)
     assert table is not None
-    Prefixes(HASHER, pool, recorder, ONE_GROUP, lambda _: None).complete(
-        known([1] * (2 * SIZE), "tenant"), table[None], 0, 2
-    )
+    Prefixes(HASHER, pool, recorder, lambda _: None).complete(known([1] * (2 * SIZE), "tenant"), table[None], 0, 2)
     assert recorder.take() == ()
 
 
 def test_eviction_and_re_store_keep_their_order() -> None:
     recorder = Recorder()
     pool = BlockPool(1, recorder)
-    prefixes = Prefixes(HASHER, pool, recorder, ONE_GROUP, lambda _: None)
+    prefixes = Prefixes(HASHER, pool, recorder, lambda _: None)
     for tokens in ([1, 1], [2, 2], [1, 1]):
         table = pool.allocate(1)
         assert table is not None

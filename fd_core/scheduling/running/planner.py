@@ -136,12 +136,14 @@ class Planner:
             builder.grant(slots.extend(full, blocks))
             return ready
         stalled: list[int] = []
-        awaited, pool = 0, self._pool
+        awaited, pool, slides = 0, self._pool, slots.groups.sliding > 0
         for index, (slot, count) in enumerate(zip(full.tolist(), missing.tolist(), strict=True)):
             if not slots.running[slot]:
                 continue
             blocks = pool.allocate(count)
-            while blocks is None and awaited + count > pool.num_free + pool.num_fenced + slots.num_leaving():
+            while blocks is None and awaited + count > (
+                pool.num_free + pool.num_fenced + (slots.num_leaving() if slides else 0)
+            ):
                 self._running_batch.preempt(self._choose_victim(), builder)
                 if not slots.running[slot]:
                     break

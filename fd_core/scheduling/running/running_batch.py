@@ -125,23 +125,18 @@ class RunningBatch:
 
         Registers the blocks that are complete now, and gives up those that no later step reads.
         """
-        self.slots.settle(rows, upto)
-        if self._prefixes.hasher is not None:
-            self._register_settled(rows, upto)
-        if self.slots.groups.sliding:
-            self._pool.release_each(self.slots.slide(rows, upto), step)
-
-    def _register_settled(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         slots = self.slots
+        slots.settle(rows, upto)
         blocks = upto // slots.block_size
         completed = blocks > slots.num_registered[rows]
-        if not np.count_nonzero(completed):
-            return
-        for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
-            request = slots.request_in(slot)
-            self._register(slot, request, count)
-            if request.spec.prefill_job is not None:
-                self._send_settled(slot, request)
+        if self._prefixes.hasher is not None and np.count_nonzero(completed):
+            for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
+                request = slots.request_in(slot)
+                self._register(slot, request, count)
+                if request.spec.prefill_job is not None:
+                    self._send_settled(slot, request)
+        if slots.groups.sliding:
+            self._pool.release_each(slots.slide(rows, upto), step)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
         """Register the settled blocks of a slot below entry `upto` of its table."""

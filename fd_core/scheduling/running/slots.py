@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.config.layer_groups import LayerGroups
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.tokens import DeliveredTokens
 from fd_core.scheduling.victims import RunningRequests
@@ -54,7 +54,7 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
 class SlotTable:
     """Columns over `num_slots` slots; private to one scheduler, read by its parts and written here alone."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, groups: LayerGroups) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, groups: LayerGroups = ONE_GROUP) -> None:
         self.num_slots = num_slots
         self.block_size = block_size
         self.groups = groups
@@ -122,13 +122,14 @@ class SlotTable:
             raise RuntimeError(f"slot {slot} is empty")
         return request
 
-    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray, sliding_end: int) -> None:
+    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray, sliding_end: int = 0) -> None:
         """Occupy a slot under a new gen: it owns the known prefix, `matched`, and the `blocks` after it.
 
-        `matched` int32[groups, n] is what `Prefixes.match` returns. `blocks` are those of each group for all tokens, of
-        sliding groups up to entry `sliding_end`.
+        `matched` is what `Prefixes.match` returns. `blocks` are those of each group for all tokens, of sliding groups
+        up to entry `sliding_end`.
         """
-        spec, known, count = request.spec, matched.shape[1], -(-request.tokens.taken // self.block_size)
+        spec, matched = request.spec, np.atleast_2d(matched)
+        known, count = matched.shape[1], -(-request.tokens.taken // self.block_size)
         self.requests[slot] = request
         self.names[slot] = spec.request_id
         request.slot = slot
@@ -290,9 +291,7 @@ class SlotTable:
         return taken
 
     def num_leaving(self) -> int:
-        """Return how many blocks running slots will give up once the steps in flight have outputs."""
-        if not self.groups.sliding:
-            return 0
+        """Return how many blocks of sliding groups running slots give up when the steps in flight have outputs."""
         rows = np.flatnonzero(self.running)
         begin = self.groups.first_read(self.num_computed[rows], self.block_size)
         return self.groups.sliding * int(np.maximum(begin - self.sliding_begin[rows], 0).sum())

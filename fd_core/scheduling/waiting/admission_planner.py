@@ -101,7 +101,7 @@ class AdmissionPlanner:
         self._control.bound = None
         slot = self._slots.free_slot()
         groups = self._limits.groups
-        matched = nothing = np.empty((groups.count, 0), np.int32)
+        matched = nothing = np.empty(0 if groups.single else (groups.count, 0), np.int32)
         parked = shared = 0
         while builder.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
@@ -121,11 +121,11 @@ class AdmissionPlanner:
                 parked += 1
                 continue
             matched = prefixes.match(keys, matched) if keys else nothing
-            if matched.shape[1] < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
+            if matched.shape[-1] < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
                 matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
                 continue
-            first, end = matched.shape[1], -(-request.num_tokens // size)
+            first, end = matched.shape[-1], -(-request.num_tokens // size)
             needed = groups.whole * (end - first)
             known = matched.T[matched.T >= 0]
             pool.acquire(known)

@@ -84,8 +84,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
     "StepInput.grouped": _GROUPED,
     "StepInput.group": _GROUPED,
-    "GroupTables.kv_slots": _GROUPED,
-    "GroupTables.block_tables": _GROUPED,
     "KVShape.groups": _GROUPED,
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
