@@ -233,7 +233,8 @@ class DecoderModel:
         ops, decoder = self.ops, self.decoder
         x = step.states
         if ops.stage.first:
-            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+            more = {"centred": True} if self.spec.centred else {}
+            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index)
             loras = LayerLoras() if self.loras is None else self.loras[index]
