@@ -244,7 +244,8 @@ class DecoderModel:
         ops, decoder = self.ops, self.decoder
         x = step.states
         if ops.stage.first:
-            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+            more = {"centred": True} if self.spec.centred else {}
+            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
         places = places_of(self._windows, cache.shape.groups)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):

@@ -449,11 +449,11 @@ const char* fd_program_name(void* program, int i) { return recording(program).pr
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
 /// `table` is [rows, width].
-int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int out) {
+int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int centred, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         lower(recording(program).program.limits.token_ids, rows);
-        return new Embedding<E>(static_cast<const E*>(table), width, scale, out);
+        return new Embedding<E>(static_cast<const E*>(table), width, scale, centred, out);
     });
 }
 

@@ -9,11 +9,14 @@ void Embedding<E>::run(const Context& context) {
         const E* from = table + size_t(context.step.token_ids[t]) * width;
         float* to = context.row<float>(out, t);
         // Scaled values are rounded to the model's type, as models that have a scale do.
+        double sum = 0;
         for (int i = 0; i < width; i++) {
             E rounded;
             put(&rounded, to_float(from[i]) * scale);
-            to[i] = to_float(rounded);
+            sum += to[i] = to_float(rounded);
         }
+        const float mean = centred ? float(sum / width) : 0.0f;
+        for (int i = 0; i < width && centred; i++) to[i] -= mean;
     }
 }
 

@@ -16,13 +16,15 @@ struct RopeTables {
     const float* sin;
 };
 
-/// out = table[token] * scale, into the float32 residual stream.
+/// out = table[token] * scale, less its mean if centred, into the float32 residual stream.
 template <class E>
 struct Embedding : Operation {
     const E* table;
     int width, out;
     float scale;
-    Embedding(const E* table, int width, float scale, int out) : table(table), width(width), out(out), scale(scale) {}
+    bool centred;
+    Embedding(const E* table, int width, float scale, bool centred, int out)
+        : table(table), width(width), out(out), scale(scale), centred(centred) {}
     const char* name() const override { return "embedding"; }
     void run(const Context& context) override;
 };
