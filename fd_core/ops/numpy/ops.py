@@ -68,6 +68,7 @@ class NumpyOps(NumpySampling, Ops):
     """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8."""
 
     name = "numpy"
+    groups_layers = True
     framework = "numpy"
     dtype = "float32"
     on_host = True
@@ -110,8 +111,9 @@ class NumpyOps(NumpySampling, Ops):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         return NumpyKVCache(shape, num_blocks)
 
-    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0) -> Floats:
-        return table[token_ids] * np.float32(scale)
+    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False) -> Floats:
+        x: Floats = table[token_ids] * np.float32(scale)
+        return x - x.mean(axis=1, keepdims=True) if centred else x
 
     def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         mean_square = np.square(x).mean(axis=-1, keepdims=True)
@@ -161,8 +163,11 @@ class NumpyOps(NumpySampling, Ops):
         block_size = layer.shape[2]
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
-            blocks = step.block_tables[row, : -(-context // block_size)]
-            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
+            # Blocks before the window may be those of others, whose NaN no weight of 0 hides.
+            first = 0 if heads.window is None else max(0, context - (tokens.stop - tokens.start) - heads.window + 1)
+            blocks = step.block_tables[row, first // block_size : -(-context // block_size)]
+            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])
+            held = held[:, first % block_size :][:, : context - first]
             k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
             output[tokens] = _attend(q[tokens], k, v, heads=heads)
         return output

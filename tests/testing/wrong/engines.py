@@ -275,7 +275,7 @@ class LoadsAFolderOnce:
     """A model is loaded once for each path, although its files were replaced."""
 
 
-@wrong_in("reference", "model=gemma3,ordered=update")
+@wrong_in("reference", "model=qwen2,ordered=update")
 class KeepsTheHeadOfAFormerModel:
     """A tied head is kept by the shape of its table, which another model of the same sizes has as well."""
 
