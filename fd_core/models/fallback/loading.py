@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,8 +24,9 @@ from fd_core.models.fallback.attention import Unsupported
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.safetensors_files import DTYPE_BYTES
 from fd_core.models.registry import config_of, most_tensors
+from fd_core.ops.contract import Array, Ops
 from fd_core.ops.torch.ops import as_torch
-from fd_core.ops.weights import RAW_TYPES
+from fd_core.ops.weights import RAW_TYPES, RawTensor
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,38 @@ def make_model(cls: Any, config: Any, checkpoint: Checkpoint, dtype: Any) -> Any
     if unused := sorted(found["unexpected_keys"]):
         logger.warning("%s: %d tensors are not used: %s", checkpoint.path, len(unused), ", ".join(unused[:5]))
     return model.requires_grad_(False).eval()
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear of the pack in the place of one of torch."""
+
+    def __init__(self, linear: Any, ops: Ops) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight.detach().to("meta")  # some code asks for its dtype
+        self._ops = ops
+        bias = None if linear.bias is None else [_raw(linear.bias)]
+        self._weight = ops.prepare_linear([_raw(linear.weight)], bias)
+
+    def forward(self, x: Array) -> Array:
+        """Multiply x [..., in]."""
+        return self._ops.linear(x.flatten(0, -2), self._weight).unflatten(0, x.shape[:-1]).contiguous()
+
+
+def pack_linears(model: Any, ops: Ops, dtype: Any) -> None:
+    """Replace the linears of a model in a pack's dtype by its own: they are faster, and a row has the same bits in any
+    batch if the pack's have."""
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            # Subclasses compute something else, and some models keep routers in float32.
+            if type(child) is torch.nn.Linear and child.weight.dtype == dtype:
+                setattr(module, name, PackedLinear(child, ops))
+
+
+def _raw(tensor: Array) -> RawTensor:
+    if tensor.dtype == torch.bfloat16:
+        return RawTensor("BF16", tensor.view(torch.int16).numpy().view(np.uint16))
+    return RawTensor("F16" if tensor.dtype == torch.float16 else "F32", tensor.numpy())
 
 
 def _cleaned(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink
 from fd_core.models.fallback.attention import NAME, PROBE, AttentionCalls, Unsupported
 from fd_core.models.fallback.choice import FLAG, require_one_rank
-from fd_core.models.fallback.loading import make_config, make_model
+from fd_core.models.fallback.loading import make_config, make_model, pack_linears
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.registry import require_positions
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
@@ -123,11 +123,13 @@ def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress:
         raise Unsupported("its config does not limit positions: max_position_embeddings is missing")
     most = min([most, *_switches(config.to_dict())])
     require_positions(max_positions or most, most)
-    whole = make_model(cls, config, checkpoint, ops.torch_dtype).to(ops.device)
+    whole = make_model(cls, config, checkpoint, ops.torch_dtype)
+    num_parameters = sum(each.numel() for each in whole.parameters())
+    weights = summed_uses([_uses(checkpoint, whole, ops.dtype)])
     body, path = _body_of(whole)
     calls = AttentionCalls(whole, ops)
     whole.set_attn_implementation(PROBE)
-    place = torch.zeros(1, 1, dtype=torch.long, device=ops.device)
+    place = torch.zeros(1, 1, dtype=torch.long)
     found = body(input_ids=place, position_ids=place, use_cache=False)
     layers = getattr(config, "num_hidden_layers", 0)
     if len(calls.recorded) < layers:
@@ -135,21 +137,26 @@ def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress:
             f"only {len(calls.recorded)} of its {layers} layers use the attention interface; the state of others is "
             "not in the KV cache"
         )
-    projection = _replaced(whole, path.split("."), _KnownStates(type(found)))
+    positions = min(max_positions or most, max(map(sum, zip(*_CHECKED, strict=True))))
+    tokens = np.random.default_rng(0).integers(len(whole.get_input_embeddings().weight), size=(2, positions))
+    whole.set_attn_implementation("eager")
+    expected = whole(torch.from_numpy(tokens), use_cache=False).logits.float()
+    whole.set_attn_implementation(NAME)
+    pack_linears(whole, ops, ops.torch_dtype)
     model = TransformersModel(
         ops,
         body,
-        projection,
+        _replaced(whole.to(ops.device), path.split("."), _KnownStates(type(found))),
         calls,
         architecture=cls.__name__,
-        vocab_size=projection(inputs_embeds=found[0], use_cache=False).logits.shape[-1],
+        vocab_size=expected.shape[-1],
         max_positions=max_positions or most,
         eos_token_ids=checkpoint.eos_token_ids,
-        num_parameters=sum(each.numel() for each in whole.parameters()),
-        weights=summed_uses([_uses(checkpoint, whole, ops.dtype)]),
+        num_parameters=num_parameters,
+        weights=weights,
         state_size=found[0].shape[-1],
     )
-    _check(model, whole, ops)
+    _check(model, ops, tokens, expected.to(ops.device))
     if progress is not None:
         progress(checkpoint.total_bytes, checkpoint.total_bytes)
     return model
@@ -191,17 +198,11 @@ def _uses(checkpoint: Checkpoint, whole: Any, dtype: str) -> Iterator[WeightUse]
         yield WeightUse(stored, dtype, False, each.numel(), each.nbytes)
 
 
-def _check(model: TransformersModel, whole: Any, ops: Any) -> None:
-    """Compare chunks of two requests in common steps with `transformers`. Raises `Unsupported`."""
-    planned = np.cumsum(_CHECKED, axis=0).clip(max=model.max_positions)
-    tokens = np.random.default_rng(0).integers(model.vocab_size, size=(2, planned.max()))
-    blocks = -(-planned.max() // _BLOCK)
+def _check(model: TransformersModel, ops: Any, tokens: Any, expected: Array) -> None:
+    """Compare the logits of two requests [2, n, V], which common steps compute in chunks. Raises `Unsupported`."""
+    planned = np.cumsum(_CHECKED, axis=0).clip(max=tokens.shape[1])
+    blocks = -(-tokens.shape[1] // _BLOCK)
     tables = np.random.default_rng(1).permutation(len(tokens) * blocks).reshape(len(tokens), -1).astype(np.int32)
-    whole.set_attn_implementation("eager")
-    expected = [
-        whole(torch.from_numpy(each)[None].to(ops.device), use_cache=False).logits[0].float() for each in tokens
-    ]
-    whole.set_attn_implementation(NAME)
     cache = ops.allocate_kv(model.kv_shape(_BLOCK), tables.size)
     for starts, ends in pairwise(np.vstack([np.zeros_like(planned[:1]), planned])):
         rows = (ends > starts).nonzero()[0]
@@ -222,7 +223,7 @@ def _check(model: TransformersModel, whole: Any, ops: Any) -> None:
         arrays = {name: ops.from_host(each) for name, each in host.items()}
         step = StepInput(**arrays, max_query=max(counts), max_context=int(ends[rows].max()))
         found = model.forward(step, cache)
-        wanted = torch.cat([expected[row][at] for row, at in zip(rows, places, strict=True)])
+        wanted = expected[row_of, positions]
         known = wanted.isfinite().all(dim=-1)  # weights may be damaged
         off = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[known].sum() / max(int(known.sum()), 1))
         if not off <= _TOLERANCE[ops.dtype]:
