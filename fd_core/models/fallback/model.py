@@ -113,7 +113,8 @@ def load_transformers(
         raise
     except Exception as error:  # noqa: BLE001 - foreign code on a config and weights of any kind
         why = f"{type(error).__name__}: {error}"
-    raise ModelError(f"{checkpoint.path}: {FLAG} transformers cannot serve the model: {why}", field=FLAG)
+    name = checkpoint.config["architectures"][0]
+    raise ModelError(f"{checkpoint.path}: {FLAG} transformers cannot serve {name}: {why}", field=FLAG)
 
 
 def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress: ProgressSink | None) -> Any:
