@@ -132,3 +132,23 @@ def test_prompt_scores_are_those_of_transformers(served: tuple[LLM, Any]) -> Non
     scores = torch.log_softmax(torch.from_numpy(logits_of(reference, list(b"hell"))), dim=1)
     right = scores[range(4), list(b"ello")]
     np.testing.assert_allclose([each.logprob for each in found.prompt_logprobs[1:]], right, atol=1e-4)
+
+
+def test_updated_and_restored_weights_compute_their_own_texts(tmp_path: Path) -> None:
+    model = write("Helium", tmp_path / "old", vocab_size=300)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.3)
+    model.save_pretrained(tmp_path / "new")
+    for name in ("old", "new"):
+        byte_tokenizer().backend.save(str(tmp_path / name / "tokenizer.json"))
+    settings: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "max_model_len": 64, "num_kv_blocks": 16}
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with closing(LLM(str(tmp_path / "new"), **settings)) as llm:
+        right = llm.generate("hello", params)[0].token_ids
+    with closing(LLM(str(tmp_path / "old"), weights_folder=str(tmp_path), **settings)) as llm:
+        assert llm.generate("hello", params)[0].token_ids != right
+        llm.update_weights(str(tmp_path / "new"))
+        assert llm.generate("hello", params)[0].token_ids == right
+        llm.sleep()
+        llm.wake_up()
+        assert llm.generate("hello", params)[0].token_ids == right
