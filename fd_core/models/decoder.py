@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.models.families.spec import (
     DecoderSpec,
     LinearShare,
@@ -22,14 +23,15 @@ from fd_core.models.families.spec import (
     parts_of,
     stage_layers,
 )
+from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
-_GATE_UP = 2
-"""Index of gate and up among the adaptable linears of a layer."""
+_GATED = 2
+"""Parts of gate and up; q, k and v are three."""
 _RANK_ALIGN = 16
 """Alignment to which a pack may round up LoRA ranks."""
 
@@ -49,21 +51,23 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
     Where products are summed over ranks, each rank adds the term of its inputs to its partial product.
     """
 
-    def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
+    def prepared(linear: LinearSpec, share: LinearShare, *, adds: bool) -> Any | None:
         rows = share.rows or (slice(None),) * len(linear.outs)
         stored = [adapter.deltas.get(name) for name in linear.names]
+        if adds and spec.centred:
+            stored = [each and LowRank(each.down, each.up - each.up.mean(axis=0)) for each in stored]
         if all(part is None for part in stored):
             return None
         parts = parts_of(linear, stored, lambda whole, of: None if whole is None else LowRank(whole.down, whole.up[of]))
         columns = slice(None) if share.columns is None else share.columns
         pairs = zip(parts, rows, strict=True)
         mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
-        return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
+        return ops.prepare_lora(mine, _outs(linear, share), gated=len(linear.outs) == _GATED)
 
     with ops.replaceable_weights():
         return tuple(
             tuple(
-                prepared(linear, share, gated=index == _GATE_UP)
+                prepared(linear, share, adds=index % 2 == 1)
                 for index, (linear, share) in enumerate(
                     zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
                 )
@@ -198,13 +202,22 @@ class DecoderModel:
         held = [None if each is None else weights[each.digest] for each in places]
         return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, before=self.loras))
 
-    def kv_shape(self, block_size: int) -> KVShape:
+    def kv_shape(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        layers = stage_layers(self.spec, self.ops.stage)
-        sizes = layers.stop - layers.start, heads.num_kv_heads, heads.head_dim, block_size
-        return KVShape(*sizes, first_kv_head=kv.start, first_layer=layers.start)
+        count = 1 + max(index for _, index in places_of(self._windows, groups))
+        sizes = count, heads.num_kv_heads, heads.head_dim, block_size
+        first = stage_layers(self.spec, self.ops.stage).start
+        return KVShape(*sizes, first_kv_head=kv.start, first_layer=first, groups=groups)
+
+    def layer_groups(self, longest: int) -> LayerGroups:
+        """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
+        return divide_layers([layer.attention.window for layer in self.spec.layers], longest)
+
+    @property
+    def _windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.attention.heads.window for layer in self.decoder.layers)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the requested rows and write the step's keys and values.
@@ -231,9 +244,12 @@ class DecoderModel:
         ops, decoder = self.ops, self.decoder
         x = step.states
         if ops.stage.first:
-            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
-        for index, layer in enumerate(decoder.layers):
-            attention, kv = layer.attention, cache.layer(index)
+            more = {"centred": True} if self.spec.centred else {}
+            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
+        steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
+        places = places_of(self._windows, cache.shape.groups)
+        for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
+            attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
             block = layer.feed_forward
             q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))
@@ -249,19 +265,20 @@ class DecoderModel:
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
-        """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        if block.norm is None or block.heads.norms_rotated or block.heads.joint_widths is not None:
-            return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
-        return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+        """Return the queries of a block, and write its keys and values."""
+        ops, norm = self.ops, block.norm
+        if ops.any_norms or (norm is not None and block.heads.usual_norms):
+            return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
+        return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
-        activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
+        activation, lora, ops, norm = self.decoder.activation, _of_step(loras.gate_up, step), self.ops, block.norm
         if not block.gated:
-            return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        if block.norm is None:
-            return self.ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
-        return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+            return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
+        if ops.any_norms or norm is not None:
+            return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
+        return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

@@ -122,6 +122,7 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
         # The same model without its output projection: it embeds or classifies texts and cannot generate.
         family = known[_whole(name)]
         config = replace(config, values={**config.values, "tie_word_embeddings": True})
+    config = config.filled(family.defaults)
     most = None if num_tensors is None else most_tensors(config, num_tensors)
     try:
         traits = family.traits(config)

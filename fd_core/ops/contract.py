@@ -21,13 +21,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.compilations import CompilationStats
@@ -42,6 +43,7 @@ __all__ = [
     "Array",
     "Experts",
     "Forward",
+    "GroupTables",
     "Heads",
     "HostCopies",
     "HostStep",
@@ -82,6 +84,8 @@ class KVShape:
     """Index of the first of these heads among the model's KV heads, which ranks divide."""
     first_layer: int = 0
     """Index of the first of these layers among the model's layers, which stages divide."""
+    groups: LayerGroups = ONE_GROUP
+    """Groups of `num_layers` layers each, which share the blocks; layers of any group are numbered from 0."""
 
     @property
     def quantized(self) -> bool:
@@ -170,10 +174,15 @@ class Heads:
     """A token attends to itself and the `window - 1` tokens before it; None for all."""
     softcap: float | None = None
     norms_rotated: bool = False
-    """True if both norms follow rope; only `Ops.composed_attention_inputs` computes such heads."""
+    """True if both norms follow rope."""
     joint_widths: tuple[int, int] | None = None
     """Elements of the query heads and of the key heads of all ranks, if each kind is normalized together, before rope,
-    with weights [heads, d]; only `Ops.composed_attention_inputs` computes such heads."""
+    with weights [heads, d]."""
+
+    @property
+    def usual_norms(self) -> bool:
+        """True if every pack's `attention_inputs` computes the norms."""
+        return not self.norms_rotated and self.joint_widths is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +219,16 @@ class HostStep:
     """int32[N]"""
     block_tables: IntArray
     """int32[N, max_blocks]"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """KV places of each group of layers of a cache with several groups, in the pack's integer arrays (int32)."""
+
+    kv_slots: Array
+    """[groups, T]"""
+    block_tables: Array
+    """[groups, N, max_blocks]; an entry before a group's window is a block of the same request that it reads."""
 
 
 @accept_old_names
@@ -249,6 +268,17 @@ class StepInput:
     """The same by adapter: each slot in use, and its tokens, indices into T."""
     states: Array | None = None
     """[T, H], output of the previous stage, see `Ops.states_from_host`; None without pipeline stages."""
+    grouped: GroupTables | None = None
+    """Places of every group of layers; None for a cache with a single group."""
+    group: int = 0
+    """Group of layers whose places are `kv_slots` and `block_tables`."""
+
+    def of_group(self, group: int) -> StepInput:
+        """Return the same step with the KV places of another group."""
+        if self.grouped is None:
+            return self
+        slots, tables = self.grouped.kv_slots[group], self.grouped.block_tables[group]
+        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=None, grouped=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +364,9 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
+    groups_layers: bool = False
+    """True if steps may have a table for each group of layers, see `StepInput.grouped`; otherwise a block holds the KV
+    of all layers, also of those with a window."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
@@ -356,6 +389,9 @@ class Ops(abc.ABC):
     warm_up_tokens: int | None = None
     """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
+    any_norms: bool = False
+    """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
+    of heads after rope and of all heads together. Else models compose such layers of primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -505,8 +541,11 @@ class Ops(abc.ABC):
     # Primitives -------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up token ids: [T] -> [T, H], multiplied by `scale`."""
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
+        """Look up token ids: [T] -> [T, H], multiplied by `scale`, and then, if `centred`, less the mean of each row.
+
+        Only models with layer norms pass `centred`.
+        """
 
     @abc.abstractmethod
     def rms_norm(self, x: Array, norm: Norm) -> Array:

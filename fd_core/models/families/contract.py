@@ -25,6 +25,7 @@ from fd_core.models.families.spec import (
     head_dim_of,
     rope_spec,
     scaled_rope_spec,
+    separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
@@ -44,6 +45,7 @@ __all__ = [
     "head_dim_of",
     "rope_spec",
     "scaled_rope_spec",
+    "separate_experts",
 ]
 
 
@@ -57,6 +59,8 @@ class Family(abc.ABC):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}}
     """Small models on which the conformance kit compares the family with `transformers`: name to the fields of the
     config that differ from the kit's usual ones. They should cover every field that `traits` reads."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that `config.json` leaves out, where they are not those of Llama; a null is not left out."""
     gguf: ClassVar[Mapping[str, Gguf]] = {}
     """By the name of the architecture in `general.architecture` of GGUF files; empty if llama.cpp has no such model."""
 

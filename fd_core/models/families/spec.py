@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -375,8 +375,15 @@ class DecoderSpec(_Parts):
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
 
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """Return the linears that adapters may change: name to (out, in)."""
-        linears = [linear for layer in self.layers for linear in layer.adaptable]
+        """Return the linears that adapters may change: name to (out, in).
+
+        They change none after a norm with a bias, which becomes one of the linear.
+        """
+        linears = []
+        for layer in self.layers:
+            norms = (layer.attention.norm, None, layer.feed_forward.norm, None)
+            pairs = zip(layer.adaptable, norms, strict=False)  # experts have no adaptable linears
+            linears += [linear for linear, norm in pairs if norm is None or norm.bias is None]
         return {name: (out, each.ins) for each in linears for name, out in each.stored}
 
     def sizes(self) -> dict[str, int]:
@@ -436,8 +443,6 @@ class Traits:
     """Factor on the output of attention and feed-forward before it is added."""
     head_scale: float = 1.0
     """Factor on the logits."""
-    tied: bool = False
-    """Default for a config that does not specify if the output projection is the embedding."""
     activation: str = "hidden_act"
     """Field of the config that names the activation."""
     attention_softcap: float | None = None
@@ -454,13 +459,27 @@ def head_dim_of(config: ModelConfig) -> int:
     return found
 
 
-def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
-    """Return the two linears of a gated feed-forward block under Hugging Face's names."""
-    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+def gate_up_down(
+    prefix: str,
+    hidden: int,
+    intermediate: int,
+    bias: bool = False,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    stack: tuple[int, int] | None = None,
+) -> tuple[LinearSpec, LinearSpec]:
+    """Return the two linears of a gated feed-forward block, by default under Hugging Face's names."""
+    *ups, down = (f"{prefix}.{name}" for name in names)
     return (
-        LinearSpec(names, (intermediate, intermediate), hidden, bias=bias),
-        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias=bias),
+        LinearSpec(tuple(ups), (intermediate, intermediate), hidden, bias=bias, stack=stack),
+        LinearSpec((down,), (hidden,), intermediate, bias=bias, stack=stack),
     )
+
+
+def separate_experts(
+    prefix: str, count: int, hidden: int, intermediate: int, **options: Any
+) -> tuple[tuple[LinearSpec, LinearSpec], ...]:
+    """Return the linears of experts that are stored one by one; `options` are those of `gate_up_down`."""
+    return tuple(gate_up_down(f"{prefix}.{index}", hidden, intermediate, **options) for index in range(count))
 
 
 def decoder_spec(
@@ -473,7 +492,7 @@ def decoder_spec(
     """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
-    tied = config.flag("tie_word_embeddings", traits.tied)
+    tied = config.flag("tie_word_embeddings")
     layers, count = [], 0
     for index in range(num_layers):
         layers.append(_layer(config, traits, index))

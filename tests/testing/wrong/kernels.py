@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from fd_core.ops.contract import HostCopies
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.contract import HostCopies, Norm
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -76,6 +76,34 @@ class AttendsToTheFirst1024TokensOfAChunk(NumpyOps):
 class RotatesTheFirst16384Positions(NumpyOps):
     def rope(self, x, rope, positions):
         return super().rope(x, rope, np.minimum(positions, 16_383))
+
+
+@shown_by("layer", norms_rotated=True)
+class NormalizesHeadsBeforeRope(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
+
+
+@shown_by("layer", joint_norms=True)
+class NormalizesHeadsOneByOne(NumpyOps):
+    def joint_norm(self, x, norm, width):
+        return self.rms_norm(x, norm)
+
+
+@shown_by("layer", pre_norm=False, composed=False)
+class NormalizesEveryInput(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, *rest):
+        return super().attention_inputs(x, norm or Norm(np.ones(x.shape[1], np.float32), 1e-6), *rest)
+
+
+@shown_by("layer", ungated="relu2")
+class DoesNotSquare(NumpyOps):
+    def plain_mlp_inputs(self, x, norm, up, activation, lora=None):
+        return super().plain_mlp_inputs(x, norm, up, "relu" if activation == "relu2" else activation, lora)
 
 
 @shown_by("layer", context=4097, kv_dtype="int8")
@@ -179,8 +207,8 @@ class NormalizesWithAtLeastAMillionth(NumpyOps):
 
 @shown_by("embedding", scale=48.0**0.5)
 class RoundsTheScaleOfEmbeddings(NumpyOps):
-    def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids, round(scale, 1))
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids, round(scale, 1), **more)
 
 
 @shown_by("logits_of", vocabulary=131_073)
@@ -275,10 +303,10 @@ class AddressesBytesInThirtyTwoBits(NumpyOps):
 class AddressesRowsInThirtyTwoBits(NumpyOps):
     """The byte offset of a row of the table wraps at 2^31."""
 
-    def embedding(self, table, token_ids, scale=1.0):
+    def embedding(self, table, token_ids, scale=1.0, **more):
         row_bytes = table[0].nbytes
         wrapped = token_ids.astype(np.int64) * row_bytes % 2**31 // row_bytes
-        return super().embedding(table, wrapped, scale)
+        return super().embedding(table, wrapped, scale, **more)
 
 
 # Sampling ------------------------------------------------------------------------------------------------------------
@@ -642,10 +670,16 @@ class CountsCacheSlotsInSixteenBits(NumpyOps):
         super().write_kv(layer, k, v, kv_slots.astype(np.uint16).astype(np.int32))
 
 
+@shown_by("embedding", centred=True)
+class KeepsTheMeanOfEmbeddings(NumpyOps):
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids, scale)
+
+
 @shown_by("embedding", vocabulary=131_073)
 class LooksUpTokensInSixteenBits(NumpyOps):
-    def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale)
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale, **more)
 
 
 @shown_by("sample", vocabulary=131_073, top_k=65_537)
@@ -1161,6 +1195,21 @@ class IgnoresNaNInGreedyPeaks(NumpyOps):
         if not rows.all_greedy:
             return super().sample(logits, rows)
         return super().sample(np.where(np.isnan(logits), np.float32(-np.inf), logits), rows)
+
+
+@shown_by("layer", softcap=5.0)
+class AddsTheMaskToCappedScores(NumpyOps):
+    """Kernels with a softcap add -inf to scores that a context hides, so that a NaN key after it reaches the row."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        if heads.softcap is None:
+            return output
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
+            output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
+        return output
 
 
 @shown_by("moe", packed="int8", stored="sliced")

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -31,6 +40,7 @@ class Ernie(Family):
 
     architectures = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
     model_type = "ernie4_5"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     cases: ClassVar = {"biases": {"use_bias": True, "tie_word_embeddings": True}, "plain": {"use_bias": False}}
     gguf: ClassVar = {"ernie4_5": Gguf(config=_dense)}
 
@@ -43,7 +53,6 @@ class Ernie(Family):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,
-            tied=True,
             ignored=(r"^model\.mtp_",),
         )
 
@@ -53,6 +62,7 @@ class ErnieMoe(Family):
 
     architectures = ("Ernie4_5_MoeForCausalLM",)
     model_type = "ernie4_5_moe"
+    defaults: ClassVar = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     cases: ClassVar = {
         "shared": {
             "use_bias": True,
@@ -93,9 +103,7 @@ class ErnieMoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.gate.weight", (num_experts, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{block}.experts.{expert}", hidden, intermediate) for expert in range(num_experts)
-                ),
+                experts=separate_experts(f"{block}.experts", num_experts, hidden, intermediate),
                 top_k=config.count("moe_k", 6),
                 normalize=True,
                 norm_floor=config.number("moe_norm_min", 1e-12),

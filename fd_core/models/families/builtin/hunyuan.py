@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 
 from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 _NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
@@ -22,6 +31,7 @@ class HunyuanDense(Family):
 
     architectures = ("HunYuanDenseV1ForCausalLM",)
     model_type = "hunyuan_v1_dense"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "alpha": {
             "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
@@ -49,6 +59,7 @@ class HunyuanMoe(Family):
 
     architectures = ("HunYuanMoEV1ForCausalLM",)
     model_type = "hunyuan_v1_moe"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "moe_topk": 1}
     cases: ClassVar = {
         "plain": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
         "biases": {"num_experts": 4, "moe_topk": 3, "intermediate_size": 32, "attention_bias": True},
@@ -76,7 +87,7 @@ class HunyuanMoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.gate.wg.weight", (count, hidden)),
-                experts=tuple(gate_up_down(f"{block}.experts.{index}", hidden, intermediate) for index in range(count)),
+                experts=separate_experts(f"{block}.experts", count, hidden, intermediate),
                 top_k=top_k,
                 normalize=True,
                 shared=gate_up_down(f"{block}.shared_mlp", hidden, intermediate),

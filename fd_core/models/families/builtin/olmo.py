@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fd_core.models.families.builtin.gemma import ropes_of_kinds
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec, separate_experts
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import windows
 
@@ -30,6 +30,7 @@ class Olmo2(Family):
 
     architectures = ("Olmo2ForCausalLM",)
     model_type = "olmo2"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     cases: ClassVar = {"plain": {}, "biases": {"attention_bias": True, "tie_word_embeddings": True}}
     gguf: ClassVar = {"olmo2": Gguf(config=_gguf_config)}
 
@@ -45,6 +46,7 @@ class Olmo3(Family):
 
     architectures = ("Olmo3ForCausalLM",)
     model_type = "olmo3"
+    defaults: ClassVar = Olmo2.defaults
     cases: ClassVar = {
         "yarn": {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -85,6 +87,7 @@ class Olmoe(Family):
 
     architectures = ("OlmoeForCausalLM",)
     model_type = "olmoe"
+    defaults: ClassVar = Olmo2.defaults
     cases: ClassVar = {
         "plain": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "norm_topk_prob": False},
         "normalized": {
@@ -107,9 +110,7 @@ class Olmoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{prefix}.mlp.gate.weight", (count, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{prefix}.mlp.experts.{index}", hidden, intermediate) for index in range(count)
-                ),
+                experts=separate_experts(f"{prefix}.mlp.experts", count, hidden, intermediate),
                 top_k=config.count("num_experts_per_tok", 8),
                 normalize=config.flag("norm_topk_prob"),
             )

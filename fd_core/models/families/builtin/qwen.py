@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -39,6 +48,7 @@ class Qwen2(Family):
 
     architectures = ("Qwen2ForCausalLM",)
     model_type = "qwen2"
+    defaults: ClassVar = {"num_key_value_heads": 32}
     cases: ClassVar = {
         "tied": {"tie_word_embeddings": True},
         "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -56,6 +66,7 @@ class Qwen3(Family):
 
     architectures = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 32}
     cases: ClassVar = {
         "yarn": {
             "rope_parameters": {
@@ -89,6 +100,7 @@ class Qwen3Moe(Family):
 
     architectures = ("Qwen3MoeForCausalLM",)
     model_type = "qwen3_moe"
+    defaults: ClassVar = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     cases: ClassVar = {
         "normalized": {
             "num_experts": 6,
@@ -124,10 +136,7 @@ class Qwen3Moe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{prefix}.mlp.gate.weight", (num_experts, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{prefix}.mlp.experts.{expert}", hidden, intermediate)
-                    for expert in range(num_experts)
-                ),
+                experts=separate_experts(f"{prefix}.mlp.experts", num_experts, hidden, intermediate),
                 top_k=config.count("num_experts_per_tok"),
                 normalize=config.flag("norm_topk_prob"),
             )
@@ -140,12 +149,20 @@ class Qwen2Moe(Family):
 
     architectures = ("Qwen2MoeForCausalLM",)
     model_type = "qwen2_moe"
+    defaults: ClassVar = {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "intermediate_size": 5632,
+        "shared_expert_intermediate_size": 5632,
+    }
     cases: ClassVar = {
         "plain": {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
+            "shared_expert_intermediate_size": 96,
         },
         "every-second": {
             "num_experts": 4,

@@ -329,7 +329,7 @@ namespace {
 void lower(int& limit, int64_t to) { limit = int(std::min<int64_t>(limit, to)); }
 
 struct GeometryPlan {
-    int group, kv_heads, block_size;
+    int group, kv_heads, block_size, table;
     AttentionPlan plan;
 };
 
@@ -355,7 +355,7 @@ struct Recording {
         int made = -1;
         if (w.packed())
             made = scratch(quantized, QuantizedRow(w).floats(), true);
-        else if (norm)
+        else if (norm || (program.buffer(in).wide && sizeof(E) < sizeof(float)))
             made = scratch(normed, w.k, false);
         auto* lora = static_cast<const LoraTable*>(lora_table);
         if (lora == nullptr) return {w, {norm, eps}, in, made, nullptr, -1, -1};
@@ -377,10 +377,11 @@ struct Recording {
         program.exchanging(with, rows * columns.stride(), 0);
         return columns;
     }
-    AttentionPlan* plan(int group, int kv_heads, int block_size) {
+    AttentionPlan* plan(int group, int kv_heads, int block_size, int table) {
         for (auto& p : plans)
-            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size) return &p->plan;
-        plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, {}}));
+            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size && p->table == table)
+                return &p->plan;
+        plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, table, {}}));
         return &plans.back()->plan;
     }
 };
@@ -432,7 +433,7 @@ int fd_program_run(void* program, const Step* step, void* team) {
         Team& t = *static_cast<Team*>(team);
         r.program.check(*step);
         if (r.program.too_large(*step)) return -2;
-        for (auto& p : r.plans) p->plan.build(*step, p->block_size, p->group, p->kv_heads, t.size());
+        for (auto& p : r.plans) p->plan.build(step->of_table(p->table), p->block_size, p->group, p->kv_heads, t.size());
         r.program.run(*step, t, Type(r.type) == Type::f32 ? 4 : 2);
         return r.program.group && r.program.group->failed() ? -1 : 1;
     });
@@ -448,18 +449,24 @@ const char* fd_program_name(void* program, int i) { return recording(program).pr
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
 /// `table` is [rows, width].
-int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int out) {
+int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int centred, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         lower(recording(program).program.limits.token_ids, rows);
-        return new Embedding<E>(static_cast<const E*>(table), width, scale, out);
+        return new Embedding<E>(static_cast<const E*>(table), width, scale, centred, out);
     });
 }
 
-int fd_add_linear(void* program, const void* linear, int in, int out) {
+/// `activation` is one of Activation, which multiplies up in a gated linear; without one, those are two columns.
+int fd_add_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
+                  const void* lora, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
-        return new LinearOperation<E>(recording(program).rows<E>(*static_cast<const Linear*>(linear), in), out);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        const InputRows<E> rows = recording(program).rows<E>(w, in, norm, eps, lora);
+        if (w.gated && Activation(activation) != Activation::none)
+            return new GatedLinear<E>(rows, Activation(activation), out);
+        return new LinearOperation<E>(rows, Activation(activation), out);
     });
 }
 
@@ -475,6 +482,7 @@ int fd_add_attention_inputs(void* program, int in, const float* norm, float eps,
         const KvLayout& layout = layout_of(cache, layer, *shape);
         lower(r.program.limits.positions, positions);
         lower(r.program.limits.kv_slots, layout.slots());
+        r.program.limits.tables = std::max(r.program.limits.tables, shape->table + 1);
         return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps, lora), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
                                       KvLayer<E>(layout, layer), r.scratch(r.qkv, w.n, true), q);
     });
@@ -486,7 +494,8 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
         Limits& limits = recording(program).program.limits;
         lower(limits.blocks, layout.blocks);
         limits.block_size = layout.block_size;
-        AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size);
+        limits.tables = std::max(limits.tables, shape->table + 1);
+        AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size, shape->table);
         return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });
 }
@@ -512,15 +521,6 @@ int fd_add_project_residual(void* program, const void* linear, const float* post
         const int projected = post_norm ? r.scratch(r.projected, columns ? columns.width() : w.n, true) : -1;
         return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), std::move(columns), {post_norm, eps}, part,
                                       projected, residual);
-    });
-}
-
-int fd_add_gated_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
-                        const void* lora, int out) {
-    return add(program, [&](auto e) -> Operation* {
-        using E = decltype(e);
-        const Linear& w = *static_cast<const Linear*>(linear);
-        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps, lora), Activation(activation), out);
     });
 }
 

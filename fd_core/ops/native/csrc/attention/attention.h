@@ -11,6 +11,9 @@ struct AttentionShape {
     int window;       // 0 sees all
     int half;         // of the elements of a head that rope turns
     int interleaved;  // whether rope turns neighbours, not element i with i + half
+    int norms_rotated;  // whether the norms of heads follow rope
+    int joint_norms;    // whether all heads of q, and all of k, have one norm
+    int table;          // group of layers whose KV places it uses
     float scale;
     float softcap;  // 0 for none
     int group() const { return heads / kv_heads; }
@@ -25,6 +28,7 @@ class Attention : public Operation {
     }
     const char* name() const override { return "attention"; }
     void run(const Context& context) override;
+    int table() const override { return shape_.table; }
 
    private:
     struct Pass;

@@ -62,10 +62,18 @@ void convert(const float* x, int n, E* y) {
     for (; i < n; i++) put(y + i, x[i]);
 }
 
-enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
+enum class Activation : int { none = -1, silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4, quick_gelu = 5 };
 
 inline V activate(V x, Activation kind) {
     switch (kind) {
+        case Activation::none:
+            return x;
+        case Activation::relu:
+            return vmax(vset(0.0f), x);  // in this order, which keeps NaN
+        case Activation::relu2:
+            return vmax(vset(0.0f), x) * x;
+        case Activation::quick_gelu:
+            return x / (vset(1.0f) + vexp(vset(-1.702f) * x));
         case Activation::silu:
             return x / (vset(1.0f) + vexp(vset(0.0f) - x));
         case Activation::gelu_tanh: {
