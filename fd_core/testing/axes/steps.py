@@ -165,7 +165,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     **{
         f"EngineConfig.{name}": _START
         for name in (
-            *("revision", "backend", "attention_backend", "postprocess"),
+            *("revision", "model_impl", "backend", "attention_backend", "postprocess"),
             *("native_kernels", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },
