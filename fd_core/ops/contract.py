@@ -228,7 +228,7 @@ class GroupTables:
     kv_slots: Array
     """[groups, T]"""
     block_tables: Array
-    """[groups, N, max_blocks]; an entry before a group's window is a block of the same request that it reads."""
+    """[groups, N, max_blocks]; blocks outside the window of a row's first token may be those of other requests."""
 
 
 @accept_old_names

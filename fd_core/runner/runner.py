@@ -397,8 +397,9 @@ class Runner:
         inputs = fed = sampling = cells = None
         if len(rows.slots):
             adapters = batch.adapter_slots if self.adapters.slots and batch.adapter_slots[rows.slots].any() else None
-            size, spare = limits.block_size, self.cache.spare_block
-            inputs = gather_inputs(rows, batch.tokens, batch.tables, size, spare, adapters, limits.groups)
+            inputs = gather_inputs(
+                rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
+            )
             if self.ops.queues:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
-from fd_core.config.layer_groups import LayerGroups
 from fd_core.ops.contract import Array, GroupTables, HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
@@ -205,13 +204,12 @@ def gather_inputs(
     size: int,
     spare_block: int | None = None,
     adapters: IntArray | None = None,
-    groups: LayerGroups | None = None,
 ) -> StepInput:
     """Gather, on the host, tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[groups, num_slots, blocks] are the state of every slot; `size` is
     the number of tokens in a block; `spare_block` is the block that padding writes. `adapters` int32[num_slots] is the
-    adapter slot of each slot; None if none of them has one. `groups` is None for a single group without a window.
+    adapter slot of each slot; None if none of them has one.
     """
     slots, starts, counts = spans.slots, spans.starts, spans.counts
     context = starts + counts
@@ -237,11 +235,6 @@ def gather_inputs(
         kv_slots[:, positions < np.repeat(spans.starts, width)] = spare * size  # computed before
     token_ids = tokens[slot_of, positions]
     block_tables = tables[:, slots, : -(-max_context // size)]
-    if groups is not None and groups.sliding:
-        # Earlier blocks may belong to other requests by now: their weights are 0, which hides no NaN.
-        first, sliding = groups.first_read(spans.starts, size), block_tables[groups.whole :]
-        oldest = sliding[:, np.arange(len(slots)), first][..., None]
-        block_tables[groups.whole :] = np.where(np.arange(sliding.shape[2]) < first[:, None], oldest, sliding)
     lora_slots = None if adapters is None else adapters[slot_of]
     if padding:
         filling = padding * width

@@ -71,8 +71,8 @@ AXES: Final = (
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
     Axis(
         "model",
-        ("llama", "mistral-window", "qwen2", "qwen3-moe", "ernie-moe"),
-        ("EngineConfig.model",),
+        ("llama", "mistral-window", "qwen2-window", "gemma3", "qwen2", "qwen3-moe", "ernie-moe"),
+        ("EngineConfig.model", "Limits.groups"),
         needs="checkpoints",
     ),
     Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
@@ -154,7 +154,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "RequestSpec.prefill_job": _ELSEWHERE,
     "RequestSpec.traceparent": _ELSEWHERE,
     "Limits.vocab_size": "a model has it; `test_steps` has a large one",
-    "Limits.groups": "it follows from the windows of the model",
     "Limits.num_stages": "stages of a pipeline; see `test_ranks`",
     "EngineConfig.generation_config": _ELSEWHERE,
     "EngineConfig.override_generation_config": _ELSEWHERE,
@@ -191,6 +190,8 @@ EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
 """Axes whose effect on a text is indistinguishable from rounding in lower precision, as the choice of experts is."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
+_GROUPS: Final = {"qwen2-window": 2, "gemma3": 2}
+"""Groups of layers of models with some layers that have a window; each takes blocks for a request."""
 _SLACK: Final = 4.0
 """The model has two layers and adapters, and a case compares thousands of tokens; logits of other rows differ by ten
 times the margin and more."""
@@ -230,11 +231,12 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
     context = max(longest + int_of(case, "room"), 8)
     needed = -(-context // int_of(case, "block_size"))
     running = min(int_of(case, "slots"), int_of(case, "requests"))
+    blocks = running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case))
     return {
         "max_num_seqs": case["slots"],
         "max_num_batched_tokens": _budget(case),
         "block_size": case["block_size"],
-        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case)),
+        "num_kv_blocks": _GROUPS.get(str(case["model"]), 1) * blocks,
         "max_model_len": context,
         "pipeline_depth": case["depth"],
         "num_threads": case["threads"],
@@ -532,7 +534,7 @@ def _judge(
     plain: dict[str, Any] = {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 4096,
-        "num_kv_blocks": 16 * -(-settings["max_model_len"] // 32),
+        "num_kv_blocks": _GROUPS.get(str(case["model"]), 1) * 16 * -(-settings["max_model_len"] // 32),
         "block_size": 32,
         "enable_prefix_caching": False,
         "structured_output": True,
