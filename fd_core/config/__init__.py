@@ -106,7 +106,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     victim_policy: str = "cheapest"
     postprocess: str | None = None
-    pooling: Annotated[str, OneOf("auto", "last", "mean")] = "auto"
+    pooling: Annotated[str, OneOf("auto", "last", "cls", "mean")] = "auto"
     observer: str | None = None
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None
     num_threads: Annotated[int, Range(1, 4096)] | None = None
@@ -249,6 +249,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 1
     num_stages: int = 1
     """Pipeline stages of the model; each computes a different step at the same time."""
+    whole_prompts: bool = False
+    """True for an encoder: each prompt is computed in one step, whose budget holds the longest one."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -295,6 +297,7 @@ def resolve_limits(
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
     default_num_seqs: int = 32,
+    whole_prompts: bool = False,
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
     sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
@@ -309,6 +312,18 @@ def resolve_limits(
     if max_len > model_max_len:
         message = f"max_model_len={max_len} exceeds the context length of the model ({model_max_len})"
         raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
+    if whole_prompts and budget < max_len - 1:
+        if config.max_num_batched_tokens is None:
+            budget = max_len - 1
+        elif config.max_model_len is None:
+            max_len = budget + 1
+        else:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than a text of {max_len - 1} tokens, which this model computes "
+                "in one step",
+                field="--max-num-batched-tokens",
+                hint=f"use at least {max_len - 1}, or lower --max-model-len",
+            )
     useful = sizes["max_num_seqs"] * -(-max_len // config.block_size)
     blocks = _kv_blocks(config, useful, bytes_per_block, free_bytes=max(0, free_bytes))
     if config.max_model_len is None:
@@ -330,6 +345,7 @@ def resolve_limits(
         max_drafts=max_drafts,
         pipeline_depth=sizes["pipeline_depth"],
         num_stages=config.pipeline_parallel_size,
+        whole_prompts=whole_prompts,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.models.loading.config import Classifier, VectorSettings
+from fd_core.models.loading.vector_settings import Classifier, Dense, VectorSettings
+from fd_core.ops.numpy.ops import activated
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
@@ -55,31 +57,50 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         )
 
 
+def through(layers: Sequence[Dense], states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the outputs float32[n, outs] of layers for states [n, H]."""
+    for layer in layers:
+        states = states @ np.frombuffer(layer.weight, "<f4").reshape(layer.outs, -1).T
+        if layer.bias:
+            states = states + np.frombuffer(layer.bias, "<f4")
+        if layer.activation != "identity":
+            states = np.tanh(states) if layer.activation == "tanh" else activated(states, layer.activation)
+        if layer.norm:
+            centred = states - states.mean(axis=-1, keepdims=True)
+            states = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + np.float32(layer.eps))
+            states = states * np.frombuffer(layer.norm, "<f4")
+            states = states + np.frombuffer(layer.norm_bias, "<f4") if layer.norm_bias else states
+    return states
+
+
 def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
     """Return a pooled vector as float32[dimensions], of length 1 if it was cut or the settings require it."""
-    whole = np.frombuffer(pooled, "<f4").astype(np.float64)
+    whole = through(settings.layers, np.frombuffer(pooled, "<f4")[None])[0].astype(np.float64)
     vector = whole[:dimensions]
     if settings.normalize or len(vector) < len(whole):
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return vector.astype(np.float32)
 
 
-def require_classifier(settings: VectorSettings) -> Classifier:
-    """Return the classifier of a model. Raises `BadRequest` if it has none."""
+def require_classifier(settings: VectorSettings, *, of_tokens: bool) -> Classifier:
+    """Return the classifier of a model. Raises `BadRequest` if it has none for texts, or for tokens."""
     if settings.classifier is None:
         raise BadRequest("this checkpoint has no classification layer; use one that has", field="model")
+    if (settings.classifier.pooling == "all") != of_tokens:
+        kind, other = ("texts", "classify, /v1/classify") if of_tokens else ("tokens", "classify_tokens, /pooling")
+        raise BadRequest(f"this checkpoint classifies {kind}; use {other}", field="model")
     return settings.classifier
 
 
 def probabilities_of(pooled: bytes, classifier: Classifier) -> npt.NDArray[np.float32]:
-    """Return the probability of each class from a pooled vector, as float32[labels]."""
-    state = np.frombuffer(pooled, "<f4").astype(np.float64)
-    logits = np.frombuffer(classifier.weight, "<f4").reshape(-1, len(state)) @ state
+    """Return the probability of each class from a pooled vector, or from that of each token: float32[n, labels]."""
+    inputs = len(classifier.layers[0].weight) // classifier.layers[0].outs
+    logits = through(classifier.layers, np.frombuffer(pooled, "<f4").reshape(-1, inputs // 4)).astype(np.float64)
     if classifier.activation == "sigmoid":
         logits = 1.0 / (1.0 + np.exp(-logits))
     elif classifier.activation == "softmax":
-        logits = np.exp(logits - logits.max())
-        logits /= logits.sum()
+        logits = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        logits /= logits.sum(axis=-1, keepdims=True)
     return logits.astype(np.float32)
 
 

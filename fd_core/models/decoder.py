@@ -1,5 +1,8 @@
 """The decoder: a single forward pass over `Ops` for all architectures, which differ in weights and geometry.
 
+An encoder is the same with attention in both directions. Its KV cache is only scratch memory of one layer: a text is
+computed in one step.
+
 `forward` only calls methods of `Ops`: no operator on an array, no branch on the value of one. So it also runs over
 symbolic arrays, from which a pack builds a graph.
 """
@@ -117,6 +120,8 @@ class Attention:
     heads: Heads
     output: Array
     post_norm: Norm | None
+    stream_norm: Norm | None
+    """Of the residual stream after the output is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ class Mlp:
     gate_up: Array
     down: Array
     post_norm: Norm | None
+    stream_norm: Norm | None
     gated: bool
 
 
@@ -154,7 +160,8 @@ class Decoder:
     """None on stages after the first."""
     embedding_scale: float
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Norm | None
+    """None if the last block ends with a norm."""
     head: Array | None
     """None on stages before the last."""
     activation: Any
@@ -164,6 +171,9 @@ class Decoder:
     """True if both blocks of a layer read the same input."""
     head_split: bool = False
     """True if `head` yields a rank's share of the logits."""
+    positions: Array | None = None
+    """Table that is added to the embedding by position."""
+    embedding_norm: Norm | None = None
 
 
 @dataclass(eq=False)
@@ -188,6 +198,17 @@ class DecoderModel:
     loras: tuple[LayerLoras, ...] | None = None
     """Low-rank terms of each layer, for steps with adapters; None without."""
 
+    @property
+    def causal(self) -> bool:
+        """False for an encoder."""
+        return self.spec.causal
+
+    @property
+    def ids_of_type(self) -> int:
+        """Number of token ids of one type: an id of type 1 is so much larger; 0 if all are of one type."""
+        rows = self.spec.embedding.shape[0]
+        return rows if self.spec.num_ids > rows else 0
+
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
         """Return the same model with adapters in slots 1 and up; weights are shared, including those of adapters."""
         wanted = {each.digest: each for each in places if each is not None}
@@ -202,7 +223,7 @@ class DecoderModel:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        layers = stage_layers(self.spec, self.ops.stage)
+        layers = stage_layers(self.spec, self.ops.stage) if self.spec.causal else slice(0, 1)
         sizes = layers.stop - layers.start, heads.num_kv_heads, heads.head_dim, block_size
         return KVShape(*sizes, first_kv_head=kv.start, first_layer=layers.start)
 
@@ -214,13 +235,15 @@ class DecoderModel:
         x, decoder = self._layers(step, cache), self.decoder
         if not self.ops.stage.last:
             return self.ops.settle(x)
+        if not self.spec.causal:
+            return self.head(self.ops.gather_rows(self.ops.normalize(x, decoder.final_norm), step.logits_rows))
         return self.ops.logits(
             x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
         )
 
     def states(self, step: StepInput, cache: KVCache) -> Array:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
-        return self.ops.rms_norm(self._layers(step, cache), self.decoder.final_norm)
+        return self.ops.normalize(self._layers(step, cache), self.decoder.final_norm)
 
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
@@ -232,8 +255,11 @@ class DecoderModel:
         x = step.states
         if ops.stage.first:
             x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+            if decoder.positions is not None:
+                x = ops.add(x, ops.embedding(decoder.positions, step.positions))
+            x = _normed(x, decoder.embedding_norm, ops)
         for index, layer in enumerate(decoder.layers):
-            attention, kv = layer.attention, cache.layer(index)
+            attention, kv = layer.attention, cache.layer(index if self.spec.causal else 0)
             loras = LayerLoras() if self.loras is None else self.loras[index]
             block = layer.feed_forward
             q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))
@@ -241,16 +267,19 @@ class DecoderModel:
             early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
             a = ops.attention(q, attention.heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
+            x = _normed(x, attention.stream_norm, ops)
             if isinstance(block, Moe):
                 x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
             else:
                 inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
+                x = _normed(x, block.stream_norm, ops)
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
         """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        if block.norm is None or block.heads.norms_rotated or block.heads.joint_widths is not None:
+        norm, heads = block.norm, block.heads
+        if norm is None or norm.bias is not None or heads.norms_rotated or heads.joint_widths is not None:
             return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
         return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
 
@@ -259,9 +288,14 @@ class DecoderModel:
         activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
         if not block.gated:
             return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        if block.norm is None:
-            return self.ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
+        if block.norm is None or block.norm.bias is not None:
+            return self.ops.composed_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
         return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+
+
+def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:
+    """Normalize the residual stream, if there is a norm."""
+    return x if norm is None else ops.normalize(x, norm)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

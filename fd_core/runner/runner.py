@@ -277,6 +277,8 @@ class Runner:
             self._admit(admission)
         batch.grant(plan)
         rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
+        if self.limits.whole_prompts and not (plan.samples & (plan.starts == 0)).all():
+            raise RuntimeError(f"step {plan.step} computes a part of a prompt, but this model attends to all of it")
         masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
         work = self._gather(plan, rows)
         if not self.ops.on_host:

@@ -13,7 +13,7 @@ from fd_core.config.generation import GenerationDefaults
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.models.loading.config import VectorSettings
+from fd_core.models.loading.vector_settings import VectorSettings
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.weights import WeightUse
 from fd_core.runner.observing import ObserverStats

@@ -27,7 +27,7 @@ class AttentionShape(Structure):
     """`fd::AttentionShape`: attention geometry of one layer."""
 
     _fields_ = (
-        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved"),
+        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "causal"),
         *_all(c_float, "scale", "softcap"),
     )
 

@@ -160,6 +160,15 @@ class NativeOps(TorchOps):
         recorder.add("embedding", recorder.pointer(table), len(table), width, factor, buffer)
         return x
 
+    def add(self, x: Array, y: Array) -> Array:
+        _refuse_symbols("add", x)
+        return super().add(x, y)
+
+    def layer_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize, as a float32 residual stream."""
+        _refuse_symbols("layer_norm", x)
+        return super().layer_norm(x, norm)
+
     def linear(self, x: Array, weight: NativeLinear) -> Array:
         return self._linear(x, weight, wide=self.runtime.wide)
 
@@ -515,6 +524,7 @@ def _geometry(heads: Heads) -> AttentionShape:
         heads.window or 0,
         heads.rope.cos.shape[1],
         heads.rope.interleaved,
+        heads.causal,
         heads.scale,
         heads.softcap or 0.0,
     )

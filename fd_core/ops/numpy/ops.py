@@ -71,6 +71,7 @@ class NumpyOps(NumpySampling, Ops):
     framework = "numpy"
     dtype = "float32"
     on_host = True
+    encodes = True
     weight_formats = WEIGHT_FORMATS
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
@@ -118,16 +119,20 @@ class NumpyOps(NumpySampling, Ops):
         normalized: Floats = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight
         return normalized
 
+    def layer_norm(self, x: Floats, norm: Norm) -> Floats:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        return self.rms_norm(centred, norm) + norm.bias
+
     def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
         y: Floats = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
 
     def gate(self, gate_up: Floats, activation: Activation) -> Floats:
         gate, up = np.split(gate_up, 2, axis=-1)
-        return _activate(gate, activation) * up
+        return activated(gate, activation) * up
 
     def activate(self, x: Floats, activation: PlainActivation) -> Floats:
-        return _activate(x, activation)
+        return activated(x, activation)
 
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
         split = qkv.reshape(len(qkv), -1, heads.head_dim)
@@ -207,6 +212,8 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads) -> Floats:
     if heads.softcap is not None:
         scores = _softcap(scores, heads.softcap)
     distance = np.arange(context - count, context)[:, None] - np.arange(context)
+    if not heads.causal:
+        distance = np.abs(distance)
     hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
     scores[..., hidden] = -np.inf
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -233,7 +240,8 @@ def _softcap(x: Floats, cap: float) -> Floats:
     return capped
 
 
-def _activate(x: Floats, activation: PlainActivation) -> Floats:
+def activated(x: Floats, activation: PlainActivation) -> Floats:
+    """Apply an activation to each element."""
     # Each is x times half of `doubled`; this form of the sigmoid cannot overflow.
     match activation:
         case "relu":
@@ -248,5 +256,5 @@ def _activate(x: Floats, activation: PlainActivation) -> Floats:
             doubled = 1 + np.tanh(np.float32(math.sqrt(2.0 / math.pi)) * (x + np.float32(0.044715) * x**3))
         case "gelu":
             doubled = 1 + np.vectorize(math.erf, otypes=[np.float32])(x * np.float32(math.sqrt(0.5)))
-    activated: Floats = x * (np.float32(0.5) * doubled)
-    return activated
+    result: Floats = x * (np.float32(0.5) * doubled)
+    return result

@@ -96,6 +96,7 @@ class OnnxOps(NumpyOps):
     name = "onnx"
     dtype = "float32"
     kv_dtypes = ()
+    encodes = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider

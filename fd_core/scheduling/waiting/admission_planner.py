@@ -124,6 +124,8 @@ class AdmissionPlanner:
                 matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
                 continue
+            if self._limits.whole_prompts and request.num_tokens > builder.budget.left:
+                break
             needed = -(-request.num_tokens // size) - len(matched)
             pool.acquire(matched)
             fits = self._control.admits(self._slots, request, needed, free=pool.num_free)

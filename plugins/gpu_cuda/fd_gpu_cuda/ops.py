@@ -80,6 +80,7 @@ class CudaOps(TorchOps):
     name = "torch"
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
+    encodes = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""

@@ -107,9 +107,12 @@ class Gemma2(Family):
 
 
 class Gemma3(Family):
-    """`Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block."""
+    """`Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block.
 
-    architectures = ("Gemma3ForCausalLM",)
+    EmbeddingGemma is one whose tokens attend in both directions.
+    """
+
+    architectures = ("Gemma3ForCausalLM", "Gemma3TextModel")
     model_type = "gemma3_text"
     cases: ClassVar = {
         "mixed": {
@@ -131,8 +134,8 @@ class Gemma3(Family):
     }
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a text model. Raises `ModelError` for attention in both directions."""
-        config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
+        """Describe a text model; an encoder's window is divided between both sides."""
+        causal = not config.flag("use_bidirectional_attention")
         num_layers = config.count("num_hidden_layers")
         types = config.layer_types(num_layers)
         if types is None:
@@ -140,9 +143,11 @@ class Gemma3(Family):
             types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
         full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
         window = config.count("sliding_window")
+        window = window if causal else window // 2 + 1
         bias = config.flag("attention_bias")
         return Traits(
             rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
+            causal=causal,
             window=lambda layer: window if types[layer] == "sliding_attention" else None,
             scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
             qkv_bias=bias,

@@ -377,10 +377,14 @@ struct Recording {
         program.exchanging(with, rows * columns.stride(), 0);
         return columns;
     }
-    AttentionPlan* plan(int group, int kv_heads, int block_size) {
+    AttentionPlan* plan(const AttentionShape& shape, int block_size) {
+        const int group = shape.group(), kv_heads = shape.kv_heads;
         for (auto& p : plans)
-            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size) return &p->plan;
+            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size &&
+                p->plan.causal == bool(shape.causal))
+                return &p->plan;
         plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, {}}));
+        plans.back()->plan.causal = shape.causal;
         return &plans.back()->plan;
     }
 };
@@ -486,7 +490,7 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
         Limits& limits = recording(program).program.limits;
         lower(limits.blocks, layout.blocks);
         limits.block_size = layout.block_size;
-        AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size);
+        AttentionPlan* plan = recording(program).plan(*shape, layout.block_size);
         return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });
 }

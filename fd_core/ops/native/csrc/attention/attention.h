@@ -11,6 +11,7 @@ struct AttentionShape {
     int window;       // 0 sees all
     int half;         // of the elements of a head that rope turns
     int interleaved;  // whether rope turns neighbours, not element i with i + half
+    int causal;       // whether a token sees no later one
     float scale;
     float softcap;  // 0 for none
     int group() const { return heads / kv_heads; }
