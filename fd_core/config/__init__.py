@@ -319,8 +319,8 @@ def resolve_limits(
             max_len = budget + 1
         else:
             raise ConfigError(
-                f"max_num_batched_tokens={budget} is less than a text of {max_len - 1} tokens, which this model computes "
-                "in one step",
+                f"max_num_batched_tokens={budget} is less than a text of {max_len - 1} tokens, which this model "
+                "computes in one step",
                 field="--max-num-batched-tokens",
                 hint=f"use at least {max_len - 1}, or lower --max-model-len",
             )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.vector_settings import Classifier, Dense, VectorSettings
-from fd_core.ops.numpy.ops import activated
+from fd_core.ops.contract import Norm, PlainActivation
+from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
+_OPS: Final = NumpyOps()
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 """Question that is put to a model that scores pairs, unless a request has another one."""
 _BEFORE: Final = (
@@ -60,23 +62,25 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
 def through(layers: Sequence[Dense], states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the outputs float32[n, outs] of layers for states [n, H]."""
     for layer in layers:
-        states = states @ np.frombuffer(layer.weight, "<f4").reshape(layer.outs, -1).T
-        if layer.bias:
-            states = states + np.frombuffer(layer.bias, "<f4")
-        if layer.activation != "identity":
-            states = np.tanh(states) if layer.activation == "tanh" else activated(states, layer.activation)
-        if layer.norm:
-            centred = states - states.mean(axis=-1, keepdims=True)
-            states = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + np.float32(layer.eps))
-            states = states * np.frombuffer(layer.norm, "<f4")
-            states = states + np.frombuffer(layer.norm_bias, "<f4") if layer.norm_bias else states
+        weight, bias, norm, norm_bias = (
+            np.frombuffer(each, "<f4") for each in (layer.weight, layer.bias, layer.norm, layer.norm_bias)
+        )
+        linear = NumpyLinear(weight.reshape(layer.outs, -1), bias if len(bias) else None)
+        states = _OPS.linear(states, linear)
+        if layer.activation == "tanh":
+            states = np.tanh(states)
+        elif layer.activation != "identity":
+            states = _OPS.activate(states, cast(PlainActivation, layer.activation))
+        if len(norm):
+            shift = norm_bias if len(norm_bias) else np.zeros_like(norm)
+            states = _OPS.layer_norm(states, Norm(norm, layer.eps, shift))
     return states
 
 
 def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
     """Return a pooled vector as float32[dimensions], of length 1 if it was cut or the settings require it."""
     whole = through(settings.layers, np.frombuffer(pooled, "<f4")[None])[0].astype(np.float64)
-    vector = whole[:dimensions]
+    vector: npt.NDArray[np.float64] = whole[:dimensions]
     if settings.normalize or len(vector) < len(whole):
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return vector.astype(np.float32)
@@ -101,7 +105,8 @@ def probabilities_of(pooled: bytes, classifier: Classifier) -> npt.NDArray[np.fl
     elif classifier.activation == "softmax":
         logits = np.exp(logits - logits.max(axis=-1, keepdims=True))
         logits /= logits.sum(axis=-1, keepdims=True)
-    return logits.astype(np.float32)
+    found: npt.NDArray[np.float32] = logits.astype(np.float32)
+    return found
 
 
 def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -240,8 +240,10 @@ class _Reader:
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         gate_up, down = self.feed_forward(spec.gate_up, spec.down, after=spec.norm)
-        norm, *places = (self.optional_norm(each) for each in (spec.norm, spec.post_norm, spec.stream_norm))
-        return Mlp(norm, gate_up, down, *places, gated=spec.gated)
+        norm, post_norm, stream_norm = (
+            self.optional_norm(each) for each in (spec.norm, spec.post_norm, spec.stream_norm)
+        )
+        return Mlp(norm, gate_up, down, post_norm, stream_norm, gated=spec.gated)
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec, after: NormSpec | None = None) -> tuple[Array, Array]:
         rows, columns = feed_forward_shares(gate_up, down, self.ops.parallel)

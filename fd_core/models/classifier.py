@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import read_json_object
 from fd_core.models.loading.vector_settings import Classifier, Floats, dense_of

@@ -235,7 +235,7 @@ class DecoderModel:
         x, decoder = self._layers(step, cache), self.decoder
         if not self.ops.stage.last:
             return self.ops.settle(x)
-        if not self.spec.causal:
+        if decoder.final_norm is None or not self.spec.causal:
             return self.head(self.ops.gather_rows(self.ops.normalize(x, decoder.final_norm), step.logits_rows))
         return self.ops.logits(
             x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
@@ -256,7 +256,7 @@ class DecoderModel:
         if ops.stage.first:
             x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
             if decoder.positions is not None:
-                x = ops.add(x, ops.embedding(decoder.positions, step.positions))
+                x = ops.add_positions(x, decoder.positions, step.positions)
             x = _normed(x, decoder.embedding_norm, ops)
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index if self.spec.causal else 0)
@@ -277,20 +277,25 @@ class DecoderModel:
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
-        """Return the queries of a block, and write its keys and values; fusions compute the usual order of norms."""
-        norm, heads = block.norm, block.heads
-        if norm is None or norm.bias is not None or heads.norms_rotated or heads.joint_widths is not None:
-            return self.ops.composed_attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
-        return self.ops.attention_inputs(x, block.norm, block.qkv, block.heads, kv, step, lora)
+        """Return the queries of a block, and write its keys and values."""
+        ops, (x, norm) = self.ops, self._before_fusion(x, block.norm)
+        if ops.any_norms or (norm is not None and block.heads.usual_norms):
+            return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
+        return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
-        activation, lora = self.decoder.activation, _of_step(loras.gate_up, step)
+        activation, lora, ops = self.decoder.activation, _of_step(loras.gate_up, step), self.ops
+        x, norm = self._before_fusion(x, block.norm)
         if not block.gated:
-            return self.ops.plain_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        if block.norm is None or block.norm.bias is not None:
-            return self.ops.composed_mlp_inputs(x, block.norm, block.gate_up, activation, lora)
-        return self.ops.mlp_inputs(x, block.norm, block.gate_up, activation, lora)
+            return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
+        if ops.any_norms or norm is not None:
+            return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
+        return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
+
+    def _before_fusion(self, x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
+        """Return activations, or the stream with a norm that fusions compute: a layer norm is computed before them."""
+        return (x, norm) if norm is None or norm.bias is None else (self.ops.layer_norm(x, norm), None)
 
 
 def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:

@@ -127,6 +127,7 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
     if name not in family.architectures:
         # The same model without its output projection: it embeds or classifies texts and cannot generate.
         config = replace(config, values={**config.values, "tie_word_embeddings": True})
+    config = config.filled(family.defaults)
     most = None
     if num_tensors is not None:
         # A checkpoint that lacks only a few tensors gets an error with their names instead.

@@ -171,14 +171,19 @@ class Heads:
     k_norm: Norm | None = None
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None for all."""
-    causal: bool = True
-    """False if a token attends likewise to the tokens after it, up to the end of its row: see `Ops.encodes`."""
     softcap: float | None = None
     norms_rotated: bool = False
-    """True if both norms follow rope; only `Ops.composed_attention_inputs` computes such heads."""
+    """True if both norms follow rope."""
     joint_widths: tuple[int, int] | None = None
     """Elements of the query heads and of the key heads of all ranks, if each kind is normalized together, before rope,
-    with weights [heads, d]; only `Ops.composed_attention_inputs` computes such heads."""
+    with weights [heads, d]."""
+    causal: bool = True
+    """False if a token attends likewise to the tokens after it, up to the end of its row: see `Ops.encodes`."""
+
+    @property
+    def usual_norms(self) -> bool:
+        """True if every pack's `attention_inputs` computes the norms."""
+        return not self.norms_rotated and self.joint_widths is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +369,9 @@ class Ops(abc.ABC):
     encodes: bool = False
     """True if it computes encoders: attention in both directions, and layer norms. A pack that overrides
     `paged_attention` or a fusion that calls it must redefine it."""
+    any_norms: bool = False
+    """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
+    of heads after rope and of all heads together. Else models compose such layers of primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -682,6 +690,10 @@ class Ops(abc.ABC):
         return x
 
     # Compositions that primitives and models share --------------------------------------------------------
+
+    def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
+        """Add rows of a table of positions: [T, H] + table[positions] -> [T, H]. May write into `x`."""
+        return self.add(x, self.embedding(table, positions))
 
     def normalize(self, x: Array, norm: Norm | None) -> Array:
         """Normalize activations or the residual stream, with a norm of either kind; without one, settle them."""

@@ -431,7 +431,7 @@ class Runner:
             forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()
-            if scored is not None or pooled:
+            if scored is not None or pooled or self.limits.whole_prompts:
                 states = states_of(inputs, self.cache)
                 read = (
                     None if scored is None else self._scorer.score(states, self._head, scored, self.batch.tokens),

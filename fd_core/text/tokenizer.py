@@ -284,8 +284,8 @@ _SPACE = "\u2581"
 class Decoding:
     """Conversion of tokens to bytes, so that text can be decoded token by token.
 
-    `to_bytes` is `byte_level`, `sentencepiece` or `word_piece`. With `drops_first_space`, a text that begins at the first token
-    loses one leading space, which the encoder put there.
+    `to_bytes` is `byte_level`, `sentencepiece` or `word_piece`. With `drops_first_space`, a text that begins at the
+    first token loses one leading space, which the encoder put there.
     """
 
     to_bytes: Callable[[str], bytes]

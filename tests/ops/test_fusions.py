@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fd_core.ops.contract import Ops
+from fd_core.ops.contract import Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.kit.requirements import require_format, thorough_but
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, assert_near
 from fd_core.testing.models.layers import Geometry, LayerOn
 
+PLAIN = get_args(PlainActivation)
 GEOMETRIES = {
     "plain": (Geometry(), ()),
     "smollm2": (Geometry(heads=9, kv_heads=3, d=64, hidden=96, block_size=32), ()),
@@ -27,6 +29,12 @@ GEOMETRIES = {
     "neighbours": (Geometry(interleaved=True), ("interleaved_rope",)),
     "biases": (Geometry(biases=True, d=128), ("biases",)),
     "head norms": (Geometry(head_norms=True), ()),
+    "norms of heads after rope": (Geometry(norms_rotated=True), ()),
+    "joint norms": (Geometry(heads=9, kv_heads=3, d=24, joint_norms=True, pre_norm=False), ("joint_norms",)),
+    "no norms before": (Geometry(pre_norm=False, post_norm=True, adapter_ranks=(5, 8)), ()),
+    "no norms before, packed": (Geometry(d=32, hidden=128, inner=256, pre_norm=False, packed="int8"), ()),
+    **{f"ungated {kind}": (Geometry(ungated=kind, biases=True), ("ungated", "biases")) for kind in PLAIN},
+    "ungated, adapters": (Geometry(ungated="relu2", pre_norm=False, adapter_ranks=(5, 8)), ("ungated",)),
     "norms after": (Geometry(post_norm=True, activation="gelu_tanh"), ()),
     "window": (Geometry(window=21), ("window",)),
     "window over chunks": (Geometry(window=130, block_size=32, activation="gelu"), ("window",)),
@@ -43,6 +51,9 @@ QUICK = (
     "neighbours",
     "biases",
     "head norms",
+    "joint norms",
+    "no norms before",
+    "ungated relu2",
     "norms after",
     "window",
     "softcap",

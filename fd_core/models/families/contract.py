@@ -64,7 +64,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class OutputLayers:
-    """Output of a model that classifies texts: the tokens that it reads, and its layers, the last one for the labels."""
+    """Output of a model that classifies texts: the tokens that it reads, and its layers; the last yields the labels."""
 
     pooling: Literal["last", "cls", "mean", "all"]
     layers: tuple[DenseLayer, ...]
@@ -80,6 +80,8 @@ class Family(abc.ABC):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}}
     """Small models on which the conformance kit compares the family with `transformers`: name to the fields of the
     config that differ from the kit's usual ones. They should cover every field that `traits` reads."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that `config.json` leaves out, where they are not those of Llama; a null is not left out."""
     gguf: ClassVar[Mapping[str, Gguf]] = {}
     """By the name of the architecture in `general.architecture` of GGUF files; empty if llama.cpp has no such model."""
 

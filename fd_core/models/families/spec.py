@@ -470,8 +470,6 @@ class Traits:
     """Factor on the output of attention and feed-forward before it is added."""
     head_scale: float = 1.0
     """Factor on the logits."""
-    tied: bool = False
-    """Default for a config that does not specify if the output projection is the embedding."""
     activation: str = "hidden_act"
     """Field of the config that names the activation."""
     attention_softcap: float | None = None
@@ -507,7 +505,7 @@ def decoder_spec(
     """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
-    tied = config.flag("tie_word_embeddings", traits.tied) or not traits.causal
+    tied = config.flag("tie_word_embeddings") or not traits.causal
     names = traits.names
     layers, count = [], 0
     for index in range(num_layers):

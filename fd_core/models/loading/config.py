@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,10 @@ class ModelConfig:
     prefix: str = ""
     """Prefix of a nested part, such as `rope_parameters.`."""
     origin: str = "config.json"
+
+    def filled(self, defaults: Mapping[str, Any]) -> ModelConfig:
+        """Return the config with values for fields that it leaves out."""
+        return self if defaults.keys() <= self.values.keys() else replace(self, values={**defaults, **self.values})
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""

@@ -1,4 +1,4 @@
-"""The vector of a text: how a checkpoint pools states, and the layers that follow, in the layout of sentence-transformers."""
+"""The vector of a text: pooling of states, and the layers that follow, in the layout of sentence-transformers."""
 
 from __future__ import annotations
 

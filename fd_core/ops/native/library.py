@@ -27,7 +27,9 @@ class AttentionShape(Structure):
     """`fd::AttentionShape`: attention geometry of one layer."""
 
     _fields_ = (
-        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "causal"),
+        *_all(
+            c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "causal", "norms_rotated", "joint_norms"
+        ),
         *_all(c_float, "scale", "softcap"),
     )
 
@@ -131,8 +133,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_program_length": (c_int, (c_void_p,)),
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
     "fd_program_seconds": (c_double, (c_void_p, c_int)),
-    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int)),
-    "fd_add_linear": (c_int, (c_void_p, c_void_p, c_int, c_int)),
+    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int)),
+    "fd_add_norm": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
+    "fd_add_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_attention_inputs": (
         c_int,
         (
@@ -143,7 +146,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
     "fd_add_gather": (c_int, (c_void_p, c_void_p, _STARTS, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, _STARTS, c_int, *_LORA)),
-    "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),
     "fd_add_moe_residual": (
         c_int,

@@ -34,6 +34,7 @@ from fd_core.ops.contract import (
     Lora,
     Norm,
     PenaltyInput,
+    PlainActivation,
     SampleInput,
     StepInput,
 )
@@ -65,7 +66,15 @@ from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS: dict[PlainActivation | None, int] = {
+    None: -1,
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "relu": 3,
+    "relu2": 4,
+    "quick_gelu": 5,
+}
 _NO_NORM = (None, 0.0)
 
 
@@ -74,6 +83,7 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
+    any_norms = True
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 256
 
@@ -157,44 +167,66 @@ class NativeOps(TorchOps):
             return super().embedding(table, token_ids, scale).float()
         recorder = token_ids.recorder
         buffer, x = recorder.output(token_ids, width, True)
-        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, buffer)
+        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, False, buffer)
         return x
 
-    def add(self, x: Array, y: Array) -> Array:
-        _refuse_symbols("add", x)
-        return super().add(x, y)
+    def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
+        """Add to the residual stream, in place while recording."""
+        if not isinstance(x, ProgramSymbol):
+            return super().add_positions(x, table, positions)
+        width = table.shape[1]
+        buffer, y = x.recorder.inout(x, width)
+        x.recorder.add("embedding", x.recorder.pointer(table), len(table), width, 1.0, True, buffer)
+        return y
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize; while recording, only the residual stream."""
+        return self.layer_norm(x, norm) if isinstance(x, ProgramSymbol) else super().rms_norm(x, norm)
 
     def layer_norm(self, x: Array, norm: Norm) -> Array:
-        """Normalize, as a float32 residual stream."""
-        _refuse_symbols("layer_norm", x)
-        return super().layer_norm(x, norm)
+        """Normalize the residual stream, with either kind of norm."""
+        width = len(norm.weight)
+        with self._call(x) as call:
+            source = call.input(x, width, True)
+            buffer, y = call.output(x, width, True)
+            call.add("norm", source, *_norm(call, norm), call.pointer(norm.bias), width, buffer)
+        return y
 
     def linear(self, x: Array, weight: NativeLinear) -> Array:
-        return self._linear(x, weight, wide=self.runtime.wide)
+        return self._product(x, weight)
 
-    def _linear(self, x: Array, weight: NativeLinear, *, wide: bool) -> Array:
-        with self._call(x) as call:
+    def _product(
+        self,
+        x: Array,
+        weight: NativeLinear,
+        activation: PlainActivation | None = None,
+        *,
+        norm: Norm | None = None,
+        lora: Lora | None = None,
+        of_stream: bool = False,
+        wide: bool = False,
+        width: int | None = None,
+    ) -> Array:
+        """Multiply activations, or the residual stream or its norm, and apply the activation."""
+        with self._call(x, None if lora is None else lora.step) as call:
             call.keep(weight)
-            source = call.input(x, weight.inputs, self.runtime.wide)
-            buffer, y = call.output(x, weight.width, wide)
-            call.add("linear", weight.handle, source, buffer)
+            source = call.input(x, weight.inputs, of_stream or self.runtime.wide)
+            buffer, y = call.output(x, width or weight.width, wide or self.runtime.wide)
+            kind, table = _ACTIVATIONS[activation], _lora_table(call, lora)
+            call.add("linear", source, *_norm(call, norm), weight.handle, kind, table, buffer)
         return y
 
     def gate_up(self, x: Array, weight: NativeLinear) -> Array:
         """Multiply by gate and up, and restore the order of the interleaved vectors."""
         lanes = self.runtime.lanes
         vectors = -(-weight.width // lanes)
-        with self._call(x) as call:
-            call.keep(weight)
-            source = call.input(x, weight.inputs, self.runtime.wide)
-            buffer, y = call.output(x, 2 * vectors * lanes, self.runtime.wide)
-            call.add("linear", weight.handle, source, buffer)
+        y = self._product(x, weight, width=2 * vectors * lanes)
         sorted_ = y.unflatten(1, (vectors, 2, lanes)).transpose(1, 2).flatten(2)
         return sorted_[:, :, : weight.width].flatten(1)
 
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
         """Multiply by interleaved gate and up, and combine them."""
-        return self._gated(x, None, weight, activation=activation)
+        return self._product(x, weight, activation)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
         """Add part by part; the fusions that models call do it in their kernels."""
@@ -237,7 +269,7 @@ class NativeOps(TorchOps):
         return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
 
     def logits_of(self, x: Array, head: NativeLinear, softcap: float | None) -> Array:
-        logits = self._linear(x, head, wide=True)
+        logits = self._product(x, head, wide=True)
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
@@ -301,8 +333,17 @@ class NativeOps(TorchOps):
         invoke(self.runtime.library, f"fd_{what}", ctypes.byref(parameters), self.runtime.team, what=what)
 
     def attention_inputs(
-        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
+        self,
+        x: Array,
+        norm: Norm | None,
+        qkv: Array,
+        heads: Heads,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
     ) -> Array:
+        if heads.joint_widths is not None and self.runtime.group is not None:
+            return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
         with self._call(x, step) as call:
             call.keep(qkv)
             source = call.input(x, qkv.inputs, True)
@@ -345,9 +386,14 @@ class NativeOps(TorchOps):
         return y
 
     def mlp_inputs(
-        self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation, lora: Lora | None = None
+        self, x: Array, norm: Norm | None, gate_up: NativeLinear, activation: Activation, lora: Lora | None = None
     ) -> Array:
-        return self._gated(x, norm, gate_up, activation=activation, lora=lora)
+        return self._product(x, gate_up, activation, norm=norm, lora=lora, of_stream=True)
+
+    def plain_mlp_inputs(
+        self, x: Array, norm: Norm | None, up: NativeLinear, activation: PlainActivation, lora: Lora | None = None
+    ) -> Array:
+        return self._product(x, up, activation, norm=norm, lora=lora, of_stream=True)
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         return self._moe(x, norm, experts, kind=activation, residual=x, ranked=True)
@@ -367,17 +413,6 @@ class NativeOps(TorchOps):
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
         recorder.yields_logits = True
         recorder.logits_from_ranks, recorder.logits_in_parts = inside, split and not inside
-        return y
-
-    def _gated(
-        self, x: Array, norm: Norm | None, weight: NativeLinear, activation: Activation, lora: Lora | None = None
-    ) -> Array:
-        with self._call(x, None if lora is None else lora.step) as call:
-            call.keep(weight)
-            source = call.input(x, weight.inputs, True if norm is not None else self.runtime.wide)
-            buffer, y = call.output(x, weight.width, self.runtime.wide)
-            kind, table = _ACTIVATIONS[activation], _lora_table(call, lora)
-            call.add("gated_linear", source, *_norm(call, norm), weight.handle, kind, table, buffer)
         return y
 
     def _moe(
@@ -420,6 +455,10 @@ class NativeOps(TorchOps):
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is recorded on its first call and then replayed."""
         return ProgramForward(self.runtime, forward)
+
+    def compile_states(self, states: Forward) -> Forward:
+        """Record the states likewise; encoders compute nothing else."""
+        return self.compile(states)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
         """Record a forward whose operations apply the adapters of a step's rows."""
@@ -525,6 +564,8 @@ def _geometry(heads: Heads) -> AttentionShape:
         heads.rope.cos.shape[1],
         heads.rope.interleaved,
         heads.causal,
+        heads.norms_rotated,
+        heads.joint_widths is not None,
         heads.scale,
         heads.softcap or 0.0,
     )

@@ -120,8 +120,8 @@ class NumpyOps(NumpySampling, Ops):
         return normalized
 
     def layer_norm(self, x: Floats, norm: Norm) -> Floats:
-        centred = x - x.mean(axis=-1, keepdims=True)
-        return self.rms_norm(centred, norm) + norm.bias
+        normalized: Floats = self.rms_norm(x - x.mean(axis=-1, keepdims=True), norm) + np.asarray(norm.bias)
+        return normalized
 
     def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
         y: Floats = x @ weight.weight.T
@@ -129,10 +129,10 @@ class NumpyOps(NumpySampling, Ops):
 
     def gate(self, gate_up: Floats, activation: Activation) -> Floats:
         gate, up = np.split(gate_up, 2, axis=-1)
-        return activated(gate, activation) * up
+        return _activate(gate, activation) * up
 
     def activate(self, x: Floats, activation: PlainActivation) -> Floats:
-        return activated(x, activation)
+        return _activate(x, activation)
 
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
         split = qkv.reshape(len(qkv), -1, heads.head_dim)
@@ -240,8 +240,7 @@ def _softcap(x: Floats, cap: float) -> Floats:
     return capped
 
 
-def activated(x: Floats, activation: PlainActivation) -> Floats:
-    """Apply an activation to each element."""
+def _activate(x: Floats, activation: PlainActivation) -> Floats:
     # Each is x times half of `doubled`; this form of the sigmoid cannot overflow.
     match activation:
         case "relu":
@@ -256,5 +255,5 @@ def activated(x: Floats, activation: PlainActivation) -> Floats:
             doubled = 1 + np.tanh(np.float32(math.sqrt(2.0 / math.pi)) * (x + np.float32(0.044715) * x**3))
         case "gelu":
             doubled = 1 + np.vectorize(math.erf, otypes=[np.float32])(x * np.float32(math.sqrt(0.5)))
-    result: Floats = x * (np.float32(0.5) * doubled)
-    return result
+    activated: Floats = x * (np.float32(0.5) * doubled)
+    return activated

@@ -258,7 +258,7 @@ def _require_size(pairs: Sequence[tuple[str, str]], instruction: str, field: str
     size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
     if size > _MAX_PAIR_CHARS:
         raise invalid(
-            f"{field}: the rendered pairs have {size:,} characters; at most {_MAX_PAIR_CHARS:,} are allowed per request",
+            f"{field}: the pairs have {size:,} characters; at most {_MAX_PAIR_CHARS:,} are allowed per request",
             field,
         )
     return size

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.models.families.spec import DecoderSpec, LayerSpec, MoeSpec
-from fd_core.ops.contract import SCALE_BYTES, Activation, Ops
+from fd_core.ops.contract import SCALE_BYTES, Activation, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
@@ -56,9 +56,13 @@ AXES: Final = (
     Axis("window", (None, 1, 7, 128, 1030), ("Heads.window",), needs="window"),
     Axis("softcap", (None, 5.0, 50.0), ("Heads.softcap",), needs="softcap"),
     Axis("head_norms", (False, True), ("Heads.q_norm", "Heads.k_norm")),
+    Axis("norms_rotated", (False, True), ("Heads.norms_rotated",)),
+    Axis("joint_norms", (False, True), ("Heads.joint_widths",), needs="joint_norms"),
+    Axis("pre_norm", (True, False)),
     Axis("post_norm", (False, True)),
     Axis("biases", (False, True), needs="biases"),
     Axis("activation", ACTIVATIONS),
+    Axis("ungated", (None, *get_args(PlainActivation)), needs="ungated"),
     Axis("experts", (0, 2, 5, 33, 128), ("Experts.router", "Experts.gate_up", "Experts.down"), needs="moe"),
     Axis("top_k", (2, 1, 4, 8, 16), ("Experts.top_k",), needs="moe"),
     Axis("normalize", (True, False), ("Experts.normalize",), needs="moe"),
@@ -77,8 +81,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.positions": "they follow from the contexts",
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
-    "Heads.norms_rotated": "only the composition reads it; the kit of model families varies it",
-    "Heads.joint_widths": "only the composition reads it; the kit of model families varies it",
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
 }
@@ -267,6 +269,9 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
         "window": attention.window,
         "softcap": attention.softcap,
         "head_norms": attention.q_norm is not None,
+        "norms_rotated": attention.norms_rotated,
+        "joint_norms": attention.joint_norms,
+        "pre_norm": attention.norm is not None,
         "post_norm": attention.post_norm is not None,
         "biases": attention.qkv.bias,
         "activation": model.activation,

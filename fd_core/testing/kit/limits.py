@@ -11,6 +11,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "checkpoints": "real models, read from checkpoints",
     "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
+    "joint_norms": "one norm of all query heads and one of all key heads",
     "kv_transfer": "KV blocks copied to the host and back",
     "moe": "layers of experts",
     "own_process": "an engine in a separate process",
@@ -23,5 +24,5 @@ ABILITIES: Final[Mapping[str, str]] = {
 }
 """Keys of `Backend.limits`, with the feature that tests require."""
 
-OPTIONAL: Final[Mapping[str, str]] = {"ungated": "activate", "shared_gate": "weigh"}
+OPTIONAL: Final[Mapping[str, str]] = {"ungated": "activate", "shared_gate": "weigh", "joint_norms": "joint_norm"}
 """Abilities that a pack has if it implements this operation of `Ops`."""

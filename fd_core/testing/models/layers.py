@@ -10,7 +10,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Experts, Heads, HostStep, KVShape, Lora, Norm, Ops, Rope
+from fd_core.ops.contract import (
+    Activation,
+    Experts,
+    Heads,
+    HostStep,
+    KVShape,
+    Lora,
+    Norm,
+    Ops,
+    PlainActivation,
+    Rope,
+)
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -43,9 +54,17 @@ class Geometry:
     window: int | None = None
     softcap: float | None = None
     head_norms: bool = False
+    norms_rotated: bool = False
+    """Norms of heads follow rope."""
+    joint_norms: bool = False
+    """All heads of a token have one norm, before rope."""
+    pre_norm: bool = True
+    """The inputs of attention, and of a dense feed-forward block, are normalized."""
     post_norm: bool = False
     biases: bool = False
     activation: Activation = "silu"
+    ungated: PlainActivation | None = None
+    """Activation of a feed-forward block without a gate."""
     experts: int = 0
     top_k: int = 2
     normalize: bool = True
@@ -117,8 +136,13 @@ class LayerOn:
             biases = [raw(make(shape[0])) for shape in shapes] if g.biases else None
             return ops.prepare_linear(self._parts(make, *shapes), biases, gated=gated)
 
-        def norm(width: int) -> Norm:
-            return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), g.eps)
+        def norm(*shape: int) -> Norm:
+            return Norm(ops.prepare_vector(1 + make(*shape, scale=0.1)), g.eps)
+
+        def head_norm(heads: int) -> Norm | None:
+            if g.joint_norms:
+                return norm(heads, g.d)
+            return norm(g.d) if g.head_norms or g.norms_rotated else None
 
         half = (g.rotary or g.d) // 2
         longest = max(256, *(context for _, context in rows))
@@ -131,21 +155,23 @@ class LayerOn:
         )
         self.norm = norm(g.hidden)
         self.qkv = linear(*[(n * g.d, g.hidden) for n in (g.heads, g.kv_heads, g.kv_heads)])
-        q_norm, k_norm = (norm(g.d) if g.head_norms else None for _ in range(2))
         self.heads = Heads(
             g.heads,
             g.kv_heads,
             g.d,
             g.scale * g.d**-0.5,
             rope,
-            q_norm,
-            k_norm,
+            head_norm(g.heads),
+            head_norm(g.kv_heads),
             g.window,
             g.softcap,
+            norms_rotated=g.norms_rotated and not g.joint_norms,
+            joint_widths=(g.heads * g.d, g.kv_heads * g.d) if g.joint_norms else None,
         )
         self.output = linear((g.hidden, g.heads * g.d))
         self.post_norm = norm(g.hidden) if g.post_norm else None
-        self.gate_up = linear((g.inner, g.hidden), (g.inner, g.hidden), gated=True)
+        gated = g.ungated is None
+        self.gate_up = linear(*[(g.inner, g.hidden)] * (1 + gated), gated=gated)
         self.down = linear((g.hidden, g.inner))
         self.experts = self._experts(make) if g.experts else None
         used = -(-np.array([context for _, context in rows]) // g.block_size)
@@ -198,7 +224,8 @@ class LayerOn:
         """Return the low-rank terms of q, k and v, of the output, of gate and up, and of down."""
         g = self.g
         heads, hidden, inner = [n * g.d for n in (g.heads, g.kv_heads, g.kv_heads)], g.hidden, g.inner
-        shapes = (heads, hidden), ([hidden], g.heads * g.d), ([inner, inner], hidden), ([hidden], inner)
+        up = [inner, inner] if g.ungated is None else [inner]
+        shapes = (heads, hidden), ([hidden], g.heads * g.d), (up, hidden), ([hidden], inner)
         return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
 
     def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
@@ -270,10 +297,10 @@ class LayerOn:
         """
         ops = self.ops
 
-        def call(name: str, *arguments: Any) -> Any:
+        def call(name: str, *arguments: Any, usual: bool = True) -> Any:
             if isinstance(fusions, type):
                 return getattr(fusions, name)(ops, *arguments)
-            return getattr(fusions, name)(*arguments)
+            return getattr(fusions, name if usual or fusions.any_norms else f"composed_{name}")(*arguments)
 
         def result(value: Any) -> Any:
             """Return the input of the next fusion; later operations may write into it."""
@@ -287,7 +314,9 @@ class LayerOn:
         results: list[npt.NDArray[np.float32]] = []
         x = activations(ops, self.x)
         qkv, output, gate_up, down = self.loras()
-        q = result(call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv))
+        norm = self.norm if self.g.pre_norm else None
+        usual = self.g.pre_norm and self.heads.usual_norms
+        q = result(call("attention_inputs", x, norm, self.qkv, self.heads, self.kv, self.step, qkv, usual=usual))
         if held is not None:
             self.written = self.exported()
             self.cache.import_blocks(np.arange(self.cache.num_blocks, dtype=np.int32), held)
@@ -296,6 +325,8 @@ class LayerOn:
         if self.experts is not None:
             result(call("moe_residual", y, self.norm, self.experts, self.g.activation))
         else:
-            inner = result(call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up))
+            activation, plain = self.g.ungated or self.g.activation, self.g.ungated is not None
+            name, usual = "plain_mlp_inputs" if plain else "mlp_inputs", plain or self.g.pre_norm
+            inner = result(call(name, y, norm, self.gate_up, activation, gate_up, usual=usual))
             result(call("project_residual", inner, self.down, y, self.post_norm, down))
         return results

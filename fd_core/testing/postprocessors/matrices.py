@@ -96,7 +96,7 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
 class Matrices:
     """A postprocessor for a number of slots and drafts, and its matrices."""
 
-    def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new", **limits: int) -> None:
+    def __init__(self, target: PostprocessTarget, slots: int, k: int, memory: str = "new", **limits: Any) -> None:
         """Create the postprocessor. The `memory` of inputs is "new", "reused" by all steps, with garbage after its
         rows, or "strided": parts of larger arrays, the tokens with strides. `limits` are other fields of `Limits`.
         """

@@ -36,8 +36,7 @@ class DefaultBaseOfLlama(Ernie):
 
 @found_by(DEFAULTS, "without tie_word_embeddings is not read as with tie_word_embeddings=True: head is")
 class NeverTied(Ernie):
-    def traits(self, config):
-        return replace(super().traits(config), tied=False)
+    defaults = {**Ernie.defaults, "tie_word_embeddings": False}  # noqa: RUF012
 
 
 @found_by(LOGITS, "the first wrong position is 7")
@@ -223,6 +222,5 @@ class LlamaInOneExpression(Family):
             mlp_bias=flags["mlp_bias"],
             scale=head_dim_of(config) ** -0.5,
             window=lambda layer: None,
-            tied=False,
             activation="hidden_act",
         )

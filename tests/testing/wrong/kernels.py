@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fd_core.ops.contract import HostCopies
+from fd_core.ops.contract import HostCopies, Norm
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
@@ -76,6 +76,34 @@ class AttendsToTheFirst1024TokensOfAChunk(NumpyOps):
 class RotatesTheFirst16384Positions(NumpyOps):
     def rope(self, x, rope, positions):
         return super().rope(x, rope, np.minimum(positions, 16_383))
+
+
+@shown_by("layer", norms_rotated=True)
+class NormalizesHeadsBeforeRope(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
+
+
+@shown_by("layer", joint_norms=True)
+class NormalizesHeadsOneByOne(NumpyOps):
+    def joint_norm(self, x, norm, width):
+        return self.rms_norm(x, norm)
+
+
+@shown_by("layer", pre_norm=False, composed=False)
+class NormalizesEveryInput(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, *rest):
+        return super().attention_inputs(x, norm or Norm(np.ones(x.shape[1], np.float32), 1e-6), *rest)
+
+
+@shown_by("layer", ungated="relu2")
+class DoesNotSquare(NumpyOps):
+    def plain_mlp_inputs(self, x, norm, up, activation, lora=None):
+        return super().plain_mlp_inputs(x, norm, up, "relu" if activation == "relu2" else activation, lora)
 
 
 @shown_by("layer", context=4097, kv_dtype="int8")

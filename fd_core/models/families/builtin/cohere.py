@@ -24,6 +24,7 @@ class Cohere2(Family):
 
     architectures = ("Cohere2ForCausalLM",)
     model_type = "cohere2"
+    defaults: ClassVar = {"tie_word_embeddings": True}
     cases: ClassVar = {
         "mixed": {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -54,6 +55,5 @@ class Cohere2(Family):
             layer_norm=True,
             eps="layer_norm_eps",
             parallel=True,
-            tied=True,
             head_scale=config.number("logit_scale", 0.0625),
         )

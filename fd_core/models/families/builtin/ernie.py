@@ -31,6 +31,7 @@ class Ernie(Family):
 
     architectures = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
     model_type = "ernie4_5"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     cases: ClassVar = {"biases": {"use_bias": True, "tie_word_embeddings": True}, "plain": {"use_bias": False}}
     gguf: ClassVar = {"ernie4_5": Gguf(config=_dense)}
 
@@ -43,7 +44,6 @@ class Ernie(Family):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,
-            tied=True,
             ignored=(r"^model\.mtp_",),
         )
 
@@ -53,6 +53,7 @@ class ErnieMoe(Family):
 
     architectures = ("Ernie4_5_MoeForCausalLM",)
     model_type = "ernie4_5_moe"
+    defaults: ClassVar = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     cases: ClassVar = {
         "shared": {
             "use_bias": True,

@@ -16,6 +16,7 @@ class Exaone4(Family):
 
     architectures = ("Exaone4ForCausalLM",)
     model_type = "exaone4"
+    defaults: ClassVar = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "mixed": {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

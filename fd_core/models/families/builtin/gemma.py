@@ -50,6 +50,7 @@ class Gemma(Family):
 
     architectures = ("GemmaForCausalLM",)
     model_type = "gemma"
+    defaults: ClassVar = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
     cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
     gguf: ClassVar = {"gemma": Gguf(norm_offset=1.0)}
 
@@ -63,7 +64,6 @@ class Gemma(Family):
             output_bias=bias,
             norm_offset=1.0,
             embedding_scale=math.sqrt(config.count("hidden_size")),
-            tied=True,
             activation="hidden_activation",
         )
 
@@ -73,6 +73,7 @@ class Gemma2(Family):
 
     architectures = ("Gemma2ForCausalLM",)
     model_type = "gemma2"
+    defaults: ClassVar = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
     cases: ClassVar = {
         "capped": {
             "sliding_window": 7,
@@ -114,6 +115,7 @@ class Gemma3(Family):
 
     architectures = ("Gemma3ForCausalLM", "Gemma3TextModel")
     model_type = "gemma3_text"
+    defaults: ClassVar = {**Gemma2.defaults, "sliding_window": 4096}
     cases: ClassVar = {
         "mixed": {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -156,7 +158,6 @@ class Gemma3(Family):
             norms="around",
             norm_offset=1.0,
             embedding_scale=math.sqrt(config.count("hidden_size")),
-            tied=True,
             activation="hidden_activation",
             softcap=config.optional_number("final_logit_softcapping"),
         )

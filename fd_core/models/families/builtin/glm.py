@@ -15,6 +15,7 @@ class Glm(Family):
 
     architectures = ("GlmForCausalLM",)
     model_type = "glm"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
     cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -32,6 +33,7 @@ class Glm4(Family):
 
     architectures = ("Glm4ForCausalLM",)
     model_type = "glm4"
+    defaults: ClassVar = Glm.defaults
     cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
     gguf: ClassVar = {
         "glm4": Gguf(

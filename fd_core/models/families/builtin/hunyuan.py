@@ -22,6 +22,7 @@ class HunyuanDense(Family):
 
     architectures = ("HunYuanDenseV1ForCausalLM",)
     model_type = "hunyuan_v1_dense"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "alpha": {
             "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
@@ -49,6 +50,7 @@ class HunyuanMoe(Family):
 
     architectures = ("HunYuanMoEV1ForCausalLM",)
     model_type = "hunyuan_v1_moe"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "moe_topk": 1}
     cases: ClassVar = {
         "plain": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
         "biases": {"num_experts": 4, "moe_topk": 3, "intermediate_size": 32, "attention_bias": True},

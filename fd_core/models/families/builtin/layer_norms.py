@@ -26,6 +26,7 @@ class StableLm(Family):
 
     architectures = ("StableLmForCausalLM",)
     model_type = "stablelm"
+    defaults: ClassVar = {"num_key_value_heads": 32}
     cases: ClassVar = {
         "biases": {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.25},
         "parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
@@ -51,6 +52,7 @@ class StarCoder2(Family):
 
     architectures = ("Starcoder2ForCausalLM",)
     model_type = "starcoder2"
+    defaults: ClassVar = {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
     cases: ClassVar = {
         "biases": {"use_bias": True, "tie_word_embeddings": True, "norm_epsilon": 1e-3},
         "window": {"use_bias": False, "sliding_window": 7, "hidden_act": "gelu"},
@@ -75,7 +77,6 @@ class StarCoder2(Family):
             eps="norm_epsilon",
             gated=False,
             names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-            tied=True,
         )
 
 
@@ -84,6 +85,7 @@ class Nemotron(Family):
 
     architectures = ("NemotronForCausalLM",)
     model_type = "nemotron"
+    defaults: ClassVar = {"hidden_act": "relu2"}
     cases: ClassVar = {
         "plain": {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "norm_eps": 1e-3},
         "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu", "partial_rotary_factor": 1.0},

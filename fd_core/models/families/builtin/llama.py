@@ -73,6 +73,7 @@ class Mistral(Family):
 
     architectures = ("MistralForCausalLM",)
     model_type = "mistral"
+    defaults: ClassVar = {"num_key_value_heads": 8}
     cases: ClassVar = {"window": {"sliding_window": 7}, "none": {"sliding_window": None}}
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -87,6 +88,7 @@ class SmolLm3(Family):
 
     architectures = ("SmolLM3ForCausalLM",)
     model_type = "smollm3"
+    defaults: ClassVar = {"num_key_value_heads": 4, "tie_word_embeddings": True}
     cases: ClassVar = {
         "listed": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
         "windows": {
@@ -118,7 +120,6 @@ class SmolLm3(Family):
             Llama().traits(config),
             rope=lambda layer: rope if rotated[layer] else rope.unrotated,
             window=window_of,
-            tied=True,
         )
 
 
@@ -127,6 +128,7 @@ class SeedOss(Family):
 
     architectures = ("SeedOssForCausalLM",)
     model_type = "seed_oss"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 8}
     cases: ClassVar = {
         "usual": {"attention_bias": True, "attention_out_bias": False},
         "other-biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
@@ -151,6 +153,7 @@ class InternLm3(Family):
 
     architectures = ("InternLM3ForCausalLM",)
     model_type = "internlm3"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "dynamic-rope": {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 10000.0}},
         "biases": {"attention_bias": True, "mlp_bias": True},

@@ -14,6 +14,7 @@ class Mixtral(Family):
 
     architectures = ("MixtralForCausalLM",)
     model_type = "mixtral"
+    defaults: ClassVar = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "plain": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
         "window": {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 32, "sliding_window": 7},

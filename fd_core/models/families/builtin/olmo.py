@@ -30,6 +30,7 @@ class Olmo2(Family):
 
     architectures = ("Olmo2ForCausalLM",)
     model_type = "olmo2"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     cases: ClassVar = {"plain": {}, "biases": {"attention_bias": True, "tie_word_embeddings": True}}
     gguf: ClassVar = {"olmo2": Gguf(config=_gguf_config)}
 
@@ -45,6 +46,7 @@ class Olmo3(Family):
 
     architectures = ("Olmo3ForCausalLM",)
     model_type = "olmo3"
+    defaults: ClassVar = Olmo2.defaults
     cases: ClassVar = {
         "yarn": {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -85,6 +87,7 @@ class Olmoe(Family):
 
     architectures = ("OlmoeForCausalLM",)
     model_type = "olmoe"
+    defaults: ClassVar = Olmo2.defaults
     cases: ClassVar = {
         "plain": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "norm_topk_prob": False},
         "normalized": {

@@ -18,6 +18,7 @@ class Phi3(Family):
 
     architectures = ("Phi3ForCausalLM",)
     model_type = "phi3"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     cases: ClassVar = {
         "window": {"sliding_window": 7},
         "short-of-long": {

@@ -39,6 +39,7 @@ class Qwen2(Family):
 
     architectures = ("Qwen2ForCausalLM",)
     model_type = "qwen2"
+    defaults: ClassVar = {"num_key_value_heads": 32}
     cases: ClassVar = {
         "tied": {"tie_word_embeddings": True},
         "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -56,6 +57,7 @@ class Qwen3(Family):
 
     architectures = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
+    defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 32}
     cases: ClassVar = {
         "yarn": {
             "rope_parameters": {
@@ -89,6 +91,7 @@ class Qwen3Moe(Family):
 
     architectures = ("Qwen3MoeForCausalLM",)
     model_type = "qwen3_moe"
+    defaults: ClassVar = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     cases: ClassVar = {
         "normalized": {
             "num_experts": 6,
@@ -140,6 +143,14 @@ class Qwen2Moe(Family):
 
     architectures = ("Qwen2MoeForCausalLM",)
     model_type = "qwen2_moe"
+    defaults: ClassVar = {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "intermediate_size": 5632,
+        "shared_expert_intermediate_size": 5632,
+    }
     cases: ClassVar = {
         "plain": {
             "num_experts": 6,

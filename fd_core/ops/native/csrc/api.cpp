@@ -355,7 +355,7 @@ struct Recording {
         int made = -1;
         if (w.packed())
             made = scratch(quantized, QuantizedRow(w).floats(), true);
-        else if (norm)
+        else if (norm || (program.buffer(in).wide && sizeof(E) < sizeof(float)))
             made = scratch(normed, w.k, false);
         auto* lora = static_cast<const LoraTable*>(lora_table);
         if (lora == nullptr) return {w, {norm, eps}, in, made, nullptr, -1, -1};
@@ -451,19 +451,30 @@ int fd_program_length(void* program) { return int(recording(program).program.ope
 const char* fd_program_name(void* program, int i) { return recording(program).program.operations()[i]->name(); }
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
-/// `table` is [rows, width].
-int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int out) {
+/// `table` is [rows, width], of tokens or of positions.
+int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int of_positions, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
-        lower(recording(program).program.limits.token_ids, rows);
-        return new Embedding<E>(static_cast<const E*>(table), width, scale, out);
+        Limits& limits = recording(program).program.limits;
+        lower(of_positions ? limits.positions : limits.token_ids, rows);
+        return new Embedding<E>(static_cast<const E*>(table), width, scale, out, of_positions);
     });
 }
 
-int fd_add_linear(void* program, const void* linear, int in, int out) {
+int fd_add_norm(void* program, int in, const float* norm, float eps, const float* bias, int width, int out) {
+    return add(program, [&](auto) -> Operation* { return new StreamNorm(in, out, width, {norm, eps}, bias); });
+}
+
+/// `activation` is one of Activation, which multiplies up in a gated linear; without one, those are two columns.
+int fd_add_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
+                  const void* lora, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
-        return new LinearOperation<E>(recording(program).rows<E>(*static_cast<const Linear*>(linear), in), out);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        const InputRows<E> rows = recording(program).rows<E>(w, in, norm, eps, lora);
+        if (w.gated && Activation(activation) != Activation::none)
+            return new GatedLinear<E>(rows, Activation(activation), out);
+        return new LinearOperation<E>(rows, Activation(activation), out);
     });
 }
 
@@ -516,15 +527,6 @@ int fd_add_project_residual(void* program, const void* linear, const float* post
         const int projected = post_norm ? r.scratch(r.projected, columns ? columns.width() : w.n, true) : -1;
         return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), std::move(columns), {post_norm, eps}, part,
                                       projected, residual);
-    });
-}
-
-int fd_add_gated_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
-                        const void* lora, int out) {
-    return add(program, [&](auto e) -> Operation* {
-        using E = decltype(e);
-        const Linear& w = *static_cast<const Linear*>(linear);
-        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps, lora), Activation(activation), out);
     });
 }
 

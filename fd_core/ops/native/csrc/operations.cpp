@@ -6,8 +6,10 @@ template <class E>
 void Embedding<E>::run(const Context& context) {
     const Range r = context.share(context.step.tokens);
     for (int t = r.begin; t < r.end; t++) {
-        const E* from = table + size_t(context.step.token_ids[t]) * width;
+        const E* from = table + size_t((of_positions ? context.step.positions : context.step.token_ids)[t]) * width;
         float* to = context.row<float>(out, t);
+        for (int i = 0; of_positions && i < width; i++) to[i] += to_float(from[i]);
+        if (of_positions) continue;
         // Scaled values are rounded to the model's type, as models that have a scale do.
         for (int i = 0; i < width; i++) {
             E rounded;
@@ -26,29 +28,38 @@ void NormRows<E>::run(const Context& context, int count) const {
 }
 
 template <class E>
+void InputRows<E>::load(const Context& context, int row, E* to) const {
+    if (norm.weight)
+        rms_norm(context.row<float>(in, row), norm.weight, w.k, norm.eps, to);
+    else if (context.program.buffer(in).wide)
+        convert(context.row<float>(in, row), w.k, to);
+    else
+        std::memcpy((void*)to, context.row<E>(in, row), w.k * sizeof(E));
+}
+
+template <class E>
 void InputRows<E>::prepare(const Context& context, const int32_t* rows, int count) const {
     const bool adapting = adapts(context);
     if (scratch < 0 && !adapting) return;
     const Range mine = context.share(scratch < 0 ? 0 : count);
     for (int i = mine.begin; i < mine.end; i++) {
         const int from = rows ? rows[i] : i;
-        if (!norm.weight)
-            quantize_row(w, (char*)context.row<float>(scratch, i), plain(context.row<E>(in, from)));
-        else if (w.packed())
-            quantize_row(w, (char*)context.row<float>(scratch, i),
-                         normed(context.row<float>(in, from), norm.weight, w.k, norm.eps));
+        auto quantize = [&](auto values) { quantize_row(w, (char*)context.row<float>(scratch, i), values); };
+        if (!w.packed())
+            load(context, from, context.row<E>(scratch, i));
+        else if (norm.weight)
+            quantize(normed(context.row<float>(in, from), norm.weight, w.k, norm.eps));
+        else if (context.program.buffer(in).wide)
+            quantize(plain(context.row<float>(in, from)));
         else
-            rms_norm(context.row<float>(in, from), norm.weight, w.k, norm.eps, context.row<E>(scratch, i));
+            quantize(plain(context.row<E>(in, from)));
     }
     const LoraPlan& plan = context.program.lora;
     if (adapting) {
         const Range gathered = context.share(int(plan.order.size()));
         for (int i = gathered.begin; i < gathered.end; i++) {
             E* to = context.row<E>(adapted, i);
-            if (norm.weight)
-                rms_norm(context.row<float>(in, plan.order[i]), norm.weight, w.k, norm.eps, to);
-            else
-                std::memcpy(to, context.row<E>(in, plan.order[i]), w.k * sizeof(E));
+            load(context, plan.order[i], to);
             std::memset(to + w.k, 0, (context.stride(adapted) - w.k) * sizeof(E));  // a wider linear may have used it
         }
     }
@@ -66,6 +77,7 @@ void LinearOperation<E>::run(const Context& context) {
     const bool wide = context.program.buffer(out).wide;
     input.prepare(context, nullptr, context.step.tokens);
     input.multiply_each(context, context.step.tokens, [&](int row, int vec, V x) {
+        x = activate(x, activation);
         if (wide)
             vstore(context.row<float>(out, row) + vec * kLanes, x);
         else
@@ -86,17 +98,24 @@ void AttentionInputs<E>::run(const Context& context) {
     });
     context.wait_for_all();
 
-    // A unit is one KV head of one token with the query heads that share it.
-    const int group = shape.group(), d = shape.d;
-    const Range units = context.share(step.tokens * shape.kv_heads);
-    for (int unit = units.begin; unit < units.end; unit++) {
-        const int t = unit / shape.kv_heads, head = unit % shape.kv_heads;
+    // A unit is one KV head of one token with the query heads that share it, or all of a token that have one norm.
+    const int group = shape.group(), d = shape.d, heads = shape.joint_norms ? shape.kv_heads : 1;
+    const Range units = context.share(step.tokens * (shape.kv_heads / heads));
+    for (int i = units.begin * heads; i < units.end * heads; i++) {
+        const int t = i / shape.kv_heads, head = i % shape.kv_heads;
         float* values = context.row<float>(qkv, t);
+        if (shape.joint_norms && head == 0) {
+            const int width = shape.heads * d;
+            rms_norm(values, q_norm.weight, width, q_norm.eps, values);
+            rms_norm(values + width, k_norm.weight, shape.kv_heads * d, k_norm.eps, values + width);
+        }
         const float* cos = rope.cos + size_t(step.positions[t]) * shape.half;
         const float* sin = rope.sin + size_t(step.positions[t]) * shape.half;
         auto prepare = [&](float* x, const NormWeights& n) {
-            if (n.weight) rms_norm(x, n.weight, d, n.eps, x);
+            const bool each = n.weight && !shape.joint_norms;
+            if (each && !shape.norms_rotated) rms_norm(x, n.weight, d, n.eps, x);
             rotate(x, cos, sin, shape.half, shape.interleaved);
+            if (each && shape.norms_rotated) rms_norm(x, n.weight, d, n.eps, x);
         };
         for (int h = head * group; h < (head + 1) * group; h++) {
             prepare(values + h * d, q_norm);

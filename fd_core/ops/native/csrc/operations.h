@@ -16,28 +16,32 @@ struct RopeTables {
     const float* sin;
 };
 
-/// out = table[token] * scale, into the float32 residual stream.
+/// out = table[token] * scale, into the float32 residual stream; or out += table[position].
 template <class E>
 struct Embedding : Operation {
     const E* table;
     int width, out;
     float scale;
-    Embedding(const E* table, int width, float scale, int out) : table(table), width(width), out(out), scale(scale) {}
+    bool of_positions;
+    Embedding(const E* table, int width, float scale, int out, bool of_positions)
+        : table(table), width(width), out(out), scale(scale), of_positions(of_positions) {}
     const char* name() const override { return "embedding"; }
     void run(const Context& context) override;
 };
 
-/// The rows that a product multiplies: those of `in` or their norm, quantized where the weights are packed. Part of the
-/// operations that multiply.
+/// The rows that a product multiplies: those of `in` or their norm, rounded to E, or quantized where the weights are
+/// packed. Part of the operations that multiply.
 template <class E>
 struct InputRows {
     const Linear& w;
     NormWeights norm;
-    int in;       // a buffer of E, or of float32 where there is a norm
+    int in;       // a buffer of E or of float32; of the latter where there is a norm
     int scratch;  // for what is made of it, or -1 where it is used as it is
     const LoraTable* lora;  // what adapters add to the product, or null
     int adapted, shrunk;    // scratch of E: rows with adapters, adapter by adapter, and what `down` makes of each row
 
+    /// One of them, as E.
+    void load(const Context& context, int row, E* to) const;
     /// Make them of the wanted rows: `rows` of `in` if given, else all. All threads have met when it returns.
     void prepare(const Context& context, const int32_t* rows, int count) const;
     /// Whether a row of the step has an adapter; they are rows of `in` then.
@@ -56,6 +60,24 @@ struct NormRows {
     int in, out, width;
     NormWeights norm;
     void run(const Context& context, int count) const;
+};
+
+/// out = the norm of the float32 rows of `in`: a layer norm where there is a bias.
+struct StreamNorm : Operation {
+    int in, out, width;
+    NormWeights norm;
+    const float* bias;
+    StreamNorm(int in, int out, int width, NormWeights norm, const float* bias)
+        : in(in), out(out), width(width), norm(norm), bias(bias) {}
+    const char* name() const override { return "norm"; }
+    void run(const Context& context) override {
+        const Range r = context.share(context.step.tokens);
+        for (int i = r.begin; i < r.end; i++) {
+            const float* x = context.row<float>(in, i);
+            float* y = context.row<float>(out, i);
+            bias ? layer_norm(x, norm.weight, bias, width, norm.eps, y) : rms_norm(x, norm.weight, width, norm.eps, y);
+        }
+    }
 };
 
 /// Rows of which each rank holds some columns. Each number is computed by one rank, as one rank alone computes it: the
@@ -115,12 +137,14 @@ struct Gather : Operation {
     void run(const Context& context) override { columns.gather<E>(context, context.step.tokens, in, out); }
 };
 
-/// out = x * w + bias.
+/// out = activation(x * w + bias).
 template <class E>
 struct LinearOperation : Operation {
     InputRows<E> input;
+    Activation activation;
     int out;
-    LinearOperation(InputRows<E> input, int out) : input(input), out(out) {}
+    LinearOperation(InputRows<E> input, Activation activation, int out)
+        : input(input), activation(activation), out(out) {}
     const char* name() const override { return "linear"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
@@ -159,7 +183,7 @@ struct ProjectResidual : Operation {
     void run(const Context& context) override;
 };
 
-/// out = activation(gate(norm(x))) * up(norm(x)); without a norm, x is taken as it is.
+/// out = activation(gate(x)) * up(x).
 template <class E>
 struct GatedLinear : Operation {
     InputRows<E> input;

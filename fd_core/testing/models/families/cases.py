@@ -33,7 +33,10 @@ _ERROR: Final = 1e-4
 """Maximum error of a logit in float32."""
 _SPREAD: Final = 0.1
 """Standard deviation above which logits differ enough."""
-_LAYERS: Final = (SIZES["num_hidden_layers"], 13)
+_SHAPES: Final[Sequence[dict[str, int]]] = (
+    {},
+    {"num_hidden_layers": 13, "num_attention_heads": 64, "hidden_size": 64 * SIZES["head_dim"]},
+)
 _LENGTHS: Final = (1, 23, 8, 11)
 _GENERATED: Final = 12
 _CHUNKS: Final[Mapping[str, int | None]] = {"whole": None, "chunked": 5}
@@ -104,12 +107,13 @@ class FamilySuite:
     def test_absent_fields_have_their_defaults(self, target: FamilyTarget, case: str) -> None:
         """Compare a config without a field with the one in which `transformers` gives its default.
 
-        Many layers show the period of patterns.
+        Many layers show the period of patterns, and many heads leave room for a default number of key and value heads.
         """
         _require_code(target)
         given, compared = target.family.cases[case], 0
-        for field, layers in product(sorted(target.fields(target.filled(given))), _LAYERS):
-            sized = {**given, "num_hidden_layers": layers}
+        values = target.filled(given)
+        for field, shape in product(sorted(target.read(values) & values.keys()), _SHAPES):
+            sized = {**given, **shape}
             try:
                 whole = target.filled(sized, without=field)
             except Exception:  # noqa: BLE001, S112 -- transformers has no such model

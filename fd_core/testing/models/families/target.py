@@ -65,7 +65,7 @@ class FamilyTarget:
 
         Raises `AssertionError` if it depends on configs that the family described before.
         """
-        config = ModelConfig(values)
+        config = ModelConfig(values).filled(self.family.defaults)
         found, first = (
             decoder_spec(self.family.architectures[0], config, family.traits(config))
             for family in (self.family, type(self.family)())

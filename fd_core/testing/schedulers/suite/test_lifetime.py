@@ -35,7 +35,7 @@ class _Counted(Fcfs):
 
 
 def _run(
-    target: SchedulerTarget, policy: SchedulingPolicy | None = None, keep: OffloadSelection | None = None, **limits: int
+    target: SchedulerTarget, policy: SchedulingPolicy | None = None, keep: OffloadSelection | None = None, **limits: Any
 ) -> ScriptedRun:
     chosen = Limits(**{**_SMALL, **limits})
     hasher = None if "prefix_caching" in target.lacks else PrefixHasher(block_size=chosen.block_size, identity="kit")

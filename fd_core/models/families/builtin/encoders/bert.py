@@ -35,6 +35,7 @@ class Bert(Family):
 
     architectures = names_of("Bert")
     model_type = "bert"
+    defaults: ClassVar = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
     cases: ClassVar = {
         "plain": {"hidden_act": "gelu", "type_vocab_size": 2},
         "other": {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3},

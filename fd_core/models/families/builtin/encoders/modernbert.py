@@ -19,6 +19,7 @@ class ModernBert(Family):
 
     architectures = names_of("ModernBert")
     model_type = "modernbert"
+    defaults: ClassVar = {"hidden_activation": "gelu"}
     cases: ClassVar = {
         "plain": {"hidden_activation": "gelu", "local_attention": 8},
         "biases": {
