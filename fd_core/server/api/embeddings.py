@@ -31,7 +31,6 @@ from fd_core.errors import ModelError
 from fd_core.http.access.keys import scoped
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.http.spans import span_name
-from fd_core.models.loading.vector_settings import Classifier
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import PromptState
@@ -155,17 +154,16 @@ class PooledTexts:
             raise invalid(
                 "instruction is only supported by models that judge by it; this model compares texts", "instruction"
             )
-        if settings.second_text is not None and settings.classifier is not None:
-            return await self._classified(pairs, settings.classifier, settings.second_text, field)
+        if settings.second_text is not None:
+            return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 
-    async def _classified(
-        self, pairs: Sequence[tuple[str, str]], classifier: Classifier, second_text: int, field: str
-    ) -> list[float]:
+    async def _classified(self, pairs: Sequence[tuple[str, str]], second_text: int, field: str) -> list[float]:
         """Return the output of a classifier with one class for each pair."""
+        classifier = require_classifier(self._state.client.info.vectors, of_tokens=False)
         reader = self._state.prompt_reader
         size = _require_size(pairs, "", field)
         read = reader.run(size, lambda: [reader.pair(*pair, field, second_text).ids for pair in pairs])

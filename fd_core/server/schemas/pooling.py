@@ -109,7 +109,7 @@ class Pooled(msgspec.Struct, kw_only=True):
 
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | list[list[float]]
+    data: list[float | list[float]]
     """Of the text, or of each of its tokens: a vector, or the probabilities of the classes."""
 
 

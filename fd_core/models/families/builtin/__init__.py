@@ -11,7 +11,7 @@ FD_CONTRACT = 1
 def fd_register_models() -> list[Entry]:
     """Offer the built-in families."""
     families = "fd_core.models.families.builtin"
-    encoders = f"{families}.encoders"
+    encoders = "fd_core.models.families.encoders"
     return [
         Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
