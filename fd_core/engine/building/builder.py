@@ -222,6 +222,12 @@ class _EngineBuilder:
         tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
         ops, backend = self._computing.ops, self._computing.backend
         backend.halvings = max(rank.halvings for rank in self._loaded)
+        if whole_prompts(model) and "whole_prompts" in self._scheduler_class.lacks:
+            raise ConfigError(
+                f"the scheduler {self._config.scheduler} divides prompts, but {self._config.model} is an encoder",
+                field="--scheduler",
+                hint="use --scheduler continuous",
+            )
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
             self._config,

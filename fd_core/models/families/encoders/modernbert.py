@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from fd_core.errors import ModelError
-from fd_core.models.families.encoders.bert import names_of
 from fd_core.models.families.builtin.gemma import ropes_of_kinds
 from fd_core.models.families.contract import DenseLayer, Family, OutputLayers, Traits
+from fd_core.models.families.encoders.bert import names_of
 from fd_core.models.loading.config import ModelConfig
 
 _EVERY: Final = 3
