@@ -505,7 +505,7 @@ def decoder_spec(
     """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
-    tied = config.flag("tie_word_embeddings") or not traits.causal
+    tied = config.flag("tie_word_embeddings") or architecture.endswith("Model") or not traits.causal
     names = traits.names
     layers, count = [], 0
     for index in range(num_layers):

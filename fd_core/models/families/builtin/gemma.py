@@ -108,12 +108,9 @@ class Gemma2(Family):
 
 
 class Gemma3(Family):
-    """`Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block.
+    """`Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block."""
 
-    EmbeddingGemma is one whose tokens attend in both directions.
-    """
-
-    architectures = ("Gemma3ForCausalLM", "Gemma3TextModel")
+    architectures = ("Gemma3ForCausalLM",)
     model_type = "gemma3_text"
     defaults: ClassVar = {**Gemma2.defaults, "sliding_window": 4096}
     cases: ClassVar = {
@@ -136,31 +133,34 @@ class Gemma3(Family):
     }
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a text model; an encoder's window is divided between both sides."""
-        causal = not config.flag("use_bidirectional_attention")
-        num_layers = config.count("num_hidden_layers")
-        types = config.layer_types(num_layers)
-        if types is None:
-            pattern = config.count("sliding_window_pattern", _PATTERN)
-            types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
-        full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
-        window = config.count("sliding_window")
-        window = window if causal else window // 2 + 1
-        bias = config.flag("attention_bias")
-        return Traits(
-            rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
-            causal=causal,
-            window=lambda layer: window if types[layer] == "sliding_attention" else None,
-            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            qkv_bias=bias,
-            output_bias=bias,
-            head_norms="before rope",
-            norms="around",
-            norm_offset=1.0,
-            embedding_scale=math.sqrt(config.count("hidden_size")),
-            activation="hidden_activation",
-            softcap=config.optional_number("final_logit_softcapping"),
-        )
+        """Describe a text model. Raises `ModelError` for attention in both directions."""
+        config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
+        return gemma3_traits(config)
+
+
+def gemma3_traits(config: ModelConfig) -> Traits:
+    """Describe a text model of Gemma 3, whose tokens attend to earlier ones."""
+    num_layers = config.count("num_hidden_layers")
+    types = config.layer_types(num_layers)
+    if types is None:
+        pattern = config.count("sliding_window_pattern", _PATTERN)
+        types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
+    full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
+    window = config.count("sliding_window")
+    bias = config.flag("attention_bias")
+    return Traits(
+        rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
+        window=lambda layer: window if types[layer] == "sliding_attention" else None,
+        scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        head_norms="before rope",
+        norms="around",
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(config.count("hidden_size")),
+        activation="hidden_activation",
+        softcap=config.optional_number("final_logit_softcapping"),
+    )
 
 
 def ropes_of_kinds(config: ModelConfig, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:

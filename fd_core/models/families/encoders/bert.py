@@ -37,8 +37,8 @@ class Bert(Family):
     model_type = "bert"
     defaults: ClassVar = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
     cases: ClassVar = {
-        "plain": {"hidden_act": "gelu", "type_vocab_size": 2},
-        "other": {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3},
+        "plain": {"num_key_value_heads": 4},
+        "other": {"num_key_value_heads": 4, "hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3},
     }
     head: ClassVar[tuple[DenseLayer, ...]] = (DenseLayer("pooler.dense", "tanh"), DenseLayer("classifier"))
 
@@ -83,7 +83,11 @@ class Roberta(Bert):
 
     architectures = names_of("Roberta")
     model_type = "roberta"
-    cases: ClassVar[Any] = {"plain": {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1}}
+    cases: ClassVar[Any] = {
+        "plain": {"num_key_value_heads": 4, "pad_token_id": 1},
+        "other": {"num_key_value_heads": 4, "pad_token_id": 4, "hidden_act": "gelu_new", "type_vocab_size": 1}
+        | {"layer_norm_eps": 1e-3},
+    }
     head: ClassVar = (DenseLayer("classifier.dense", "tanh"), DenseLayer("classifier.out_proj"))
 
     def first_position(self, config: ModelConfig) -> int:

@@ -21,8 +21,9 @@ class ModernBert(Family):
     model_type = "modernbert"
     defaults: ClassVar = {"hidden_activation": "gelu"}
     cases: ClassVar = {
-        "plain": {"hidden_activation": "gelu", "local_attention": 8},
+        "plain": {"num_key_value_heads": 4, "local_attention": 8},
         "biases": {
+            "num_key_value_heads": 4,
             "hidden_activation": "silu",
             "norm_bias": True,
             "attention_bias": True,
