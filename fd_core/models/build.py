@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, Wei
 Change = Callable[[Weight], Weight]
 """Change of a weight when it is read."""
 Floats = npt.NDArray[np.float32]
+_Stored = TypeVar("_Stored", RawTensor, PackedTensor)
 ProgressSink = Callable[[int, int], None]
 """Called with (bytes done, total bytes) of the files."""
 
@@ -95,7 +96,7 @@ def build_decoder(
     final_norm = reader.optional_norm(spec.final_norm)
     decoder = Decoder(
         table,
-        spec.embedding_scale,
+        spec.embedding_scale / reader.table_scale,
         tuple(layers),
         final_norm,
         head,
@@ -164,12 +165,11 @@ class _Reader:
     def table(self) -> Array:
         """Read the embedding."""
         embedding = self.read(self.spec.embedding.name)
+        if self.table_scale != 1.0:
+            embedding = _scaled(embedding, self.table_scale)
         if self.spec.types is not None:
             values = embedding.to_float32()
             embedding = RawTensor("F32", np.concatenate([values + each for each in self.values(self.spec.types)]))
-        if self.spec.centred:
-            values = embedding.to_float32()
-            embedding = RawTensor("F32", values - values.mean(axis=1, keepdims=True))
         self.count(self.spec.embedding.name, embedding, table=True)
         return self.ops.prepare_embedding(embedding)
 
@@ -179,6 +179,11 @@ class _Reader:
             return None
         values = self.values(self.spec.positions)[self.spec.first_position :]
         return self.ops.prepare_embedding(RawTensor("F32", np.ascontiguousarray(values)))
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on the table, which is that on the logits if it is the output projection as well."""
+        return self.spec.head_scale if self.spec.head is None else 1.0
 
     def head(self, table: Array | None, tokens: slice | None) -> Array:
         """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only.
@@ -191,15 +196,14 @@ class _Reader:
         bias = None if spec.head_bias is None else self.values(spec.head_bias)
         final = spec.final_norm
         shift = None if final is None or final.bias is None else self.values(final.bias)
-        plain = bias is None and shift is None and spec.head_scale == 1.0 and not spec.centred
-        if head is None and plain and tokens is None and table is not None:
+        change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
+        if head is None and bias is None and shift is None and tokens is None and table is not None:
             # A pack may use one format for lookup and another for multiplication.
-            weight = self._computed(spec.embedding.name, form)
+            weight = self._computed(spec.embedding.name, form, change)
             if isinstance(weight, PackedTensor):
                 self.count(spec.embedding.name, weight)
             return self.ops.tied_head(table, weight)
         name = spec.embedding.name if head is None else head.name
-        change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
         weight = self._computed(name, form, change)
         self.count(name, weight)
         if head is not None:
@@ -362,7 +366,7 @@ def _centred(tensor: Weight) -> RawTensor:
     return RawTensor("F32", values - values.mean(axis=0, dtype=np.float64).astype(np.float32))
 
 
-def _scaled(weight: Weight, factor: float) -> Weight:
+def _scaled(weight: _Stored, factor: float) -> _Stored:
     if isinstance(weight, RawTensor):
         return RawTensor("F32", weight.to_float32() * np.float32(factor))
     minima = None if weight.minima is None else weight.minima * np.float32(factor)

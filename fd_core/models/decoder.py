@@ -31,8 +31,8 @@ from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
-_GATE_UP = 2
-"""Index of gate and up among the adaptable linears of a layer."""
+_GATED = 2
+"""Parts of gate and up; q, k and v are three."""
 _RANK_ALIGN = 16
 """Alignment to which a pack may round up LoRA ranks."""
 
@@ -52,21 +52,23 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
     Where products are summed over ranks, each rank adds the term of its inputs to its partial product.
     """
 
-    def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
+    def prepared(linear: LinearSpec, share: LinearShare, *, adds: bool) -> Any | None:
         rows = share.rows or (slice(None),) * len(linear.outs)
         stored = [adapter.deltas.get(name) for name in linear.names]
+        if adds and spec.centred:
+            stored = [each and LowRank(each.down, each.up - each.up.mean(axis=0)) for each in stored]
         if all(part is None for part in stored):
             return None
         parts = parts_of(linear, stored, lambda whole, of: None if whole is None else LowRank(whole.down, whole.up[of]))
         columns = slice(None) if share.columns is None else share.columns
         pairs = zip(parts, rows, strict=True)
         mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
-        return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
+        return ops.prepare_lora(mine, _outs(linear, share), gated=len(linear.outs) == _GATED)
 
     with ops.replaceable_weights():
         return tuple(
             tuple(
-                prepared(linear, share, gated=index == _GATE_UP)
+                prepared(linear, share, adds=index % 2 == 1)
                 for index, (linear, share) in enumerate(
                     zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
                 )
@@ -254,7 +256,8 @@ class DecoderModel:
         ops, decoder = self.ops, self.decoder
         x = step.states
         if ops.stage.first:
-            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+            more = {"centred": True} if self.spec.centred else {}
+            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
             if decoder.positions is not None:
                 x = ops.add_positions(x, decoder.positions, step.positions)
             x = _normed(x, decoder.embedding_norm, ops)

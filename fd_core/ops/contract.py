@@ -521,8 +521,11 @@ class Ops(abc.ABC):
     # Primitives -------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up token ids: [T] -> [T, H], multiplied by `scale`."""
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
+        """Look up token ids: [T] -> [T, H], multiplied by `scale`, and then, if `centred`, less the mean of each row.
+
+        Only models with layer norms pass `centred`.
+        """
 
     @abc.abstractmethod
     def rms_norm(self, x: Array, norm: Norm) -> Array:

@@ -33,9 +33,15 @@ _LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CLITICS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}"
 _QWEN2 = rf"{_CLITICS}|{_WORDS}|\p{{N}}|{_SIGNS}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SEED = rf"{_CLITICS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TITLE, _CAPITALS = (rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]{each}" for each in (f"*[{_LOWER}]+", f"+[{_LOWER}]*"))
+_TEKKEN = rf"{_TITLE}|{_CAPITALS}|\p{{N}}|{_PATHS}"
+_GPT4O = rf"{_TITLE}{_CLITICS}?|{_CAPITALS}{_CLITICS}?|\p{{N}}{{1,3}}|{_PATHS}"
+_HUNYUAN = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -67,6 +73,13 @@ _PRE: Mapping[str, _Pre] = {
     "falcon3": _LLAMA,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
+    **dict.fromkeys(("command-r", "exaone"), _DIGITS),
+    **dict.fromkeys(("exaone4", "olmo"), _Pre((_GPT2,))),
+    **dict.fromkeys(("hunyuan", "stablelm2"), _Pre((_QWEN2,))),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), _Pre((_LLAMA3,))),
+    "gpt-4o": _Pre((_GPT4O,)),
+    "hunyuan-dense": _Pre(_HUNYUAN),
+    "seed-coder": _Pre((_SEED,)),
     "tekken": _Pre((_TEKKEN,), whole_words=True, adds_bos=True),
 }
 

@@ -12,10 +12,13 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from fd_core.errors import ModelError
+from fd_core.models.families.builtin.cohere import Cohere2
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor, RawTensor, Weight, WeightUse
+from fd_core.testing.models.checkpoints import SIZES, write_config
 from tests.models.loading.tiny_gguf import llama_tensors, write_gguf
 
 
@@ -102,3 +105,11 @@ def test_unquantizable_weight_is_named(tmp_path: Path) -> None:
     )
     with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{tensor}.*finite"):
         load_model(checkpoint, Quantizing(), 64, quantization="int8")
+
+
+def test_scaled_and_centred_table_is_held_once(tmp_path: Path) -> None:
+    case = {**SIZES, **Cohere2.cases["mixed"], "architectures": ["Cohere2ForCausalLM"]}
+    write_config(case, tmp_path, seed=1)
+    with open_checkpoint(tmp_path) as checkpoint:
+        decoder = load_model(checkpoint, TorchOps(), 64).decoder
+    assert decoder.head.weight is decoder.embedding

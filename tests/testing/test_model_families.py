@@ -61,7 +61,13 @@ def calls(name, target):
     test = getattr(FamilySuite(), name)
     wanted = inspect.signature(test).parameters
     for case in target.family.cases if "case" in wanted else [None]:
-        values = {"target": target, "case": case, "backend": "reference", "way": "chunked"}
+        values = {
+            "target": target,
+            "case": case,
+            "backend": "reference",
+            "way": "chunked",
+            "form": "cpu:dtype=bfloat16",
+        }
         yield lambda test=test, values=values: test(**{each: values[each] for each in wanted if each in values})
 
 

@@ -61,6 +61,13 @@ def test_merges_apply_in_their_order() -> None:
         ("gpt-2", ["123", "4", "Ġ1"]),
         ("llama-bpe", ["123", "4", "Ġ", "1"]),
         ("default", ["123", "4", "Ġ", "1"]),
+        ("command-r", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("exaone4", ["123", "4", "Ġ1"]),
+        ("hunyuan", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("dbrx", ["123", "4", "Ġ", "1"]),
+        ("gpt-4o", ["123", "4", "Ġ", "1"]),
+        ("hunyuan-dense", ["123", "4", "Ġ", "1"]),
+        ("seed-coder", ["1", "2", "3", "4", "Ġ", "1"]),
     ],
 )
 def test_pre_tokenizer_name_selects_digit_splitting(pre: str, expected: list[str]) -> None:

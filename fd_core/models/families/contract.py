@@ -26,6 +26,7 @@ from fd_core.models.families.spec import (
     head_dim_of,
     rope_spec,
     scaled_rope_spec,
+    separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
@@ -47,6 +48,7 @@ __all__ = [
     "head_dim_of",
     "rope_spec",
     "scaled_rope_spec",
+    "separate_experts",
 ]
 
 

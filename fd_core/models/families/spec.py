@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -395,8 +395,15 @@ class DecoderSpec(_Parts):
         return self.embedding.shape[0] * (1 if self.types is None else self.types.shape[0])
 
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """Return the linears that adapters may change: name to (out, in)."""
-        linears = [linear for layer in self.layers for linear in layer.adaptable]
+        """Return the linears that adapters may change: name to (out, in).
+
+        They change none after a norm with a bias, which becomes one of the linear.
+        """
+        linears = []
+        for layer in self.layers:
+            norms = (layer.attention.norm, None, layer.feed_forward.norm, None)
+            pairs = zip(layer.adaptable, norms, strict=False)  # experts have no adaptable linears
+            linears += [linear for linear, norm in pairs if norm is None or norm.bias is None]
         return {name: (out, each.ins) for each in linears for name, out in each.stored}
 
     def sizes(self) -> dict[str, int]:
@@ -486,13 +493,27 @@ def head_dim_of(config: ModelConfig) -> int:
     return found
 
 
-def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
-    """Return the two linears of a gated feed-forward block under Hugging Face's names."""
-    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+def gate_up_down(
+    prefix: str,
+    hidden: int,
+    intermediate: int,
+    bias: bool = False,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    stack: tuple[int, int] | None = None,
+) -> tuple[LinearSpec, LinearSpec]:
+    """Return the two linears of a gated feed-forward block, by default under Hugging Face's names."""
+    *ups, down = (f"{prefix}.{name}" for name in names)
     return (
-        LinearSpec(names, (intermediate, intermediate), hidden, bias=bias),
-        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias=bias),
+        LinearSpec(tuple(ups), (intermediate, intermediate), hidden, bias=bias, stack=stack),
+        LinearSpec((down,), (hidden,), intermediate, bias=bias, stack=stack),
     )
+
+
+def separate_experts(
+    prefix: str, count: int, hidden: int, intermediate: int, **options: Any
+) -> tuple[tuple[LinearSpec, LinearSpec], ...]:
+    """Return the linears of experts that are stored one by one; `options` are those of `gate_up_down`."""
+    return tuple(gate_up_down(f"{prefix}.{index}", hidden, intermediate, **options) for index in range(count))
 
 
 def decoder_spec(

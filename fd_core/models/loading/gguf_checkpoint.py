@@ -2,7 +2,7 @@
 
 - Rows of q and k that were permuted for interleaved rope get Hugging Face's order.
 - A number that was added to norm weights is subtracted, because the model adds it as Hugging Face's does.
-- Experts: one stacked tensor for each projection; each expert is a view of its part.
+- Experts: one stacked tensor for each projection, of which each expert is a view of its part, or in old files one each.
 """
 
 from __future__ import annotations
@@ -59,14 +59,18 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _CONFIGURED = frozenset({_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS})
 """Tensors that become part of the config."""
-_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
+_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)(?:\.(\d{1,5}))?\.(weight|bias)")
 
 
 def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[str, TensorView]:
     match = _PATTERN.fullmatch(tensor.name)
-    block, part, kind = match.groups() if match else (None, "", "")
+    block, part, expert, kind = match.groups() if match else (None, "", None, "")
     layer = f"model.layers.{int(block or 0)}"
     parts = {**_BLOCK, **gguf.tensors}
+    if expert is not None:
+        if block is not None and (name := parts.get(f"{part}_exps")):
+            return {f"{layer}.{name.format(int(expert))}.{kind}": TensorView(tensor.shape, tensor)}
+        part = ""
     if block is None and part in _TOP:
         return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:

@@ -134,6 +134,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
     "fd_program_seconds": (c_double, (c_void_p, c_int)),
     "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int)),
+    "fd_add_positions": (c_int, (c_void_p, c_void_p, c_int, c_int, c_int)),
     "fd_add_norm": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
     "fd_add_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_attention_inputs": (

@@ -158,16 +158,17 @@ class NativeOps(TorchOps):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NativeKVCache(self.runtime, shape, num_blocks)
 
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows as a float32 residual stream."""
         width = table.shape[1]
         # The reference models round the scale to the pack's dtype.
         factor = float(torch.tensor(scale, dtype=self.torch_dtype))
         if not isinstance(token_ids, ProgramSymbol):
-            return super().embedding(table, token_ids, scale).float()
+            x = super().embedding(table, token_ids, scale).float()
+            return x - x.mean(dim=1, keepdim=True) if centred else x
         recorder = token_ids.recorder
         buffer, x = recorder.output(token_ids, width, True)
-        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, False, buffer)
+        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, centred, buffer)
         return x
 
     def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
@@ -176,7 +177,7 @@ class NativeOps(TorchOps):
             return super().add_positions(x, table, positions)
         width = table.shape[1]
         buffer, y = x.recorder.inout(x, width)
-        x.recorder.add("embedding", x.recorder.pointer(table), len(table), width, 1.0, True, buffer)
+        x.recorder.add("positions", x.recorder.pointer(table), len(table), width, buffer)
         return y
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:

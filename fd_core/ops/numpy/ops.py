@@ -111,8 +111,9 @@ class NumpyOps(NumpySampling, Ops):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         return NumpyKVCache(shape, num_blocks)
 
-    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0) -> Floats:
-        return table[token_ids] * np.float32(scale)
+    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False) -> Floats:
+        x: Floats = table[token_ids] * np.float32(scale)
+        return x - x.mean(axis=1, keepdims=True) if centred else x
 
     def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         mean_square = np.square(x).mean(axis=-1, keepdims=True)

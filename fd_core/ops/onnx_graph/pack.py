@@ -109,10 +109,12 @@ class OnnxOps(NumpyOps):
         """Raise, because a graph begins with tokens."""
         Ops.cut(self, stage)
 
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         def emit(graph: Graph, ids: GraphSymbol) -> GraphSymbol:
             x = graph.op("Gather", graph.weight(table), ids)
-            return x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, np.float32))
+            x = x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, np.float32))
+            mean = graph.op("ReduceMean", x, graph.constant([1], np.int64), keepdims=1) if centred else None
+            return x if mean is None else graph.op("Sub", x, mean)
 
         return self._call(emit, token_ids)
 

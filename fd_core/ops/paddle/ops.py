@@ -384,10 +384,14 @@ class PaddleOps(Ops):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return PaddleKVCache(shape, num_blocks, self.paddle_dtype, place=self.place)
 
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""
         x = functional.embedding(token_ids, table)
-        return x if scale == 1.0 else x * paddle.full([], scale, self.paddle_dtype, device=self.place)
+        x = x if scale == 1.0 else x * paddle.full([], scale, self.paddle_dtype, device=self.place)
+        if not centred:
+            return x
+        wide = x.astype("float32")
+        return (wide - wide.mean(axis=1, keepdim=True)).astype(x.dtype)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         wide = x.astype("float32")

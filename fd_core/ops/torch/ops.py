@@ -140,10 +140,11 @@ class TorchOps(TorchSampling, Ops):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return TorchKVCache(shape, num_blocks, self.torch_dtype, device=self.device)
 
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""
         x = functional.embedding(token_ids, table)
-        return x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
+        x = x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
+        return (x.float() - x.float().mean(dim=1, keepdim=True)).to(x.dtype) if centred else x
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         wide = x.float()

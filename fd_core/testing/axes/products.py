@@ -46,6 +46,7 @@ _EMBEDDING: Final = (
     Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_144)),
     Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
     Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
+    Axis("centred", (False, True)),
     Axis("ids", ("random", "edges", "same")),
     Axis("source", ("F32", "F16", "BF16")),
 )
@@ -62,9 +63,11 @@ def check_embedding(ops: Ops, case: Case) -> None:
     elif case["ids"] == "same":
         ids[:] = vocabulary - 1
     scale, prepared = float(case["scale"] or 0), ops.prepare_embedding(_stored(table, case))
-    found = ops.embedding(prepared, inputs("ids", ids.astype(np.int32)), scale)
+    more = {"centred": True} if case["centred"] else {}
+    found = ops.embedding(prepared, inputs("ids", ids.astype(np.int32)), scale, **more)
     inputs.check_unchanged()
-    assert_near(ops, found, table[ids] * np.float32(scale))
+    expected = table[ids] * np.float32(scale)
+    assert_near(ops, found, expected - expected.mean(axis=1, keepdims=True) if more else expected)
 
 
 _EMBEDDING_EDGES: Final = {

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -15,8 +15,6 @@ from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.models.arrays import Values
 
-EVERYTHING: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 def write_adapter(
     model: Path,
@@ -24,16 +22,17 @@ def write_adapter(
     *,
     seed: int,
     rank: int = 4,
-    targets: Collection[str] = EVERYTHING,
+    targets: Collection[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write an adapter for the model at `model` into `folder` and return it; a seed determines the bytes.
 
-    It changes the model's linears named in `targets`, by a third of their size. `config` replaces fields.
+    It changes the model's linears named in `targets`, all by default, by a third of their size. `config` replaces
+    fields.
     """
     with open_checkpoint(model) as checkpoint:
         every = spec_of(checkpoint).adaptable()
-    linears = {name: shape for name, shape in every.items() if name.rpartition(".")[2] in targets}
+    linears = {name: shape for name, shape in every.items() if not targets or name.rpartition(".")[2] in targets}
     values = Values(seed)
     tensors = {}
     for name, (out, ins) in linears.items():

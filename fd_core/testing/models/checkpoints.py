@@ -17,7 +17,7 @@ from fd_core.models.families.builtin.ernie import Ernie, ErnieMoe
 from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, MoeSpec
 from fd_core.models.families.installed import installed_families
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import describe
@@ -88,21 +88,20 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
     FORMER_STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
 }
-_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "llama-biases-wide-heads": ("biases",),
-    "mistral-window": ("window",),
-    "qwen2": ("biases",),
-    "qwen2-window": ("biases", "window"),
-    "qwen3-moe": ("moe",),
-    "gemma3": ("window", "softcap"),
-    "ernie": ("biases",),
-    "ernie-moe": ("biases", "moe"),
-}
 
 
 def abilities_of(case: str) -> tuple[str, ...]:
     """Return the abilities of `fd_core.testing.kit.limits` that a case requires."""
-    return _NEEDS.get(case, ())
+    spec = describe(ModelConfig(_config_of(case)))
+    attention = [layer.attention for layer in spec.layers]
+    needed = {
+        "biases": any(linear.bias for linear in spec.linears()),
+        "interleaved_rope": any(each.rope.interleaved for each in attention),
+        "moe": any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers),
+        "softcap": any((spec.softcap, *(each.softcap for each in attention))),
+        "window": any(each.window for each in attention),
+    }
+    return tuple(name for name, needs in needed.items() if needs)
 
 
 def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
@@ -110,16 +109,21 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
 
     `more` are fields of its config.
     """
-    kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
-    name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
-    config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
-    tensors = write_config(config, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
+    tensors = write_config(
+        {**_config_of(case), **more}, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case)
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     if case in (STEP_CASE, FORMER_STEP_CASE):
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
         _save(tensors, folder)
     return folder
+
+
+def _config_of(case: str) -> dict[str, Any]:
+    kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
+    name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
+    return {**SIZES, **changes, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
 
 
 def write_config(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:

@@ -189,8 +189,8 @@ class ForgetsSharedExperts:
     "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
 )
 class ForgetsTheScaleOfEmbeddings:
-    def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids, 1.0)
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids, 1.0, **more)
 
 
 @wrong(

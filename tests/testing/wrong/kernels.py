@@ -207,8 +207,8 @@ class NormalizesWithAtLeastAMillionth(NumpyOps):
 
 @shown_by("embedding", scale=48.0**0.5)
 class RoundsTheScaleOfEmbeddings(NumpyOps):
-    def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids, round(scale, 1))
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids, round(scale, 1), **more)
 
 
 @shown_by("logits_of", vocabulary=131_073)
@@ -303,10 +303,10 @@ class AddressesBytesInThirtyTwoBits(NumpyOps):
 class AddressesRowsInThirtyTwoBits(NumpyOps):
     """The byte offset of a row of the table wraps at 2^31."""
 
-    def embedding(self, table, token_ids, scale=1.0):
+    def embedding(self, table, token_ids, scale=1.0, **more):
         row_bytes = table[0].nbytes
         wrapped = token_ids.astype(np.int64) * row_bytes % 2**31 // row_bytes
-        return super().embedding(table, wrapped, scale)
+        return super().embedding(table, wrapped, scale, **more)
 
 
 # Sampling ------------------------------------------------------------------------------------------------------------
@@ -670,10 +670,16 @@ class CountsCacheSlotsInSixteenBits(NumpyOps):
         super().write_kv(layer, k, v, kv_slots.astype(np.uint16).astype(np.int32))
 
 
+@shown_by("embedding", centred=True)
+class KeepsTheMeanOfEmbeddings(NumpyOps):
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids, scale)
+
+
 @shown_by("embedding", vocabulary=131_073)
 class LooksUpTokensInSixteenBits(NumpyOps):
-    def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale)
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale, **more)
 
 
 @shown_by("sample", vocabulary=131_073, top_k=65_537)

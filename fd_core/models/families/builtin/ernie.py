@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -94,9 +103,7 @@ class ErnieMoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.gate.weight", (num_experts, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{block}.experts.{expert}", hidden, intermediate) for expert in range(num_experts)
-                ),
+                experts=separate_experts(f"{block}.experts", num_experts, hidden, intermediate),
                 top_k=config.count("moe_k", 6),
                 normalize=True,
                 norm_floor=config.number("moe_norm_min", 1e-12),

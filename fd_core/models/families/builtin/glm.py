@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family, Gguf
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+
+
+def _chatglm_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return which form q, k and v have: those of the authors' checkpoints are one linear."""
+    fused = "blk.0.attn_qkv.weight" in tensors
+    return {"fused_qkv": fused, "attention_bias": f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in tensors}
 
 
 class Glm(Family):
@@ -17,6 +23,7 @@ class Glm(Family):
     model_type = "glm"
     defaults: ClassVar = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
     cases: ClassVar = {"biases": {"attention_bias": True}, "plain": {"attention_bias": False}}
+    gguf: ClassVar = {"chatglm": Gguf(config=_chatglm_config, tensors={"ffn_up": "mlp.gate_up_proj"})}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model with biases on q, k and v, unless the config has none."""
@@ -24,7 +31,7 @@ class Glm(Family):
         return Traits(
             rope=lambda layer: rope,
             qkv_bias=config.flag("attention_bias", True),
-            fused={"gate_up": "mlp.gate_up_proj"},
+            fused={"gate_up": "mlp.gate_up_proj"} | ({"qkv": "self_attn.qkv_proj"} if config.flag("fused_qkv") else {}),
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
-    LinearSpec,
     MoeSpec,
     NormSpec,
     Traits,
@@ -15,6 +15,7 @@ from fd_core.models.families.spec import (
     gate_up_down,
     head_dim_of,
     rope_spec,
+    separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
 
@@ -103,19 +104,15 @@ class GraniteMoe(Family):
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
             block = f"{prefix}.block_sparse_moe"
 
-            def expert(index: int) -> tuple[LinearSpec, LinearSpec]:
-                if separate:
-                    return gate_up_down(f"{prefix}.mlp.experts.{index}", hidden, intermediate)
-                stack, sizes = (index, count), (intermediate, intermediate)
-                return (
-                    LinearSpec((f"{block}.input_linear",), sizes, hidden, stack=stack),
-                    LinearSpec((f"{block}.output_linear",), (hidden,), intermediate, stack=stack),
-                )
-
+            if separate:
+                experts = separate_experts(f"{prefix}.mlp.experts", count, hidden, intermediate)
+            else:
+                stacked = partial(gate_up_down, block, hidden, intermediate, names=("input_linear", "output_linear"))
+                experts = tuple(stacked(stack=(index, count)) for index in range(count))
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.router.layer.weight", (count, hidden)),
-                experts=tuple(map(expert, range(count))),
+                experts=experts,
                 top_k=config.count("num_experts_per_tok", 2),
                 normalize=True,
             )

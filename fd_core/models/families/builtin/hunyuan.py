@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 
 from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 _NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
@@ -78,7 +87,7 @@ class HunyuanMoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.gate.wg.weight", (count, hidden)),
-                experts=tuple(gate_up_down(f"{block}.experts.{index}", hidden, intermediate) for index in range(count)),
+                experts=separate_experts(f"{block}.experts", count, hidden, intermediate),
                 top_k=top_k,
                 normalize=True,
                 shared=gate_up_down(f"{block}.shared_mlp", hidden, intermediate),

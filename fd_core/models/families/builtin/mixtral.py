@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fd_core.models.families.contract import Family
-from fd_core.models.families.spec import LinearSpec, MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec, separate_experts
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -27,18 +27,10 @@ class Mixtral(Family):
 
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
             block = f"{prefix}.block_sparse_moe"
-
-            def expert(index: int) -> tuple[LinearSpec, LinearSpec]:
-                gate, down, up = (f"{block}.experts.{index}.w{number}" for number in (1, 2, 3))
-                return (
-                    LinearSpec((gate, up), (intermediate, intermediate), hidden),
-                    LinearSpec((down,), (hidden,), intermediate),
-                )
-
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.gate.weight", (count, hidden)),
-                experts=tuple(map(expert, range(count))),
+                experts=separate_experts(f"{block}.experts", count, hidden, intermediate, names=("w1", "w3", "w2")),
                 top_k=config.count("num_experts_per_tok", 2),
                 normalize=True,
             )

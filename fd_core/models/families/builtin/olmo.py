@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fd_core.models.families.builtin.gemma import ropes_of_kinds
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec, separate_experts
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import windows
 
@@ -110,9 +110,7 @@ class Olmoe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{prefix}.mlp.gate.weight", (count, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{prefix}.mlp.experts.{index}", hidden, intermediate) for index in range(count)
-                ),
+                experts=separate_experts(f"{prefix}.mlp.experts", count, hidden, intermediate),
                 top_k=config.count("num_experts_per_tok", 8),
                 normalize=config.flag("norm_topk_prob"),
             )

@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 
@@ -127,10 +136,7 @@ class Qwen3Moe(Family):
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{prefix}.mlp.gate.weight", (num_experts, hidden)),
-                experts=tuple(
-                    gate_up_down(f"{prefix}.mlp.experts.{expert}", hidden, intermediate)
-                    for expert in range(num_experts)
-                ),
+                experts=separate_experts(f"{prefix}.mlp.experts", num_experts, hidden, intermediate),
                 top_k=config.count("num_experts_per_tok"),
                 normalize=config.flag("norm_topk_prob"),
             )
@@ -156,7 +162,7 @@ class Qwen2Moe(Family):
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
+            "shared_expert_intermediate_size": 96,
         },
         "every-second": {
             "num_experts": 4,

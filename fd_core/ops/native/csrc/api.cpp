@@ -451,13 +451,21 @@ int fd_program_length(void* program) { return int(recording(program).program.ope
 const char* fd_program_name(void* program, int i) { return recording(program).program.operations()[i]->name(); }
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
-/// `table` is [rows, width], of tokens or of positions.
-int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int of_positions, int out) {
+/// `table` is [rows, width].
+int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int centred, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
-        Limits& limits = recording(program).program.limits;
-        lower(of_positions ? limits.positions : limits.token_ids, rows);
-        return new Embedding<E>(static_cast<const E*>(table), width, scale, out, of_positions);
+        lower(recording(program).program.limits.token_ids, rows);
+        return new Embedding<E>(static_cast<const E*>(table), width, scale, centred, out);
+    });
+}
+
+/// Likewise for positions.
+int fd_add_positions(void* program, const void* table, int rows, int width, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        lower(recording(program).program.limits.positions, rows);
+        return new AddPositions<E>(static_cast<const E*>(table), width, out);
     });
 }
 

@@ -6,16 +6,17 @@ template <class E>
 void Embedding<E>::run(const Context& context) {
     const Range r = context.share(context.step.tokens);
     for (int t = r.begin; t < r.end; t++) {
-        const E* from = table + size_t((of_positions ? context.step.positions : context.step.token_ids)[t]) * width;
+        const E* from = table + size_t(context.step.token_ids[t]) * width;
         float* to = context.row<float>(out, t);
-        for (int i = 0; of_positions && i < width; i++) to[i] += to_float(from[i]);
-        if (of_positions) continue;
         // Scaled values are rounded to the model's type, as models that have a scale do.
+        double sum = 0;
         for (int i = 0; i < width; i++) {
             E rounded;
             put(&rounded, to_float(from[i]) * scale);
-            to[i] = to_float(rounded);
+            sum += to[i] = to_float(rounded);
         }
+        const float mean = centred ? float(sum / width) : 0.0f;
+        for (int i = 0; i < width && centred; i++) to[i] -= mean;
     }
 }
 

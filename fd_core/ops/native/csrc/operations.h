@@ -16,17 +16,34 @@ struct RopeTables {
     const float* sin;
 };
 
-/// out = table[token] * scale, into the float32 residual stream; or out += table[position].
+/// out = table[token] * scale, less its mean if centred, into the float32 residual stream.
 template <class E>
 struct Embedding : Operation {
     const E* table;
     int width, out;
     float scale;
-    bool of_positions;
-    Embedding(const E* table, int width, float scale, int out, bool of_positions)
-        : table(table), width(width), out(out), scale(scale), of_positions(of_positions) {}
+    bool centred;
+    Embedding(const E* table, int width, float scale, bool centred, int out)
+        : table(table), width(width), out(out), scale(scale), centred(centred) {}
     const char* name() const override { return "embedding"; }
     void run(const Context& context) override;
+};
+
+/// out += table[position].
+template <class E>
+struct AddPositions : Operation {
+    const E* table;
+    int width, out;
+    AddPositions(const E* table, int width, int out) : table(table), width(width), out(out) {}
+    const char* name() const override { return "positions"; }
+    void run(const Context& context) override {
+        const Range r = context.share(context.step.tokens);
+        for (int t = r.begin; t < r.end; t++) {
+            const E* from = table + size_t(context.step.positions[t]) * width;
+            float* to = context.row<float>(out, t);
+            for (int i = 0; i < width; i++) to[i] += to_float(from[i]);
+        }
+    }
 };
 
 /// The rows that a product multiplies: those of `in` or their norm, rounded to E, or quantized where the weights are

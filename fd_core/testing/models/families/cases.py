@@ -12,10 +12,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from fd_core.backends.contract import Model
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import check_tensors
+from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, LinearSpec
+from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.gguf_family import Gguf
 from fd_core.models.opening import open_checkpoint
@@ -24,6 +27,8 @@ from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.adapters import merge_adapter, write_adapter
+from fd_core.testing.models.arrays import Floats
 from fd_core.testing.models.checkpoints import SIZES
 from fd_core.testing.models.families.reference import Logits, general_fields, is_known
 from fd_core.testing.models.families.target import LONGEST, FamilyTarget, find_family, float32_backends, load
@@ -39,6 +44,12 @@ _SHAPES: Final[Sequence[dict[str, int]]] = (
 )
 _LENGTHS: Final = (1, 23, 8, 11)
 _GENERATED: Final = 12
+_FORMS: Final[Mapping[str, float]] = {
+    "cpu:dtype=bfloat16": 0.05,
+    "cpu:dtype=float32,quantization=int8": 0.1,
+    "cpu:dtype=float32,quantization=int4": 0.5,
+}
+"""Backends with narrow weights, and the largest median error in standard deviations of the logits."""
 _CHUNKS: Final[Mapping[str, int | None]] = {"whole": None, "chunked": 5}
 _ORACLE: Final = "reference"
 _OTHERWISE: Final = {*SIZES, "architectures", "model_type", "rope_theta", "rope_scaling", "hidden_act"}
@@ -198,6 +209,34 @@ class FamilySuite:
         assert min(windows, default=0) < max(_LENGTHS), (
             f"the window {min(windows)} exceeds the kit's contexts; give a case a smaller one"
         )
+
+    @pytest.mark.parametrize("form", _FORMS)
+    def test_narrow_weights_stay_near_float32(self, target: FamilyTarget, case: str, form: str) -> None:
+        """Compare logits with those of numpy in float32."""
+        folder, _ = target.model(case)
+        try:
+            loaded = [load(backend, folder) for backend in (form, _ORACLE)]
+        except (ConfigError, ModelError) as error:
+            lacks(error.message)
+        found, expected = (_logits(model, ops, target.seed) for model, ops in loaded)
+        off = np.median(np.abs(found - expected)) / expected.std()
+        assert off < _FORMS[form], f"the logits are off by {off:.3g} of their standard deviation"
+
+    def test_adapters_equal_merged_weights(self, target: FamilyTarget, case: str, backend: str) -> None:
+        """Change every linear that adapters may change, and compare with a model of these weights."""
+        folder, _ = target.model(case)
+        adapter, merged = folder / "adapter", folder / "merged"
+        if not adapter.exists():
+            merge_adapter(folder, write_adapter(folder, adapter, seed=target.seed), merged)
+        try:
+            model, ops = load(backend, folder)
+        except ConfigError as error:
+            lacks(error.message)
+        assert isinstance(model, DecoderModel)
+        adapted = model.with_adapters([read_adapter(adapter, model.spec.adaptable(), 8)])
+        found, expected = _logits(adapted, ops, target.seed, [1]), _logits(*load(_ORACLE, merged), target.seed)
+        off = np.abs(found - expected).max()
+        assert off <= 2 * _ERROR, f"the logits with an adapter are off by {off:.3g}"
 
     def test_ranks_share_the_model(self, target: FamilyTarget, case: str) -> None:
         """Compute on two ranks of tensor parallelism, as threads."""
@@ -368,6 +407,14 @@ def _prompts(seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     # Some encoders do not count the first ids, of padding, as positions.
     return [rng.integers(5, SIZES["vocab_size"], length).tolist() for length in _LENGTHS]
+
+
+def _logits(model: Model, ops: Ops, seed: int, places: Sequence[int] = ()) -> Floats:
+    """Return the logits of all prompts, each with the adapter of `places`, if any."""
+    prompts = _prompts(seed)
+    driver = PagedDriver(model, ops, prompts, LONGEST, places=list(places) * len(prompts) or None)
+    driver.generate(1)
+    return np.concatenate([np.stack(row.logits) for row in driver.rows])
 
 
 def _cut(stage: Stage) -> Callable[[Ops], None]:

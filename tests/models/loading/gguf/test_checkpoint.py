@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from fd_core.errors import ModelError
 from fd_core.models.loading.gguf_format import PACKED_TYPES
 from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import load_model
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import PackedTensor
 from tests.models.loading.tiny_gguf import LLAMA, llama_tensors, write_gguf
+from tests.models.paged import PagedDriver
 
 MEGABYTE = 1 << 20
 
@@ -128,6 +132,45 @@ def test_each_expert_is_a_slice_of_the_stack(tmp_path: Path) -> None:
         found = checkpoint.read_weight("model.layers.0.block_sparse_moe.experts.1.w1.weight", {"Q8_0"})
     assert isinstance(found, PackedTensor)
     np.testing.assert_array_equal(found.to_float32(), gguf.quants.dequantize(stored, GGMLQuantizationType.Q8_0)[1])
+
+
+def test_experts_of_old_files_are_stored_one_by_one(tmp_path: Path) -> None:
+    weights = np.random.default_rng(2).standard_normal((3, 64, 32)).astype(np.float32)
+    experts = {f"blk.0.ffn_up.{index}.weight": each for index, each in enumerate(weights)}
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors={**llama_tensors(), **experts})) as checkpoint:
+        for index, each in enumerate(weights):
+            found = checkpoint.read(f"model.layers.0.block_sparse_moe.experts.{index}.w3.weight").to_float32()
+            np.testing.assert_array_equal(found, each)
+
+
+def test_index_after_other_tensors_is_unknown(tmp_path: Path) -> None:
+    tensors = {**llama_tensors(), "blk.0.attn_q.1.weight": np.zeros((32, 32), np.float32)}
+    with pytest.raises(ModelError, match=r"attn_q\.1\.weight"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors))
+
+
+def test_chatglm_file_with_stacked_queries_is_the_model_with_separate_ones(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["blk.0.ffn_up.weight"] = np.concatenate(
+        [tensors.pop("blk.0.ffn_gate.weight"), tensors["blk.0.ffn_up.weight"]]
+    )
+    tensors |= {
+        f"blk.0.attn_{part}.bias": np.arange(len(tensors[f"blk.0.attn_{part}.weight"]), dtype=np.float32)
+        for part in "qkv"
+    }
+    parts = {kind: [tensors[f"blk.0.attn_{part}.{kind}"] for part in "qkv"] for kind in ("weight", "bias")}
+    stacked = {name: values for name, values in tensors.items() if not re.search("attn_[qkv]\\.", name)}
+    stacked |= {f"blk.0.attn_qkv.{kind}": np.concatenate(each) for kind, each in parts.items()}
+    logits = []
+    for name, each in (("separate", tensors), ("stacked", stacked)):
+        path = write_gguf(
+            tmp_path / f"{name}.gguf", arch="chatglm", values={**LLAMA, "rope.dimension_count": 4}, tensors=each
+        )
+        with open_checkpoint(path) as checkpoint:
+            driver = PagedDriver(load_model(checkpoint, NumpyOps()), NumpyOps(), [[1, 2, 3, 4, 5]], 64)
+        driver.generate(1)
+        logits.append(np.stack(driver.rows[0].logits))
+    np.testing.assert_array_equal(*logits)
 
 
 @pytest.mark.parametrize("kind", [*PACKED_TYPES, "Q3_K"])
