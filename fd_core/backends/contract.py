@@ -19,6 +19,7 @@ from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.backends.memory import cpu_quota
 from fd_core.config import EngineConfig
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
@@ -108,8 +109,26 @@ def whole_prompts(model: Model) -> bool:
     return not getattr(model, "causal", True)
 
 
-def cache_shape(model: Model, block_size: int, dtype: str) -> KVShape:
+@runtime_checkable
+class GroupedModel(Model, Protocol):
+    """A model whose layers can be divided into groups, see `KVShape.groups`."""
+
+    def layer_groups(self, longest: int) -> LayerGroups:
+        """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
+
+    def kv_shape(self, block_size: int, groups: LayerGroups = ...) -> KVShape:
+        """Return the size of the KV cache that `forward` needs with these groups."""
+
+
+def cache_shape(
+    model: Model,
+    block_size: int,
+    dtype: str,
+    groups: LayerGroups = ONE_GROUP,
+) -> KVShape:
     """Return the size of the model's KV cache for blocks of `block_size` tokens; `dtype` is one of `KVShape.dtype`."""
+    if isinstance(model, GroupedModel) and not groups.single:
+        return replace(model.kv_shape(block_size, groups), dtype=dtype)
     return replace(model.kv_shape(block_size), dtype=dtype)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Range
 from fd_core.config.generation import GenerationDefaults
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 
@@ -251,6 +252,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Pipeline stages of the model; each computes a different step at the same time."""
     whole_prompts: bool = False
     """True for an encoder: each prompt is computed in one step, whose budget holds the longest one."""
+    groups: LayerGroups = ONE_GROUP
+    """Groups of layers, each with block tables of its own."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -298,6 +301,7 @@ def resolve_limits(
     default_batched_tokens: int = 2048,
     default_num_seqs: int = 32,
     whole_prompts: bool = False,
+    groups: LayerGroups = ONE_GROUP,
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
     sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
@@ -324,13 +328,17 @@ def resolve_limits(
                 field="--max-num-batched-tokens",
                 hint=f"use at least {max_len - 1}, or lower --max-model-len",
             )
-    useful = sizes["max_num_seqs"] * -(-max_len // config.block_size)
+    useful = sizes["max_num_seqs"] * groups.blocks(max_len, config.block_size)
+    # Between a chunk's plan and its output, its blocks are held in addition to the window before it.
+    useful += groups.sliding * -(-budget * sizes["pipeline_depth"] // config.block_size)
     blocks = _kv_blocks(config, useful, bytes_per_block, free_bytes=max(0, free_bytes))
-    if config.max_model_len is None:
-        max_len = min(max_len, blocks * config.block_size)
-    elif blocks * config.block_size < max_len:
+    longest = groups.longest(blocks, config.block_size)
+    if config.max_model_len is None and longest:
+        max_len = min(max_len, longest)
+    elif longest < max_len:
+        layers = "" if groups.count == 1 else f" for one of {groups.count} groups of layers"
         raise ConfigError(
-            f"{blocks} KV blocks of {config.block_size} tokens hold {blocks * config.block_size} tokens, fewer than "
+            f"{blocks} KV blocks of {config.block_size} tokens{layers} hold {longest} tokens, fewer than "
             f"max_model_len={max_len}",
             field="--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory",
             hint="increase the memory of the KV cache or lower --max-model-len",
@@ -346,6 +354,7 @@ def resolve_limits(
         pipeline_depth=sizes["pipeline_depth"],
         num_stages=config.pipeline_parallel_size,
         whole_prompts=whole_prompts,
+        groups=groups,
     )
 
 

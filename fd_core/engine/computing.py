@@ -14,8 +14,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from fd_core.backends.contract import Backend, Model, cache_shape, whole_prompts
+from fd_core.backends.contract import Backend, GroupedModel, Model, cache_shape, whole_prompts
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
@@ -25,7 +26,7 @@ from fd_core.models.quantization import require_formats
 from fd_core.models.registry import CLASSIFICATION, spec_of
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import ITEM_BYTES
-from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
+from fd_core.plugins import DRAFTER, POSTPROCESS, SCHEDULER, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
@@ -275,10 +276,25 @@ class Computing:
         return GrammarCompiler(lambda: grammar_vocabulary(_tokenizer(path), vocab_size, ends))
 
     @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """Groups into which the layers of all ranks are divided, so that KV outside of windows is freed.
+
+        There is one group if KV also moves outside the device, or a part of the engine does not support several.
+        """
+        config, model = self._config, self.model
+        scheduler = self._plugins.load(SCHEDULER, config.scheduler)
+        moves = config.kv_store is not None or config.role != "mixed"
+        shared = self.drafter is not None and self.drafter.kv_shape is not None
+        if moves or shared or not (self.ops.groups_layers and scheduler.groups_layers):
+            return ONE_GROUP
+        longest = self.max_positions if config.max_model_len is None else config.max_model_len
+        return model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
+
+    @cached_property
     def bytes_per_block(self) -> int:
         """Bytes of a KV block, including the drafter's share."""
         item_bytes = ITEM_BYTES[self.ops.dtype]
-        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype)
+        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype, self.layer_groups)
         size = shape.bytes_per_block(item_bytes)
         if self.drafter is not None and self.drafter.kv_shape is not None:
             size += self.drafter.kv_shape.bytes_per_block(item_bytes)
@@ -294,6 +310,7 @@ class Computing:
             bytes_per_block=1,
             free_bytes=_ENOUGH,
             whole_prompts=whole_prompts(self.model),
+            groups=ONE_GROUP,
             **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )
         adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None

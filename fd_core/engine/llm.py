@@ -227,7 +227,7 @@ class RequestMaker(abc.ABC):
         if (judge := settings.judge) is None:
             if settings.second_text is not None and settings.classifier is not None and instruction is None:
                 pairs = zip(ones, others, strict=True)
-                prompts = [self.tokenizer.encode_pair(*pair, settings.second_text) for pair in pairs]
+                prompts = [self.tokenizer.encode(pair, second_text=settings.second_text) for pair in pairs]
                 found = await self._pooled(prompts, None)
                 return [float(probabilities_of(each, settings.classifier)[0, 0]) for each in found]
             if instruction is not None:

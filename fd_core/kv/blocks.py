@@ -114,6 +114,13 @@ class BlockPool:
         """Return True if `block` holds the content named by `key`."""
         return self._block_of.get(key) == block
 
+    def find(self, key: bytes) -> int:
+        """Return the block that holds the content named by `key` and may be acquired; -1 if there is none."""
+        block = self._block_of.get(key, -1)
+        if block < 0 or self._references[block] or block in self._cached or block in self._pinned:
+            return block
+        return -1
+
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks of the longest cached prefix of the chain `keys`; allocates and evicts nothing.
 
@@ -176,6 +183,12 @@ class BlockPool:
             else:
                 self._fenced.append((step, group))
                 self._num_fenced += len(group)
+
+    def release_each(self, parts: list[IntArray], fence: int) -> None:
+        """Remove one owner of each block of each of `parts`, which may share blocks; see `release`."""
+        blocks = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        for part in parts if (self._references[blocks] > 1).any() else [blocks]:
+            self.release(part, fence)
 
     def answered(self, step: int) -> None:
         """Free the blocks that were fenced by steps up to `step`: their outputs arrived."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.models.families.spec import (
     DecoderSpec,
     LinearShare,
@@ -25,6 +26,7 @@ from fd_core.models.families.spec import (
     parts_of,
     stage_layers,
 )
+from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
@@ -221,13 +223,25 @@ class DecoderModel:
         held = [None if each is None else weights[each.digest] for each in places]
         return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, before=self.loras))
 
-    def kv_shape(self, block_size: int) -> KVShape:
+    def kv_shape(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        layers = stage_layers(self.spec, self.ops.stage) if self.spec.causal else slice(0, 1)
-        sizes = layers.stop - layers.start, heads.num_kv_heads, heads.head_dim, block_size
-        return KVShape(*sizes, first_kv_head=kv.start, first_layer=layers.start)
+        count = 1 + max(index for _, index in self._places(groups))
+        sizes = count, heads.num_kv_heads, heads.head_dim, block_size
+        first = stage_layers(self.spec, self.ops.stage).start
+        return KVShape(*sizes, first_kv_head=kv.start, first_layer=first, groups=groups)
+
+    def layer_groups(self, longest: int) -> LayerGroups:
+        """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
+        if not self.spec.causal:
+            return ONE_GROUP
+        return divide_layers([layer.attention.window for layer in self.spec.layers], longest)
+
+    def _places(self, groups: LayerGroups) -> Sequence[tuple[int, int]]:
+        """Return the group of each layer, and its index there; all layers of an encoder share one."""
+        windows = tuple(layer.attention.heads.window for layer in self.decoder.layers)
+        return places_of(windows, groups) if self.spec.causal else [(0, 0)] * len(windows)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the requested rows and write the step's keys and values.
@@ -261,8 +275,10 @@ class DecoderModel:
             if decoder.positions is not None:
                 x = ops.add_positions(x, decoder.positions, step.positions)
             x = _normed(x, decoder.embedding_norm, ops)
-        for index, layer in enumerate(decoder.layers):
-            attention, kv = layer.attention, cache.layer(index if self.spec.causal else 0)
+        steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
+        places = self._places(cache.shape.groups)
+        for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
+            attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
             block = layer.feed_forward
             q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))

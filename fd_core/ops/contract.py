@@ -21,13 +21,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.compilations import CompilationStats
@@ -42,6 +43,7 @@ __all__ = [
     "Array",
     "Experts",
     "Forward",
+    "GroupTables",
     "Heads",
     "HostCopies",
     "HostStep",
@@ -82,6 +84,8 @@ class KVShape:
     """Index of the first of these heads among the model's KV heads, which ranks divide."""
     first_layer: int = 0
     """Index of the first of these layers among the model's layers, which stages divide."""
+    groups: LayerGroups = ONE_GROUP
+    """Groups of `num_layers` layers each, which share the blocks; layers of any group are numbered from 0."""
 
     @property
     def quantized(self) -> bool:
@@ -222,6 +226,16 @@ class HostStep:
     """int32[N, max_blocks]"""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """KV places of each group of layers of a cache with several groups, in the pack's integer arrays (int32)."""
+
+    kv_slots: Array
+    """[groups, T]"""
+    block_tables: Array
+    """[groups, N, max_blocks]; an entry before a group's window is a block of the same request that it reads."""
+
+
 @accept_old_names
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -259,6 +273,17 @@ class StepInput:
     """The same by adapter: each slot in use, and its tokens, indices into T."""
     states: Array | None = None
     """[T, H], output of the previous stage, see `Ops.states_from_host`; None without pipeline stages."""
+    grouped: GroupTables | None = None
+    """Places of every group of layers; None for a cache with a single group."""
+    group: int = 0
+    """Group of layers whose places are `kv_slots` and `block_tables`."""
+
+    def of_group(self, group: int) -> StepInput:
+        """Return the same step with the KV places of another group."""
+        if self.grouped is None:
+            return self
+        slots, tables = self.grouped.kv_slots[group], self.grouped.block_tables[group]
+        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=None, grouped=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +369,9 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
+    groups_layers: bool = False
+    """True if steps may have a table for each group of layers, see `StepInput.grouped`; otherwise a block holds the KV
+    of all layers, also of those with a window."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""

@@ -24,7 +24,8 @@ class PersistentBatch:
         """Trailing tokens of each text that are only on the device: one per step in flight that samples."""
         self.adapter_slots = np.zeros(slots, np.int32)
         """Adapter slot of each request, 0 for none."""
-        self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
+        self.tables = np.zeros((limits.groups.count, slots, limits.blocks_per_seq), np.int32)
+        """Block tables of each group of layers."""
 
     def admit(self, admission: Admission, adapter_slot: int = 0) -> None:
         """Place a request in its slot."""
@@ -39,7 +40,7 @@ class PersistentBatch:
     def grant(self, plan: StepPlan) -> None:
         """Extend block tables."""
         for grant in plan.grants:
-            self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
+            self.tables[grant.group, grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
 
     def advance(self, slots: IntArray) -> IntArray:
         """Count one token of a launched step for each of `slots` int32[N]; return the token positions, int32[N]."""

@@ -227,7 +227,7 @@ class Runner:
             RunnerAdapters.replace(self.adapters, adapters)
 
     def _allocate(self, model: Model) -> None:
-        shape = cache_shape(model, self.limits.block_size, self._kv_cache_dtype)
+        shape = cache_shape(model, self.limits.block_size, self._kv_cache_dtype, self.limits.groups)
         self.cache = self.ops.allocate_kv(shape, self.limits.num_kv_blocks)
 
     def _compile(self, model: Model) -> None:
@@ -397,9 +397,8 @@ class Runner:
         inputs = fed = sampling = cells = None
         if len(rows.slots):
             adapters = batch.adapter_slots if self.adapters.slots and batch.adapter_slots[rows.slots].any() else None
-            inputs = gather_inputs(
-                rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
-            )
+            size, spare = limits.block_size, self.cache.spare_block
+            inputs = gather_inputs(rows, batch.tokens, batch.tables, size, spare, adapters, limits.groups)
             if self.ops.queues:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()

@@ -85,7 +85,9 @@ def _fits(rows: WarmUpStep, limits: Limits) -> bool:
 def _plans(rows: WarmUpStep, step: int, limits: Limits) -> Iterator[StepPlan]:
     """Yield a step that admits and computes requests, and another one if they have drafts."""
     lengths, drafts = np.array([row.tokens for row in rows], np.int32), rows[0].drafts
-    tables = (np.arange(-(-(row.tokens + 1 + row.drafts) // limits.block_size), dtype=np.int32) for row in rows)
+    counts = (-(-(row.tokens + 1 + row.drafts) // limits.block_size) for row in rows)
+    # Layers with windows may have fewer blocks than a sequence has; the results do not matter.
+    tables = (np.arange(count, dtype=np.int32) % limits.num_kv_blocks for count in counts)
     first = prefill_plan(step, step, lengths, params=(row.params for row in rows), tables=tables)
     yield first
     if drafts:

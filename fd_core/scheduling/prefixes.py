@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.requests import Request
@@ -31,6 +32,7 @@ class Prefixes:
     """Called with keys that no running request will complete."""
     computing: dict[bytes, int] = field(default_factory=dict)
     """Block keys that running prefills and loads are about to complete, with the number of requests."""
+    _groups: LayerGroups = ONE_GROUP
 
     @property
     def num_computing(self) -> int:
@@ -62,16 +64,37 @@ class Prefixes:
         return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
 
     def match(self, keys: Sequence[bytes], last: IntArray) -> IntArray:
-        """Return the blocks that hold the longest known prefix.
+        """Return int32[n]: the blocks that hold the longest known prefix; int32[groups, n] unless there is one group.
 
-        `last` are blocks that another request was admitted with in the same plan, which owns them: prompts that arrive
-        together often share a prefix, and a key identifies everything before its block.
+        A sliding group needs only those that the next token reads; entries before them are -1. `last` is what another
+        request was admitted with in the same plan, which owns these blocks: prompts that arrive together often share a
+        prefix, and a key identifies everything before its block.
         """
+        if not self._groups.single:
+            return self._match_groups(keys)
         count = len(last)
         if 0 < count <= len(keys) and self._pool.holds(int(last[-1]), keys[count - 1]):
             more = self._pool.match(keys[count:])
             return np.concatenate([last, more]) if len(more) else last
         return self._pool.match(keys)
+
+    def _match_groups(self, keys: Sequence[bytes]) -> IntArray:
+        groups, most = self._groups, len(keys)
+        found = np.full((groups.count, most), -1, np.int32)
+        if self.hasher is None:
+            return found
+        for group in range(groups.whole):
+            blocks = self._pool.match(_key_of(key, group) for key in keys[:most])
+            most = len(blocks)
+            found[group, :most] = blocks
+        size, entry = self.hasher.block_size, most if groups.sliding else 0
+        while entry > groups.first_read(most * size, size):
+            entry -= 1
+            column = [self._pool.find(_key_of(keys[entry], group)) for group in range(groups.whole, groups.count)]
+            found[groups.whole :, entry] = column
+            if min(column) < 0:
+                most = entry
+        return found[:, :most]
 
     def awaited(self, keys: Sequence[bytes]) -> tuple[bytes, int] | None:
         """Return the key that a prompt should wait for: that of its last block that running requests will complete.
@@ -96,16 +119,20 @@ class Prefixes:
             self.computing[key] = self.computing.get(key, 0) + 1
         request.announced = upto
 
-    def complete(self, request: Request, table: IntArray, first: int, upto: int) -> None:
-        """Register entries `first` to `upto` of a request's block `table`, which hold settled KV of its tokens."""
+    def complete(self, request: Request, tables: IntArray, first: int, upto: int) -> None:
+        """Register entries `first` to `upto` of a request's block `tables`, which hold settled KV of its tokens.
+
+        `tables` is int32[groups, blocks].
+        """
         if self.hasher is None:
             return
         if len(request.chain) < upto:
             self.extend(request)
         chain = request.chain
         named = False
-        for index, block in enumerate(table[first:upto].tolist(), first):
-            named |= self._pool.register(block, chain[index])
+        for index, blocks in enumerate(tables[:, first:upto].T.tolist(), first):
+            for group, block in enumerate(blocks):
+                named |= self._pool.register(block, _key_of(chain[index], group))
             if index < request.announced:
                 self._end(chain[index])
                 self._on_end(chain[index])
@@ -124,3 +151,8 @@ class Prefixes:
     def _end(self, key: bytes) -> None:
         if (count := self.computing.pop(key, 0)) > 1:
             self.computing[key] = count - 1
+
+
+def _key_of(key: bytes, group: int) -> bytes:
+    """Return the key of a group's KV for a block of tokens."""
+    return key + bytes((group,)) if group else key

@@ -69,17 +69,19 @@ class ContinuousBatchingScheduler(Scheduler):
     A request enters and leaves the batch at any step.
     """
 
+    groups_layers = True
+
     def __init__(self, setup: SchedulerSetup) -> None:
         super().__init__(setup)
         limits, policy, hasher, drafts = setup.limits, setup.policy, setup.hasher, setup.drafts
         self._policy = policy
         self._recorder = Recorder() if setup.kv_events else None
         self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
-        self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.groups)
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
         self._times = times = PhaseClock(setup.clock)
         self._waiting = waiting = WaitingQueue(policy, times)
-        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, _on_end=waiting.wake)
+        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake, _groups=limits.groups)
         self._operations = Operations(pool)
         keep = setup.keep_kv or OffloadSelection(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep=keep)

@@ -79,32 +79,25 @@ class Tokenizer:
         """The text of the end-of-sequence token."""
         return None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str | tuple[str, str], add_special: bool = True, second_text: int = 0) -> list[int]:
         """Return the ids of `text`; `add_special` adds the model's special tokens, such as BOS.
 
-        Control tokens written out in the text become their ids: rendered chat templates rely on it.
-        Raises `BadRequest` for text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
+        Two texts are joined as the tokenizer does, and `second_text` is added to the ids of the second one. Control
+        tokens written out in the text become their ids: rendered chat templates rely on it. Raises `BadRequest` for
+        text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
-        return list(self._encoding(text, add_special).ids)
-
-    def encode_pair(self, first: str, second: str, second_text: int = 0) -> list[int]:
-        """Return the ids of two texts, joined as the tokenizer does; adds `second_text` to those of the second one.
-
-        Raises `BadRequest` as `encode` does.
-        """
-        found = self._encoding((first, second), True)
-        return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
-
-    def _encoding(self, given: str | tuple[str, str], add_special: bool) -> tokenizers.Encoding:
         try:
             # The call for a single text would hold the GIL until it returns.
-            return self.backend.encode_batch_fast([given], add_special_tokens=add_special)[0]
+            found = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it contains a lone surrogate") from error
         except BaseException as error:
             if not _panicked(error):
                 raise
             raise BadRequest(f"the model's tokenizer failed on this text: {error}") from error
+        if not second_text:
+            return list(found.ids)
+        return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.

@@ -281,6 +281,12 @@ class BlockGrant:
     slot: int
     offset: int
     blocks: IntArray
+    group: int = 0
+    """Group of layers whose table it is, see `Limits.groups`.
+
+    The table of a sliding group begins at the first block that the request's next token reads; its blocks are given up
+    when no later token reads them.
+    """
 
 
 @dataclass(frozen=True, slots=True)

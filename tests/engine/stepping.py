@@ -108,7 +108,7 @@ class Stepper(stepping.Stepper):
         tokens = request.tokens.view()
         assert request.chain[: known // size] == _keys(hasher, request.root, tokens)[: len(request.chain)]
         hashes = running_hashes(np.uint64(0), tokens)[size - 1 :: size]
-        held = self.runner.cache.layer(0)[slots.tables[slot, : slots.num_registered[slot]], size - 1]
+        held = self.runner.cache.layer(0)[slots.tables[0, slot, : slots.num_registered[slot]], size - 1]
         assert held.tolist() == hashes[: slots.num_registered[slot]].tolist(), (
             "a registered prefix is not in its blocks"
         )

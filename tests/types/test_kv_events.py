@@ -67,7 +67,7 @@ class FollowMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.running) - 1))
         request, table, done = self.running[index]
         upto = data.draw(st.integers(done, len(table)))
-        self.prefixes.complete(request, table, done, upto)
+        self.prefixes.complete(request, table[None], done, upto)
         self.running[index] = (request, table, upto)
 
     @precondition(lambda self: self.running)
@@ -125,7 +125,7 @@ def test_salted_prompt_publishes_no_events() -> None:
     pool = BlockPool(2, recorder)
     table = pool.allocate(2)
     assert table is not None
-    Prefixes(HASHER, pool, recorder, lambda _: None).complete(known([1] * (2 * SIZE), "tenant"), table, 0, 2)
+    Prefixes(HASHER, pool, recorder, lambda _: None).complete(known([1] * (2 * SIZE), "tenant"), table[None], 0, 2)
     assert recorder.take() == ()
 
 
@@ -136,7 +136,7 @@ def test_eviction_and_re_store_keep_their_order() -> None:
     for tokens in ([1, 1], [2, 2], [1, 1]):
         table = pool.allocate(1)
         assert table is not None
-        prefixes.complete(known(tokens), table, 0, 1)
+        prefixes.complete(known(tokens), table[None], 0, 1)
         pool.release(table, -1)
     one, two = chain_of([1, 1]), chain_of([2, 2])
     assert recorder.take() == (

@@ -28,7 +28,7 @@ def brief(
 
     `chat` is True if the model has a chat template; `seconds` is the duration of the start.
     """
-    seqs = max(1, min(info.max_num_seqs, info.num_kv_blocks * info.block_size // info.max_model_len))
+    seqs = max(1, min(info.max_num_seqs, info.num_kv_blocks // info.groups.blocks(info.max_model_len, info.block_size)))
     requests = f"{seqs:,} request{'s' if seqs > 1 else ''} of {info.max_model_len:,} tokens"
     held = f"KV {_megabytes(info.kv_cache_bytes)} for {requests}"
     weights = sum(use.nbytes for use in info.weights)
@@ -76,8 +76,12 @@ def summary(
     info: EngineInfo, server: ServerConfig, url: str, *, tools: str = "none", reasoning: str = "none"
 ) -> list[tuple[str, str]]:
     """Return properties and limits of an engine; `tools` and `reasoning` name the parsers of answers."""
-    tokens = info.num_kv_blocks * info.block_size
-    blocks = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens"
+    blocks, groups = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens", info.groups
+    if groups.single:
+        blocks += f" hold {info.num_kv_blocks * info.block_size:,} tokens"
+    else:
+        of = f"{groups.count} groups of layers, {groups.sliding}" if groups.count > 1 else "layers"
+        blocks += f" for {of} with a window of {groups.window:,} tokens"
     names = ", ".join(server.served_model_names or (info.model,))
     return [
         ("URL", f"{url}/v1"),
@@ -132,7 +136,7 @@ def _size(info: EngineInfo, name: str, scope: str = "") -> str:
 
 def _context(info: EngineInfo, engines: int) -> str:
     """Return the context length, and the reason if the KV cache limits it."""
-    held = info.num_kv_blocks // engines * info.block_size
+    held = info.groups.longest(info.num_kv_blocks // engines, info.block_size)
     if info.max_model_len == held < info.model_max_len:
         return f"{held:,}, limited by the KV cache; the model supports {info.model_max_len:,}"
     return f"{info.max_model_len:,}"

@@ -187,7 +187,8 @@ class _EngineBuilder:
     @cached_property
     def _kv_shape(self) -> KVShape:
         """KV of all ranks."""
-        shape = cache_shape(self._computing.model, self._config.block_size, self._config.kv_cache_dtype)
+        groups = self._computing.layer_groups
+        shape = cache_shape(self._computing.model, self._config.block_size, self._config.kv_cache_dtype, groups)
         shares = [rank.kv_share for rank in self._loaded]
         return joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
 
@@ -200,7 +201,9 @@ class _EngineBuilder:
     @cached_property
     def _storage(self) -> KVStorage:
         block_bytes = self._kv_shape.bytes_per_block(ITEM_BYTES[self._computing.ops.dtype])
-        return open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
+        storage = open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
+        # The host tier keeps whole prefixes, which requests with sliding groups do not hold.
+        return storage if self._computing.layer_groups.single else msgspec.structs.replace(storage, keep=None)
 
     @cached_property
     def _vectors(self) -> VectorSettings:
@@ -236,6 +239,7 @@ class _EngineBuilder:
             bytes_per_block=tightest.bytes_per_block,
             free_bytes=tightest.free_memory - reserved,
             whole_prompts=whole_prompts(model),
+            groups=self._computing.layer_groups,
             **backend.default_sizes,
         )
 
@@ -323,6 +327,7 @@ class _EngineBuilder:
             size_reasons=computing.size_reasons,
             block_size=limits.block_size,
             num_kv_blocks=limits.num_kv_blocks,
+            groups=limits.groups,
             kv_cache_bytes=limits.num_kv_blocks * sum(rank.bytes_per_block for rank in self._loaded),
             pipeline_depth=limits.pipeline_depth,
             host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fd_core.config import EngineConfig
 from fd_core.config.generation import GenerationDefaults
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
@@ -61,6 +62,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons for the two sizes above where the settings have none, by name."""
     block_size: int
     num_kv_blocks: int
+    groups: LayerGroups = ONE_GROUP
+    """Groups of layers that share the blocks."""
     kv_cache_bytes: int
     pipeline_depth: int
     host_kv_bytes: int = 0

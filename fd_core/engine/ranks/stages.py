@@ -103,7 +103,10 @@ class EarlierStageRunner(Runner):
         rows = resolve_rows(plan, self.batch, self.limits, padded=self.ops.padded)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
-            inputs = uploaded(gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare), self.ops)
+            inputs = uploaded(
+                gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare, groups=self.limits.groups),
+                self.ops,
+            )
             self._group.pass_on(self.ops.to_host(self._forward(inputs, self.cache)))
         self._begun += 1
         self._sampled[plan.slots[plan.samples]] = self._begun

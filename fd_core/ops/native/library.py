@@ -17,7 +17,7 @@ class Step(Structure):
     """`fd::Step`: the flattened batch."""
 
     _fields_ = (
-        *_all(c_int, "tokens", "rows", "logits", "max_blocks"),
+        *_all(c_int, "tokens", "rows", "logits", "max_blocks", "tables"),
         *_all(c_void_p, "token_ids", "positions", "kv_slots", "query_start", "context_len"),
         *_all(c_void_p, "block_tables", "logits_rows", "lora_slots"),
     )
@@ -28,7 +28,9 @@ class AttentionShape(Structure):
 
     _fields_ = (
         *_all(
-            c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "causal", "norms_rotated", "joint_norms"
+            c_int,
+            *("heads", "kv_heads", "d", "window", "half", "interleaved"),
+            *("causal", "norms_rotated", "joint_norms", "table"),
         ),
         *_all(c_float, "scale", "softcap"),
     )

@@ -261,7 +261,7 @@ class NativeOps(TorchOps):
         with self._call(q, step) as call:
             source = call.input(q, width, self.runtime.wide)
             buffer, y = call.output(q, width, self.runtime.wide)
-            geometry = ctypes.byref(_geometry(heads))
+            geometry = ctypes.byref(_geometry(heads, call.table(step)))
             call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
         return y
 
@@ -354,7 +354,7 @@ class NativeOps(TorchOps):
                 source,
                 *_norm(call, norm),
                 qkv.handle,
-                ctypes.byref(_geometry(heads)),
+                ctypes.byref(_geometry(heads, call.table(step))),
                 *_norm(call, heads.q_norm),
                 *_norm(call, heads.k_norm),
                 call.pointer(heads.rope.cos),
@@ -556,7 +556,7 @@ def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
     return ctypes.byref(table)
 
 
-def _geometry(heads: Heads) -> AttentionShape:
+def _geometry(heads: Heads, table: int) -> AttentionShape:
     return AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
@@ -567,6 +567,7 @@ def _geometry(heads: Heads) -> AttentionShape:
         heads.causal,
         heads.norms_rotated,
         heads.joint_widths is not None,
+        table,
         heads.scale,
         heads.softcap or 0.0,
     )

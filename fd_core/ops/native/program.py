@@ -10,8 +10,9 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import torch
 
+from fd_core.config.layer_groups import MAX_GROUPS
 from fd_core.errors import ConfigError
-from fd_core.ops.contract import Array, StepInput
+from fd_core.ops.contract import Array, GroupTables, StepInput
 from fd_core.ops.native.library import MEET, Step, checked, invoke
 from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankExchangeError, RankGroup, SharedMemoryGroup
 from fd_core.ops.symbol import UnknownArray
@@ -130,21 +131,25 @@ class Program:
 
     def run(self, step: StepInput, tokens: int) -> None:
         """Run all operations on a step."""
-        contexts, tables = step.context_len, step.block_tables
+        contexts, slots, tables, count = step.context_len, step.kv_slots, step.block_tables, 1
+        if step.grouped is not None:
+            slots, tables = step.grouped.kv_slots, step.grouped.block_tables
+            count = len(slots)
         rows = 0 if contexts is None else len(contexts)
         logits = 0 if step.logits_rows is None else len(step.logits_rows)
-        most_blocks = 0 if tables is None else tables.shape[1]
+        most_blocks = 0 if tables is None else tables.shape[-1]
         batch = Step(
             tokens,
             rows,
             logits,
             most_blocks,
+            count,
             address("token_ids", step.token_ids, tokens),
             address("positions", step.positions, tokens),
-            address("kv_slots", step.kv_slots, tokens),
+            address("kv_slots", slots, count * tokens),
             address("query_start", step.query_start, rows + 1),
             address("context_len", contexts, rows),
-            address("block_tables", tables, rows * most_blocks),
+            address("block_tables", tables, count * rows * most_blocks),
             address("logits_rows", step.logits_rows, logits),
             address("lora_slots", step.lora_slots, tokens),
         )
@@ -223,6 +228,10 @@ class ProgramRecorder(Program):
         """True if the logits are only this rank's part."""
         self._free: dict[tuple[int, bool, RowsOf], list[int]] = {}
 
+    def table(self, step: StepInput) -> int:
+        """Return the group of layers whose tables an operation reads, of those of each run."""
+        return step.group
+
     def input(self, x: Any, width: int, wide: bool) -> int:
         """Return the buffer of a symbol."""
         if not isinstance(x, ProgramSymbol) or x.recorder is not self or x.key != (width, wide, "tokens"):
@@ -262,6 +271,10 @@ class Eager(Program):
         if kind is None:
             self.run(self._step, self._tokens)
 
+    def table(self, step: StepInput) -> int:
+        """Return 0: the step has the tables of one group of layers."""
+        return 0
+
     def input(self, x: Array, width: int, wide: bool) -> int:
         """Return a buffer with a padded copy of a tensor [T, ...]."""
         return self.inout(x.flatten(1), width, wide)[0]
@@ -289,5 +302,7 @@ class Eager(Program):
 def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     """Return a step whose arrays are symbols: operations read the step of each run."""
 
-    arrays = {field.name: ProgramSymbol(recorder, -1, (0, False, "tokens")) for field in dataclasses.fields(StepInput)}
-    return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` raises like an array
+    unknown = ProgramSymbol(recorder, -1, (0, False, "tokens"))
+    arrays = dict.fromkeys((field.name for field in dataclasses.fields(StepInput)), unknown)
+    grouped = GroupTables([unknown] * MAX_GROUPS, [unknown] * MAX_GROUPS)
+    return StepInput(**arrays | {"group": 0, "grouped": grouped})  # type: ignore[arg-type]  # `max_query` raises like an array

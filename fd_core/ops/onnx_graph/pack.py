@@ -94,6 +94,7 @@ class OnnxOps(NumpyOps):
     """Operations as ONNX operators; activations, weights and KV are float32."""
 
     name = "onnx"
+    groups_layers = False
     dtype = "float32"
     kv_dtypes = ()
     encodes = False

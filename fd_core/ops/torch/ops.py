@@ -69,6 +69,7 @@ class TorchOps(TorchSampling, Ops):
     """
 
     name = "torch"
+    groups_layers = True
     framework = "torch"
     kv_dtypes: Collection[str] = ("int8",)
     encodes = True
@@ -81,7 +82,8 @@ class TorchOps(TorchSampling, Ops):
         self.device = torch.device(device)
         self._on_host = self.device.type == "cpu"
         self.torch_dtype = _DTYPES[dtype]
-        self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
+        self._planned: dict[int, tuple[StepInput, TorchAttentionPlan]] = {}
+        """Of the last step, by group of layers."""
 
     def join(self, group: RankGroup) -> None:
         if self.device.type != "cpu":
@@ -198,9 +200,10 @@ class TorchOps(TorchSampling, Ops):
 
     def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; the plan of a step is computed once for all layers."""
-        if self._planned is None or self._planned[0] is not step:
-            self._planned = (step, TorchAttentionPlan(step, layer.block_size))
-        return self._planned[1].attend(q, layer, heads)
+        planned = self._planned.get(step.group)
+        if planned is None or planned[0] is not step:
+            planned = self._planned[step.group] = step, TorchAttentionPlan(step, layer.block_size)
+        return planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         chosen, weights = route(x, experts)

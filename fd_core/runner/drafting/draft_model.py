@@ -197,7 +197,7 @@ class DraftModelDrafter(Drafter):
     @property
     def _known(self) -> tuple[IntArray, IntArray, int]:
         """Tokens, block tables and block size: arguments of `build_inputs`."""
-        return self._tokens, self._blocks.tables, self._cache.shape.block_size
+        return self._tokens, self._blocks.tables[None], self._cache.shape.block_size
 
 
 def _greedy(ops: Ops, rows: int) -> SampleInput:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, HostStep, Ops, StepInput
+from fd_core.config.layer_groups import LayerGroups
+from fd_core.ops.contract import Array, GroupTables, HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
@@ -204,12 +205,13 @@ def gather_inputs(
     size: int,
     spare_block: int | None = None,
     adapters: IntArray | None = None,
+    groups: LayerGroups | None = None,
 ) -> StepInput:
     """Gather, on the host, tokens, positions, cache slots and block tables of the spans, at least one.
 
-    `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] are the state of every slot; `size` is the number
-    of tokens in a block; `spare_block` is the block that padding writes. `adapters` int32[num_slots] is the adapter
-    slot of each slot; None if none of them has one.
+    `tokens` int32[num_slots, *] and `tables` int32[groups, num_slots, blocks] are the state of every slot; `size` is
+    the number of tokens in a block; `spare_block` is the block that padding writes. `adapters` int32[num_slots] is the
+    adapter slot of each slot; None if none of them has one. `groups` is None for a single group without a window.
     """
     slots, starts, counts = spans.slots, spans.starts, spans.counts
     context = starts + counts
@@ -230,31 +232,38 @@ def gather_inputs(
         positions = np.arange(len(row_of), dtype=np.int32) - query_start[row_of] + starts[row_of]
         slot_of = slots[row_of]
     entries, offsets = np.divmod(positions, size)
-    kv_slots = tables[slot_of, entries] * size + offsets
+    kv_slots = tables[:, slot_of, entries] * size + offsets
     if spans.shape is not None and width > 1:
-        kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # computed before
+        kv_slots[:, positions < np.repeat(spans.starts, width)] = spare * size  # computed before
     token_ids = tokens[slot_of, positions]
-    block_tables = tables[slots, : -(-max_context // size)]
+    block_tables = tables[:, slots, : -(-max_context // size)]
+    if groups is not None and groups.sliding:
+        # Earlier blocks may belong to other requests by now: their weights are 0, which hides no NaN.
+        first, sliding = groups.first_read(spans.starts, size), block_tables[groups.whole :]
+        oldest = sliding[:, np.arange(len(slots)), first][..., None]
+        block_tables[groups.whole :] = np.where(np.arange(sliding.shape[2]) < first[:, None], oldest, sliding)
     lora_slots = None if adapters is None else adapters[slot_of]
     if padding:
         filling = padding * width
         query_start = _padded(query_start, padding, query_start[-1] + width * np.arange(1, padding + 1, dtype=np.int32))
-        context, block_tables = _padded(context, padding, width), _padded(block_tables, padding, spare)
-        token_ids, kv_slots = _padded(token_ids, filling, 0), _padded(kv_slots, filling, spare * size)
+        context = _padded(context, padding, width)
+        block_tables = _padded(block_tables.swapaxes(0, 1), padding, spare).swapaxes(0, 1)
+        token_ids, kv_slots = _padded(token_ids, filling, 0), _padded(kv_slots.T, filling, spare * size).T
         positions = _padded(positions, filling, np.arange(filling, dtype=np.int32) % width)
         lora_slots = None if lora_slots is None else _padded(lora_slots, filling, 0)
     return StepInput(
         token_ids=token_ids,
         positions=positions,
-        kv_slots=kv_slots,
+        kv_slots=kv_slots[0],
         query_start=query_start,
         context_len=context,
-        block_tables=block_tables,
+        block_tables=block_tables[0],
         logits_rows=spans.logits_rows,
         max_query=width,
         max_context=max_context,
         uniform=width == 1 or spans.shape is not None,
-        host=HostStep(query_start, context, block_tables),
+        host=HostStep(query_start, context, block_tables[0]),
+        grouped=None if len(tables) == 1 else GroupTables(*map(np.ascontiguousarray, (kv_slots, block_tables))),
         **({} if lora_slots is None else _adapter_fields(lora_slots)),
     )
 

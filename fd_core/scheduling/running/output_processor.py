@@ -203,7 +203,7 @@ class OutputProcessor:
             if self._drafts.possible or not all_deliver:
                 # The last token delivered has no KV yet.
                 upto = np.where(sampled, slots.num_tokens[rows_of] - 1, upto).astype(np.int32)
-            self._running_batch.settle(rows_of, upto)
+            self._running_batch.settle(rows_of, upto, plan.step)
 
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the preemption or abort that it acknowledges."""

@@ -109,14 +109,17 @@ class PlanBuilder:
             adapter=request.spec.adapter,
         )
         self._admissions.append(admission)
-        blocks = table.tables[slot, : table.num_blocks[slot]].copy()
-        blocks.setflags(write=False)
-        if len(blocks):
-            self._grants.append(BlockGrant(slot, 0, blocks))
+        for group in range(table.groups.count):
+            begin, end = 0, table.num_blocks[slot]
+            if group >= table.groups.whole:
+                begin, end = table.sliding_begin[slot], table.sliding_end[slot]
+            if begin < end:
+                blocks = frozen(table.tables[group, slot, begin:end].copy())
+                self._grants.append(BlockGrant(slot, int(begin), blocks, group))
 
-    def grant(self, rows: npt.NDArray[np.intp], entries: IntArray, blocks: IntArray) -> None:
-        """Make each of read-only `blocks` int32[n] the one of `entries` int32[n] in the table of its slot in `rows`."""
-        self._grants += map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None])
+    def grant(self, grants: list[BlockGrant]) -> None:
+        """Notify the runner of more blocks."""
+        self._grants += grants
 
     def revoke(self, slot: int, gen: int) -> None:
         """Preempt or abort a slot; blocks granted to it in the same pass are void."""

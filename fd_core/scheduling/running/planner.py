@@ -124,31 +124,35 @@ class Planner:
         chooses a victim, so one shortage never preempts a chain of requests.
         """
         slots = self._slots
-        room = slots.num_blocks[ready] * self._limits.block_size - slots.num_computed[ready]
+        room = slots.room(ready)
         full = ready[room <= 0]
         if not len(full):
             self._plans_with_room = int(room.min(initial=self._limits.block_size)) - 1
             return ready
         self._plans_with_room = 0
         full = full[np.argsort(slots.arrival[full], kind="stable")]
-        if (blocks := self._pool.allocate(len(full))) is not None:
-            builder.grant(full, slots.append_block(full, blocks), blocks)
+        missing = slots.missing(full)
+        if (blocks := self._pool.allocate(int(missing.sum()))) is not None:
+            builder.grant(slots.extend(full, blocks))
             return ready
         stalled: list[int] = []
-        for index, slot in enumerate(full.tolist()):
+        awaited, pool, slides = 0, self._pool, slots.groups.sliding > 0
+        for index, (slot, count) in enumerate(zip(full.tolist(), missing.tolist(), strict=True)):
             if not slots.running[slot]:
                 continue
-            blocks = self._pool.allocate(1)
-            while blocks is None and len(stalled) >= self._pool.num_fenced:
+            blocks = pool.allocate(count)
+            while blocks is None and awaited + count > (
+                pool.num_free + pool.num_fenced + (slots.num_leaving() if slides else 0)
+            ):
                 self._running_batch.preempt(self._choose_victim(), builder)
                 if not slots.running[slot]:
                     break
-                blocks = self._pool.allocate(1)
+                blocks = pool.allocate(count)
             if blocks is not None:
-                row = full[index : index + 1]
-                builder.grant(row, slots.append_block(row, blocks), blocks)
+                builder.grant(slots.extend(full[index : index + 1], blocks))
             elif slots.running[slot]:
                 stalled.append(slot)
+                awaited += count
         if not stalled and not builder.preempted:
             return ready
         return ready[slots.running[ready] & ~np.isin(ready, stalled)]
@@ -197,13 +201,14 @@ class Planner:
         is_decode = slots.num_planned[rows] - slots.num_computed[rows] == 1
         ready = np.where(is_decode, slots.drafts_ready[rows], 0)
         wanted = self._drafts.allowed(rows, np.minimum(ready, slots.limit[rows] - slots.num_planned[rows] - 1))
-        room = slots.num_blocks[rows] * self._limits.block_size - slots.num_computed[rows] - 1
+        room = slots.room(rows) - 1
         for index in np.flatnonzero(wanted > room).tolist():
             # A draft takes a block only if no other request will miss the block.
             row = rows[index : index + 1]
-            blocks = self._pool.allocate(1) if self._pool.num_free > len(rows) else None
+            count = slots.groups.count
+            blocks = self._pool.allocate(count) if self._pool.num_free > count * len(rows) else None
             if blocks is not None:
-                builder.grant(row, slots.append_block(row, blocks), blocks)
+                builder.grant(slots.extend(row, blocks))
                 room[index] += self._limits.block_size
         fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
         return fitting
@@ -214,9 +219,22 @@ class Planner:
         if not (builder.budget.left and len(prefilling)):
             return
         for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
-            chunk = builder.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
+            wanted = int(slots.num_planned[slot] - slots.num_computed[slot])
+            if slots.groups.sliding:
+                wanted = self._room_for_chunk(slot, min(wanted, builder.budget.left), builder)
+            chunk = builder.budget.take(wanted)
             if chunk:
                 builder.add_row(slot, chunk)
+
+    def _room_for_chunk(self, slot: int, wanted: int, builder: PlanBuilder) -> int:
+        """Allocate the blocks of sliding groups for a chunk of `wanted` tokens; return how many tokens have room."""
+        slots, row = self._slots, np.array([slot])
+        while (room := int(slots.room(row)[0])) < wanted:
+            blocks = self._pool.allocate(slots.groups.sliding)
+            if blocks is None:
+                break
+            builder.grant(slots.extend(row, blocks))
+        return min(room, wanted)
 
     def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], chosen: set[int]) -> None:
         """Record the wait reason of running requests that this plan leaves out: `rows` of the `ready` slots had blocks.

@@ -120,26 +120,28 @@ class RunningBatch:
         self.run(slot, request, num_tokens, num_cached)
         self.kv_loaded.append(slot)
 
-    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
-        """Register the blocks that are complete now that the KV of slots `rows` is settled below `upto` int32[n]."""
+    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray, step: int) -> None:
+        """Settle the KV of slots `rows` below `upto` int32[n], which `step` or one before it computed.
+
+        Registers the blocks that are complete now, and gives up those that no later step reads.
+        """
         slots = self.slots
         slots.settle(rows, upto)
-        if self._prefixes.hasher is None:
-            return
         blocks = upto // slots.block_size
         completed = blocks > slots.num_registered[rows]
-        if not np.count_nonzero(completed):
-            return
-        for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
-            request = slots.request_in(slot)
-            self._register(slot, request, count)
-            if request.spec.prefill_job is not None:
-                self._send_settled(slot, request)
+        if self._prefixes.hasher is not None and np.count_nonzero(completed):
+            for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
+                request = slots.request_in(slot)
+                self._register(slot, request, count)
+                if request.spec.prefill_job is not None:
+                    self._send_settled(slot, request)
+        if slots.groups.sliding:
+            self._pool.release_each(slots.slide(rows, upto), step)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
         """Register the settled blocks of a slot below entry `upto` of its table."""
         slots = self.slots
-        self._prefixes.complete(request, slots.tables[slot], int(slots.num_registered[slot]), upto)
+        self._prefixes.complete(request, slots.tables[:, slot], int(slots.num_registered[slot]), upto)
         slots.register(slot, upto)
 
     def _send_settled(self, slot: int, request: Request) -> None:
@@ -216,7 +218,7 @@ class RunningBatch:
         complete = int(self.slots.num_registered[slot])
         if not complete:
             return None
-        settled = self.slots.tables[slot, :complete].copy()
+        settled = self.slots.blocks(slot, upto=complete)
         return self._offloading.save(request, request.chain[:complete], settled)
 
     def _give_up_blocks(self, slot: int, request: Request) -> None:
@@ -236,7 +238,7 @@ class RunningBatch:
         for slot, request in enumerate(slots.requests):
             if request is not None and (request.slot != slot or request.num_tokens != slots.num_tokens[slot]):
                 raise RuntimeError(f"slot {slot} and its request disagree about the slot or the number of tokens")
-        self._pool.check_integrity(slots.blocks(int(slot)) for slot in np.flatnonzero(slots.running | slots.loading))
+        self._pool.check_integrity(slots.owned(int(slot)) for slot in np.flatnonzero(slots.running | slots.loading))
 
 
 def slot_of(request: Request) -> int:

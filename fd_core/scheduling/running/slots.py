@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.tokens import DeliveredTokens
 from fd_core.scheduling.victims import RunningRequests
-from fd_core.types import IntArray, StepPlan
+from fd_core.types import BlockGrant, IntArray, StepPlan
 from fd_core.types.metrics import gauge
 
 NO_CHOICE = np.iinfo(np.int32).max
@@ -53,9 +54,10 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
 class SlotTable:
     """Columns over `num_slots` slots; private to one scheduler, read by its parts and written here alone."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, groups: LayerGroups = ONE_GROUP) -> None:
         self.num_slots = num_slots
         self.block_size = block_size
+        self.groups = groups
         self.requests: list[Request | None] = [None] * num_slots
         self.names = [""] * num_slots
         """Id of the request in each slot, or of the last one."""
@@ -88,13 +90,19 @@ class SlotTable:
         self.limit = np.zeros(num_slots, np.int32)
         self.prompt_len = np.zeros(num_slots, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int32)
+        """Entries of the block tables, of sliding groups as well once their tokens are computed."""
+        self.sliding_begin = np.zeros(num_slots, np.int32)
+        """First entry that a slot still owns of the table of a sliding group."""
+        self.sliding_end = np.zeros(num_slots, np.int32)
+        """Entries so far of the tables of sliding groups."""
         self.num_registered = np.zeros(num_slots, np.int32)
         """Leading blocks that were offered to the prefix index."""
         self.last_step = np.full(num_slots, -1, np.int64)
         self.stops = np.full((num_slots, 1), NO_CHOICE, np.int32)
         """Token ids that end the request; widened when a request has more."""
-        self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
-        """Block tables; the first `num_blocks` entries of a row are valid."""
+        self.tables = np.zeros((groups.count, num_slots, -(-max_model_len // block_size)), np.int32)
+        """Block tables of each group: the first `num_blocks` entries of a row, or, of a sliding group, those from
+        `sliding_begin` to `sliding_end`."""
 
     def free_slot(self) -> int | None:
         """Return the lowest slot that holds no request."""
@@ -114,9 +122,14 @@ class SlotTable:
             raise RuntimeError(f"slot {slot} is empty")
         return request
 
-    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
-        """Occupy a slot under a new gen: it owns the known prefix, `matched`, and the `blocks` after it."""
-        spec, known, count = request.spec, len(matched), len(matched) + len(blocks)
+    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray, sliding_end: int = 0) -> None:
+        """Occupy a slot under a new gen: it owns the known prefix, `matched`, and the `blocks` after it.
+
+        `matched` is what `Prefixes.match` returns. `blocks` are those of each group for all tokens, of sliding groups
+        up to entry `sliding_end`.
+        """
+        spec, matched = request.spec, np.atleast_2d(matched)
+        known, count = matched.shape[1], -(-request.tokens.taken // self.block_size)
         self.requests[slot] = request
         self.names[slot] = spec.request_id
         request.slot = slot
@@ -134,8 +147,16 @@ class SlotTable:
         self.num_computed[slot] = self.num_settled[slot] = 0
         self.limit[slot] = request.limit
         self.prompt_len[slot] = request.prompt_len
-        self.tables[slot, :known] = matched
-        self.tables[slot, known:count] = blocks
+        groups = self.groups
+        self.tables[:, slot, :known] = matched
+        own = groups.whole * (count - known)
+        self.tables[: groups.whole, slot, known:count] = blocks[:own].reshape(groups.whole, count - known)
+        if groups.sliding:
+            self.tables[groups.whole :, slot, known:sliding_end] = blocks[own:].reshape(
+                groups.sliding, sliding_end - known
+            )
+            self.sliding_begin[slot] = groups.first_read(known * self.block_size, self.block_size)
+            self.sliding_end[slot] = sliding_end
         self.num_blocks[slot], self.num_registered[slot], self.drafts_ready[slot] = count, known, 0
         self.last_step[slot] = -1
         params = spec.params
@@ -174,10 +195,10 @@ class SlotTable:
         self.awaits_first[slot] = False
 
     def take_blocks(self, slot: int) -> IntArray:
-        """Return the block table of a slot, which then owns no block."""
-        table: IntArray = self.tables[slot, : self.num_blocks[slot]].copy()
-        self.num_blocks[slot] = 0
-        return table
+        """Return all blocks of a slot in sequence order, which then owns none."""
+        blocks = self.owned(slot)
+        self.num_blocks[slot] = self.sliding_begin[slot] = self.sliding_end[slot] = 0
+        return blocks
 
     def vacate(self, slot: int) -> None:
         """Free a slot; the gen stays, so that late outputs are recognised."""
@@ -223,17 +244,81 @@ class SlotTable:
         self._delivered.append(rows, tokens, counts)
         self.num_tokens[rows] += counts
 
-    def append_block(self, rows: npt.NDArray[np.intp], blocks: IntArray) -> IntArray:
-        """Extend the table of each of the slots `rows` by one of `blocks` int32[n]; return its entries, int32[n]."""
-        entries: IntArray = self.num_blocks[rows]
-        self.tables[rows, entries] = blocks
-        self.num_blocks[rows] = entries + 1
-        return entries
+    def room(self, rows: npt.NDArray[np.intp]) -> IntArray:
+        """Return int32[n]: positions after `num_computed` that the blocks of each of the slots `rows` have room for."""
+        entries = self.num_blocks[rows]
+        if self.groups.sliding:
+            entries = np.minimum(entries, self.sliding_end[rows])
+        room: IntArray = entries * self.block_size - self.num_computed[rows]
+        return room
+
+    def missing(self, rows: npt.NDArray[np.intp]) -> IntArray:
+        """Return int32[n]: blocks that each of the slots `rows` needs for its next entry in every table.
+
+        While a prompt is computed, it already has all its blocks of the other groups than the sliding ones.
+        """
+        groups = self.groups
+        if not groups.sliding:
+            return np.full(len(rows), groups.whole, np.int32)
+        ahead = self.sliding_end[rows] < self.num_blocks[rows]
+        return np.where(ahead, groups.sliding, groups.count).astype(np.int32)
+
+    def extend(self, rows: npt.NDArray[np.intp], blocks: IntArray) -> list[BlockGrant]:
+        """Extend the tables of the slots `rows` by one entry each, with `missing` of `blocks` for each slot in turn."""
+        groups = self.groups
+        if groups.single:
+            entries, first, slots = self.num_blocks[rows], np.zeros(len(rows), np.intp), rows
+        else:
+            counts = self.missing(rows)
+            slots = np.repeat(rows, counts)
+            first = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - groups.count, counts)
+            entries = np.repeat((self.sliding_end if groups.sliding else self.num_blocks)[rows], counts)
+            ahead = groups.sliding and self.sliding_end[rows] < self.num_blocks[rows]
+            self.sliding_end[rows] += 1
+            rows = rows[np.logical_not(ahead)]
+        self.tables[first, slots, entries] = blocks
+        self.num_blocks[rows] += 1
+        return [*map(BlockGrant, slots.tolist(), entries.tolist(), blocks[:, None], first.tolist())]
+
+    def slide(self, rows: npt.NDArray[np.intp], upto: IntArray) -> list[IntArray]:
+        """Take the blocks of sliding groups that no token of slots `rows` from position `upto` int32[n] on reads."""
+        begin, groups = self.groups.first_read(upto, self.block_size), self.groups
+        leaving = begin > self.sliding_begin[rows]
+        taken = []
+        for slot, end in zip(rows[leaving].tolist(), begin[leaving].tolist(), strict=True):
+            taken.append(self.tables[groups.whole :, slot, self.sliding_begin[slot] : end].T.flatten())
+            self.sliding_begin[slot] = end
+        return taken
+
+    def num_leaving(self) -> int:
+        """Return how many blocks of sliding groups running slots give up when the steps in flight have outputs."""
+        rows = np.flatnonzero(self.running)
+        begin = self.groups.first_read(self.num_computed[rows], self.block_size)
+        return self.groups.sliding * int(np.maximum(begin - self.sliding_begin[rows], 0).sum())
+
+    def num_owned(self, rows: npt.NDArray[np.intp]) -> IntArray:
+        """Return int32[n]: number of blocks of each of the slots `rows`."""
+        groups = self.groups
+        sliding = (self.sliding_end[rows] - self.sliding_begin[rows]) * groups.sliding
+        owned: IntArray = self.num_blocks[rows] * groups.whole + sliding
+        return owned
+
+    def owned(self, slot: int) -> IntArray:
+        """Return all blocks of a slot in sequence order."""
+        count, groups = int(self.num_blocks[slot]), self.groups
+        table = self.tables[:, slot, :count].T
+        if groups.sliding:
+            entries = np.arange(count)
+            held = (entries >= self.sliding_begin[slot]) & (entries < self.sliding_end[slot])
+            mine = np.ones(table.shape, np.bool_)
+            mine[:, groups.whole :] = held[:, None]
+            return table[mine]
+        return table.flatten()
 
     def blocks(self, slot: int, first: int = 0, upto: int | None = None) -> IntArray:
-        """Return a copy of the slot's block table, or of its entries `first` to `upto`."""
+        """Return a copy of the slot's block table, or of its entries `first` to `upto`, with one group of layers."""
         end = int(self.num_blocks[slot]) if upto is None else upto
-        table: IntArray = self.tables[slot, first:end].copy()
+        table: IntArray = self.tables[0, slot, first:end].copy()
         return table
 
     def ready(self) -> npt.NDArray[np.intp]:

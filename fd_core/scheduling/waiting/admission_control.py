@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import IntArray
@@ -73,7 +74,13 @@ class ReturnCost:
         return max(int(_RECOMPUTED_TOKEN * self.share * length), block_size)
 
 
-def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.int64], block_size: int) -> int:
+def peak_growth(
+    length: IntArray,
+    blocks: IntArray,
+    remaining: npt.NDArray[np.int64],
+    block_size: int,
+    groups: LayerGroups = ONE_GROUP,
+) -> int:
     """Return how many blocks beyond the current ones the requests will hold at their peak, at least 0.
 
     `length`, `blocks` int32[n] are tokens and blocks of each request, `remaining` int64[n] its predicted further
@@ -85,7 +92,7 @@ def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.in
     moments, left = np.unique(remaining).astype(np.int32), remaining.astype(np.int32)
     if len(moments) > _MOMENTS:
         moments = moments[np.linspace(0, len(moments) - 1, _MOMENTS).astype(np.intp)]
-    grown = -(-(length + moments[:, None]) // block_size)
+    grown = groups.blocks_of(length + moments[:, None], block_size)
     demand = np.where(left >= moments[:, None], grown, 0).sum(axis=1)
     return max(int(demand.max()) - int(blocks.sum()), 0)
 
@@ -101,18 +108,21 @@ class AdmissionControl:
         """Blocks that all may grow by, each at its own peak: where this many are free, an admission costs
         O(1). None where a plan's admissions begin."""
 
-    def growth(self, slots: SlotTable, request: Request) -> int:
-        """Return the blocks that all will need beyond those that they hold; 0 for a request that runs alone."""
+    def growth(self, slots: SlotTable, request: Request, holds: int) -> int:
+        """Return the blocks that all will need beyond those that they hold; 0 for a request that runs alone.
+
+        `holds` is the number of blocks that `request` begins with.
+        """
         rows = np.flatnonzero(slots.running | slots.loading)
         if not len(rows):
             return 0
         length, size = request.num_tokens, slots.block_size
         lengths = np.append(slots.num_planned[rows], np.int32(length))
-        blocks = np.append(slots.num_blocks[rows], np.int32(-(-length // size)))
+        blocks = np.append(slots.num_owned(rows), np.int32(holds))
         left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
         remaining = np.append(self._remaining(slots, rows), left)
         horizon = self.return_cost.horizon(length, size)
-        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), block_size=size)
+        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), block_size=size, groups=slots.groups)
 
     def largest_growth(self, slots: SlotTable) -> int:
         """Return an upper bound of `growth` for the running requests alone: each at its own peak."""
@@ -120,22 +130,26 @@ class AdmissionControl:
         if len(rows) == 0:
             return 0
         ends = slots.num_planned[rows] + self._remaining(slots, rows)
-        return int(np.maximum(-(-ends // slots.block_size) - slots.num_blocks[rows], 0).sum())
+        return int(np.maximum(slots.groups.blocks_of(ends, slots.block_size) - slots.num_owned(rows), 0).sum())
 
     def _remaining(self, slots: SlotTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         prompts = slots.prompt_len[rows]
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
-    def admits(self, slots: SlotTable, request: Request, needed: int, free: int) -> bool:
-        """Return True if `free` blocks cover `needed` and all growth; the request then counts from now on."""
+    def admits(self, slots: SlotTable, request: Request, needed: int, known: int, free: int) -> bool:
+        """Return True if `free` blocks cover `needed` and all growth; the request then counts from now on.
+
+        It begins with `needed` blocks in addition to the `known` ones of its prefix.
+        """
         if needed > free:
             return False
         if self.bound is None:
             self.bound = self.largest_growth(slots)
         length, size = request.num_tokens, slots.block_size
         left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
-        growth = -(-(length + left) // size) - -(-length // size)
-        if needed + self.bound + growth > free and needed + self.growth(slots, request) > free:
+        holds = needed + known
+        growth = max(slots.groups.blocks(length + left, size) - holds, 0)
+        if needed + self.bound + growth > free and needed + self.growth(slots, request, holds) > free:
             return False
         self.bound += growth
         return True

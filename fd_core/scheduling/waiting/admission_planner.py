@@ -34,7 +34,7 @@ from fd_core.scheduling.running.running_batch import RunningBatch
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
-from fd_core.types import IntArray, Phase
+from fd_core.types import Phase
 
 _MAX_PARKED: Final = 256
 """Waiting requests that one plan parks; later plans consider the others."""
@@ -100,7 +100,8 @@ class AdmissionPlanner:
         pool, prefixes, size = self._pool, self._prefixes, self._limits.block_size
         self._control.bound = None
         slot = self._slots.free_slot()
-        matched = nothing = np.empty(0, np.int32)
+        groups = self._limits.groups
+        matched = nothing = np.empty(0 if groups.single else (groups.count, 0), np.int32)
         parked = shared = 0
         while builder.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
@@ -120,23 +121,31 @@ class AdmissionPlanner:
                 parked += 1
                 continue
             matched = prefixes.match(keys, matched) if keys else nothing
-            if len(matched) < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
+            if matched.shape[-1] < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
                 matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
                 continue
             if self._limits.whole_prompts and request.num_tokens > builder.budget.left:
                 break
-            needed = -(-request.num_tokens // size) - len(matched)
-            pool.acquire(matched)
-            fits = self._control.admits(self._slots, request, needed, free=pool.num_free)
+            first, end = matched.shape[-1], -(-request.num_tokens // size)
+            needed = groups.whole * (end - first)
+            known = matched.T[matched.T >= 0]
+            pool.acquire(known)
+            if groups.sliding:
+                # These groups get the blocks of each chunk when it is planned: most leave the window before the next.
+                chunk = min(first + max((pool.num_free - needed) // groups.sliding, 1), end)
+                end = min(chunk, -(-(first * size + builder.budget.left) // size))
+                needed += groups.sliding * (end - first)
+            fits = self._control.admits(self._slots, request, needed, known=len(known), free=pool.num_free)
             blocks = pool.allocate(needed) if fits else None
             if blocks is None:
-                pool.release(matched, -1)
+                pool.release(known, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
                 self._times.set_queue_phase(Phase.BLOCKS)
                 return
-            self._enter(slot, request, keys, matched=matched, blocks=blocks, builder=builder)
-            shared += len(matched)
+            self._slots.occupy(slot, request, matched, blocks, sliding_end=end)
+            self._enter(slot, request, keys, first=first, room=end * size, builder=builder)
+            shared += len(known)
             slot = self._slots.free_slot()
         self._times.set_queue_phase(Phase.SLOT if slot is None else Phase.BUDGET)
 
@@ -166,16 +175,18 @@ class AdmissionPlanner:
         slot: int,
         request: Request,
         keys: Sequence[bytes],
-        matched: IntArray,
-        blocks: IntArray,
+        first: int,
+        room: int,
         builder: PlanBuilder,
     ) -> None:
-        """Move a request into a slot: it computes at once, or waits there for its KV from outside the device."""
-        running_batch, first, queued = self._running_batch, len(matched), request.queued_view or request.queued()
+        """Begin a request in its slot after the `first` blocks of its prompt, which are cached.
+
+        It has blocks for `room` tokens. It computes at once, or waits there for its KV from outside the device.
+        """
+        running_batch, queued = self._running_batch, request.queued_view or request.queued()
         self._waiting.remove(request)
         self._prefix_wait_expired.discard(request.arrival)
         self._blocked = None
-        self._slots.occupy(slot, request, matched, blocks=blocks)
         self._policy.admitted(queued)
         if self._waiting.turns_move:
             self._waiting.turn_changed(request)
@@ -197,4 +208,4 @@ class AdmissionPlanner:
         cached = first * self._limits.block_size
         running_batch.run(slot, request, cached, cached)
         builder.admit(slot, request, self._slots)
-        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))
+        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))

@@ -426,8 +426,8 @@ async def conversation_job(
         calls = None if tools is None else required_constraint(state, tools, reading, form=form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)
-        require_texts(state)
-        prompt = await chat_prompt(state, body, tools)
+        # A model that generates no text may have no chat template; `build_job` refuses it.
+        prompt = await chat_prompt(state, body, tools) if state.client.info.generates else ()
         return build_job(
             state,
             request,
@@ -442,14 +442,6 @@ async def conversation_job(
         )
     except (ApiError, BadRequest) as error:
         raise named_as_sent(error, other_names(body) if names is None else names) from None
-
-
-def require_texts(state: ServerState) -> None:
-    """Raise `ApiError` (400) for a model that generates no text."""
-    if not state.client.info.generates:
-        raise invalid(
-            "this checkpoint has no output projection and cannot generate text; use /v1/embeddings", "model", "no_texts"
-        )
 
 
 def build_job(
@@ -469,7 +461,10 @@ def build_job(
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
         raise invalid("stream_options requires stream=true", "stream_options")
-    require_texts(state)
+    if not info.generates:
+        raise invalid(
+            "this checkpoint has no output projection and cannot generate text; use /v1/embeddings", "model", "no_texts"
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not supported with stream; remove stream, or use echo", "prompt_logprobs")
     for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):

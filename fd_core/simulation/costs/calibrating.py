@@ -122,7 +122,9 @@ def calibrate(
             dtype="+".join([info.dtype, *sorted({use.computed for use in info.weights} - {info.dtype})]),
             kv_dtype=info.kv_dtype,
             weights_bytes=max(1, sum(use.nbytes for use in info.weights)),
-            kv_bytes_per_token=max(1, info.kv_cache_bytes // (limits.num_kv_blocks * limits.block_size)),
+            kv_bytes_per_token=max(
+                1, info.kv_cache_bytes * limits.groups.count // (limits.num_kv_blocks * limits.block_size)
+            ),
         ),
         limits=limits,
         step=terms,
@@ -274,7 +276,7 @@ def _spread(times: Sequence[float]) -> float:
 def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress: Progress) -> RequestTerms:
     """Time the engine's own loop, and the work before it, with a few requests."""
     limits = engine.probe().runner.limits
-    room = limits.num_kv_blocks * limits.block_size // (2 * (_LOOP_STEPS + 16))
+    room = limits.groups.longest(limits.num_kv_blocks, limits.block_size) // (2 * (_LOOP_STEPS + 16))
     most = max(1, min(limits.max_num_seqs, room, limits.max_num_batched_tokens // 8))
     service, turns = EngineService(engine, _encoded), defaultdict[int, list[float]](list)
     for index in range(_LOOP_ROUNDS):

@@ -77,11 +77,15 @@ AXES: Final = (
     Axis("composed", (False, True), needs="paged_kv"),
 )
 """Axes of a layer and of the step over it; `composed` replaces the pack's fusions by their primitives."""
+_GROUPED: Final = "a layer has the places of one group; engines of models with windows have several"
 EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.token_ids": "no layer reads them; models embed them",
     "StepInput.positions": "they follow from the contexts",
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
+    "StepInput.grouped": _GROUPED,
+    "StepInput.group": _GROUPED,
+    "KVShape.groups": _GROUPED,
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
 }

@@ -189,7 +189,7 @@ class LayerOn:
         free = np.ones(count, np.bool_)
         for (tokens, context), table in zip(rows, tables, strict=True):
             free[table[: -(-(context - tokens) // g.block_size)]] = False
-        history[free] = 1000.0  # larger than any value, as other requests left the blocks, until a token is written
+        history[free] = np.nan  # as a failed request leaves blocks, until a token is written
         if self.cache.shape.quantized:
             history = quantize_kv(history)
         elif ops.dtype == "bfloat16":

@@ -79,7 +79,7 @@ class Stepper:
         allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
         assert computed <= allowed, f"step {plan.step}: expected {allowed} charged tokens, computed {computed}"
-        tables = self.runner.batch.tables
+        tables = self.runner.batch.tables[0]
         self._touched[plan.step] = {
             block
             for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True)

@@ -56,7 +56,8 @@ class Occupancy:
     request: Followed
     slot: int
     gen: int
-    table: list[int]
+    tables: list[list[int]]
+    """Blocks of each group of layers; -1 before those of a sliding one."""
     num_planned: int
     """Number of tokens after all steps in flight, if all their drafts are accepted."""
     num_computed: int
@@ -70,6 +71,8 @@ class Occupancy:
     """Drafts of the runner; None while a step of this slot occupancy is in flight."""
     left_out: int = 0
     """Consecutive plans that skipped its decode."""
+    begin: int = 0
+    """First entry that it owns in the tables of sliding groups."""
 
     def __str__(self) -> str:
         return f"slot {self.slot} gen {self.gen} ({self.request.name})"
@@ -78,6 +81,11 @@ class Occupancy:
     def remaining(self) -> int:
         """Tokens not computed yet; 1 is a decode."""
         return self.num_planned - self.num_computed
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it was granted in every group."""
+        return min(map(len, self.tables))
 
 
 @dataclass(slots=True)
@@ -257,7 +265,15 @@ class Auditor:
 
     @property
     def tables(self) -> set[int]:
-        return {block for occupancy in self.live for block in occupancy.table}
+        return {block for occupancy in self.live for block in self._owned(occupancy)}
+
+    def _owned(self, occupancy: Occupancy, first: int = 0) -> set[int]:
+        """Return the blocks of a request from entry `first` on."""
+        begins = [max(first, self._first_entry(group, occupancy.begin)) for group in range(self.limits.groups.count)]
+        return {block for begin, table in zip(begins, occupancy.tables, strict=True) for block in table[begin:]}
+
+    def _first_entry(self, group: int, begin: int) -> int:
+        return begin if group >= self.limits.groups.whole else 0
 
     def touched(self) -> set[int]:
         return {block for step in self._in_flight.values() for block in step.touched}
@@ -388,7 +404,7 @@ class Auditor:
             self._revoke(slot, gen)
         admitted = {admission.slot for admission in plan.admissions}
         for grant in plan.grants:
-            if grant.slot not in admitted or grant.offset:
+            if grant.slot not in admitted:
                 self._grant(grant, touched)
         step = self._in_flight[plan.step] = _InFlight()
         for row in range(len(plan.slots)):
@@ -404,7 +420,7 @@ class Auditor:
         if loads or self.paused or not preempted:
             return
         free = self.limits.num_kv_blocks - len(self.tables | self.unowned())
-        needed = sum(each.num_computed >= len(each.table) * size for each in live.values())
+        needed = sum(each.num_computed >= len(table) * size for each in live.values() for table in each.tables)
         what = f"step {plan.step} preempts {preempted}, although {free} blocks are free"
         require(needed > free, "3.4", f"{what} and running requests need {needed}")
 
@@ -466,27 +482,31 @@ class Auditor:
         self.admitted_tokens["prefix_queries"] += size
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
-        occupancy = Occupancy(request, slot, admission.gen, [], len(told), computed, len(told))
-        grants = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
-        for grant in grants:
+        groups, begin = self.limits.groups, 0
+        if groups.sliding:
+            begin = groups.first_read(computed, self.limits.block_size)
+        tables = [[-1] * self._first_entry(group, begin) for group in range(groups.count)]
+        occupancy = Occupancy(request, slot, admission.gen, tables, len(told), computed, len(told), begin=begin)
+        for grant in [grant for grant in plan.grants if grant.slot == slot]:
             self._grant(grant, touched, occupancy, own=[] if loaded is None else loaded.blocks.tolist())
         self.occupancies[slot], request.occupancy = occupancy, occupancy
         if not occupancies:
             return
         size = self.limits.block_size
         require(
-            occupancy.num_computed <= len(occupancy.table) * size,
+            occupancy.num_computed <= occupancy.num_blocks * size,
             "3.5",
             f"{occupancy} has no blocks for its computed tokens",
         )
-        for position in range(occupancy.num_computed):
-            block = occupancy.table[position // size]
-            if self._content[block][position % size] != request.mark(position):
-                broken(
-                    self._stale_blocks.get(block, "5.3" if request.spec.cache_salt else "3.5"),
-                    f"{occupancy} reuses position {position} of block {block}, which has no settled KV of its text "
-                    f"under its salt",
-                )
+        for group, table in enumerate(occupancy.tables):
+            for position in range(self._first_entry(group, begin) * size, occupancy.num_computed):
+                block = table[position // size]
+                if self._content[block][position % size] != _mark(request, position, group):
+                    broken(
+                        self._stale_blocks.get(block, "5.3" if request.spec.cache_salt else "3.5"),
+                        f"{occupancy} reuses position {position} of block {block}, which has no settled KV of its text "
+                        f"under its salt",
+                    )
 
     def _grant(
         self, grant: BlockGrant, touched: set[int], occupancy: Occupancy | None = None, own: Sequence[int] = ()
@@ -496,16 +516,18 @@ class Auditor:
         occupancy = self.occupancies.get(grant.slot) if occupancy is None else occupancy
         if occupancy is None or occupancy.revoked:
             broken("3.1", f"slot {grant.slot} was granted blocks, but has no running request")
-        require(grant.offset == len(occupancy.table), "3.1", f"{occupancy} was granted blocks at offset {grant.offset}")
+        require(0 <= grant.group < len(occupancy.tables), "3.1", f"{occupancy} was granted blocks of {grant.group}")
+        table = occupancy.tables[grant.group]
+        require(grant.offset == len(table), "3.1", f"{occupancy} was granted blocks at offset {grant.offset}")
         tables = self.tables | {block for other in self.requests.values() for block in _loaded(other.loading)}
-        held, known, who = self.operating(), set(occupancy.table), str(occupancy)
-        for index, block in enumerate(grant.blocks.tolist()):
+        held, known, who = self.operating(), self._owned(occupancy), str(occupancy)
+        for index, block in enumerate(grant.blocks.tolist(), grant.offset):
             require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{who} was granted block {block}")
-            twice = "3.3" if grant.offset == 0 and shared else "3.1"
+            twice = "3.3" if grant.offset < shared else "3.1"
             require(block not in known, twice, f"{who} was granted block {block} twice")
             known.add(block)
-            occupancy.table.append(block)
-            if grant.offset == 0 and index < shared:
+            table.append(block)
+            if index < shared:
                 coming = self.operating(operations.Load, operations.Fetch) - set(own)
                 require(block not in coming, "3.2", f"{who} shares block {block}, whose KV is in transit")
                 continue
@@ -544,18 +566,20 @@ class Auditor:
         end, known = start + own, occupancy.num_planned
         require(end <= known, "2.1", f"{where} is charged up to position {end}, but has {known} tokens")
         require(samples == (end == known), "1.1", f"{where} {'samples' if samples else 'does not sample'} at {end}")
-        require(start + count <= len(occupancy.table) * size, "3.1", f"{where} computes positions without a block")
+        require(start + count <= occupancy.num_blocks * size, "3.1", f"{where} computes positions without a block")
         real = occupancy.length - own if samples else start
-        blocks = occupancy.table[: -(-(start + count) // size)]
-        written = set(blocks[real // size :])
-        others = {block for other in self.live if other is not occupancy for block in other.table}
+        written, end = set[int](), -(-(start + count) // size)
+        for group, table in enumerate(occupancy.tables):
+            read = self.limits.groups.first_read(real, size) if group >= self.limits.groups.whole else 0
+            step.touched.update(table[read:end])
+            written.update(table[real // size : end])
+            for position in range(real, start + count):
+                self._content[table[position // size]][position % size] = None
+        others = {block for other in self.live if other is not occupancy for block in self._owned(other)}
         require(not written & others, "3.1", f"{where} writes blocks {written & others}, which have other owners")
         held = self.operating()
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
-        step.touched.update(blocks)
         step.rows.append(_Row(occupancy, real, own, drafts=drafts, samples=samples))
-        for position in range(real, start + count):
-            self._content[occupancy.table[position // size]][position % size] = None
         occupancy.num_computed += count
         occupancy.num_planned += samples + drafts
         occupancy.in_flight += 1
@@ -565,7 +589,7 @@ class Auditor:
         """Check that a request computes fewer tokens than possible only if the budget is exhausted."""
         left = self.limits.max_num_batched_tokens - int(plan.num_tokens.sum())
         for occupancy, remaining, computed in before.values():
-            room = len(occupancy.table) * self.limits.block_size - computed
+            room = occupancy.num_blocks * self.limits.block_size - computed
             if occupancy.revoked or room < 1:
                 continue
             done = occupancy.num_computed - computed
@@ -889,9 +913,12 @@ class Auditor:
 
     def _settle(self, row: _Row, count: int) -> None:
         """Record the settled KV of the positions that a row computed."""
-        request, size = row.occupancy.request, self.limits.block_size
-        for position in range(row.start, min(row.start + count, len(request.tokens))):
-            self._content[row.occupancy.table[position // size]][position % size] = request.mark(position)
+        occupancy, size, groups = row.occupancy, self.limits.block_size, self.limits.groups
+        for group, table in enumerate(occupancy.tables):
+            for position in range(row.start, min(row.start + count, len(occupancy.request.tokens))):
+                self._content[table[position // size]][position % size] = _mark(occupancy.request, position, group)
+        if groups.sliding:
+            occupancy.begin = max(occupancy.begin, groups.first_read(row.start + count, size))
 
     def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}
@@ -1025,6 +1052,11 @@ class Auditor:
 
 def _loaded(load: operations.Load | operations.Fetch | None) -> list[int]:
     return [] if load is None else load.blocks.tolist()
+
+
+def _mark(request: Followed, position: int, group: int) -> int:
+    """Return the expected content of the KV at a position for a group of layers."""
+    return hash((request.mark(position), group)) if group else request.mark(position)
 
 
 def _cut(request: Followed, tokens: list[int]) -> tuple[tuple[int, ...], FinishReason | None]:

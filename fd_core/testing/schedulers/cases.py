@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
@@ -21,6 +22,14 @@ from fd_core.testing.schedulers.tiers import PEER, OperationEnd
 from fd_core.testing.schedulers.twins import reusing_ids, twins
 from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
+GROUPS: Final[Mapping[str, LayerGroups]] = {
+    "one": ONE_GROUP,
+    "window": LayerGroups(0, 1, window=6),
+    "mixed": LayerGroups(1, 1, window=9),
+    "many": LayerGroups(2, 5, window=17),
+    "narrow": LayerGroups(3, 1, window=1),
+}
+"""Groups of layers."""
 AXES: Final = (
     Axis("slots", (4, 1, 2, 3, 16, 33, 65, 300), ("Limits.max_num_seqs",)),
     Axis("budget", (21, 1, 2, 3, 8, 65, 4097), ("Limits.max_num_batched_tokens",)),
@@ -44,6 +53,7 @@ AXES: Final = (
     Axis("wrong", (0.3, 0.0, 1.0)),
     Axis("depth", (1, 2, 3, 4, 8, 16), ("Limits.pipeline_depth",)),
     Axis("stages", (1, 2, 4), ("Limits.num_stages",)),
+    Axis("groups", tuple(GROUPS), ("Limits.groups",), needs="layer_groups"),
     Axis("epoch", (3, 1, 2**15, 2**16, 2**31, 2**32), ("SchedulerSetup.epoch",)),
     Axis("first_step", (0, 2**8 - 3, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3), ("SchedulerSetup.first_step",)),
     Axis(
@@ -212,6 +222,8 @@ def effective(case: Case) -> Case:
         changed |= {"k": 0, "depth": max(int_of(case, "depth"), int_of(case, "stages"))}
     if case["incident"] == "abort_loading" and case["keep"] == "none":
         changed["pairs"] = "elsewhere"
+    if case["keep"] != "none" or changed["pairs"] != "none":  # no engine has several groups then
+        changed["groups"] = "one"
     changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
     return changed
 
@@ -348,7 +360,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
     if case["schedulers"] == "two":
         target = replace(target, make=twins(target.make))
     size, k = int_of(case, "block_size"), int_of(case, "k")
-    policy = POLICIES[str(case["policy"])]()
+    policy, groups = POLICIES[str(case["policy"])](), GROUPS[str(case["groups"])]
     return drive(
         target,
         k=k,
@@ -366,7 +378,8 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         max_num_batched_tokens=max(1 + k, int_of(case, "budget")),
         max_model_len=int_of(case, "context"),
         block_size=size,
-        num_kv_blocks=-(-int_of(case, "context") // size) + int_of(case, "spare_blocks"),
+        num_kv_blocks=groups.blocks(int_of(case, "context"), size) + int_of(case, "spare_blocks"),
+        groups=groups,
         num_stages=int_of(case, "stages"),
     )
 
@@ -457,7 +470,7 @@ def _end_operations(driver: Driver, case: Case) -> None:
 
 
 _SIZED: Final = (
-    *("slots", "budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages"),
+    *("slots", "budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages", "groups"),
     *("requests", "prompt", "shared", "output", "caching", "keep", "incident"),
 )
 _CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {

@@ -110,7 +110,8 @@ class SchedulerTarget:
 def find_scheduler(name: str) -> SchedulerTarget:
     """Return the scheduler `name`. Raises `PluginError` if it is unknown or cannot be imported."""
     found = installed_plugins().load(SCHEDULER, name)
-    return SchedulerTarget(name, found, found.lacks)
+    single = {} if found.groups_layers else {"layer_groups": "it keeps one block table for each request"}
+    return SchedulerTarget(name, found, {**found.lacks, **single})
 
 
 class RecordingVictims(VictimPolicy):
@@ -468,7 +469,7 @@ def drive(
     setup: Mapping[str, Any] = MappingProxyType({}),
     keep: OffloadSelection | None = None,
     paired: bool = False,
-    **limits: int,
+    **limits: Any,
 ) -> Driver:
     """Return a scheduler of a small engine with queued requests.
 

@@ -285,7 +285,8 @@ def test_first_of_two_computing_requests_ends_prefix_wait() -> None:
     planned(s)
     assert (third.state, s.probe().waiting.num_parked) == (State.WAITING, 1)
     # The outputs between the prefill of `a` and this step do not matter here.
-    s.probe().running_batch.settle(prefill.slots[-1:].astype(int), prefill.starts[-1:] + prefill.num_tokens[-1:])
+    upto = prefill.starts[-1:] + prefill.num_tokens[-1:]
+    s.probe().running_batch.settle(prefill.slots[-1:].astype(int), upto, prefill.step)
     assert s.probe().waiting.num_parked == 0
     assert start_of(planned(s), third) == 16
 

@@ -287,7 +287,7 @@ class AuditedComputer:
         if not rows:
             return output
         self._counts["rows_failed"] += 1
-        size, tables = self._limits.block_size, self._runner.batch.tables
+        size, tables = self._limits.block_size, self._runner.batch.tables[0]
         for row in rows:
             positions = plan.starts[row] + np.arange(plan.num_tokens[row])
             self.cache.layer(0)[tables[plan.slots[row], positions // size], positions % size] = 0

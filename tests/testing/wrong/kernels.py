@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from fd_core.ops.contract import HostCopies, Norm
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -1195,6 +1195,21 @@ class IgnoresNaNInGreedyPeaks(NumpyOps):
         if not rows.all_greedy:
             return super().sample(logits, rows)
         return super().sample(np.where(np.isnan(logits), np.float32(-np.inf), logits), rows)
+
+
+@shown_by("layer", softcap=5.0)
+class AddsTheMaskToCappedScores(NumpyOps):
+    """Kernels with a softcap add -inf to scores that a context hides, so that a NaN key after it reaches the row."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        if heads.softcap is None:
+            return output
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
+            output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
+        return output
 
 
 @shown_by("moe", packed="int8", stored="sliced")

@@ -329,7 +329,7 @@ namespace {
 void lower(int& limit, int64_t to) { limit = int(std::min<int64_t>(limit, to)); }
 
 struct GeometryPlan {
-    int group, kv_heads, block_size;
+    int group, kv_heads, block_size, table;
     AttentionPlan plan;
 };
 
@@ -378,12 +378,12 @@ struct Recording {
         return columns;
     }
     AttentionPlan* plan(const AttentionShape& shape, int block_size) {
-        const int group = shape.group(), kv_heads = shape.kv_heads;
+        const int group = shape.group(), kv_heads = shape.kv_heads, table = shape.table;
         for (auto& p : plans)
-            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size &&
+            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size && p->table == table &&
                 p->plan.causal == bool(shape.causal))
                 return &p->plan;
-        plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, {}}));
+        plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, table, {}}));
         plans.back()->plan.causal = shape.causal;
         return &plans.back()->plan;
     }
@@ -436,7 +436,7 @@ int fd_program_run(void* program, const Step* step, void* team) {
         Team& t = *static_cast<Team*>(team);
         r.program.check(*step);
         if (r.program.too_large(*step)) return -2;
-        for (auto& p : r.plans) p->plan.build(*step, p->block_size, p->group, p->kv_heads, t.size());
+        for (auto& p : r.plans) p->plan.build(step->of_table(p->table), p->block_size, p->group, p->kv_heads, t.size());
         r.program.run(*step, t, Type(r.type) == Type::f32 ? 4 : 2);
         return r.program.group && r.program.group->failed() ? -1 : 1;
     });
@@ -498,6 +498,7 @@ int fd_add_attention_inputs(void* program, int in, const float* norm, float eps,
         const KvLayout& layout = layout_of(cache, layer, *shape);
         lower(r.program.limits.positions, positions);
         lower(r.program.limits.kv_slots, layout.slots());
+        r.program.limits.tables = std::max(r.program.limits.tables, shape->table + 1);
         return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps, lora), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
                                       KvLayer<E>(layout, layer), r.scratch(r.qkv, w.n, true), q);
     });
@@ -509,6 +510,7 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
         Limits& limits = recording(program).program.limits;
         lower(limits.blocks, layout.blocks);
         limits.block_size = layout.block_size;
+        limits.tables = std::max(limits.tables, shape->table + 1);
         AttentionPlan* plan = recording(program).plan(*shape, layout.block_size);
         return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });

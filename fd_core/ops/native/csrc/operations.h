@@ -182,6 +182,7 @@ struct AttentionInputs : Operation {
     const char* name() const override { return "attention_inputs"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
+    int table() const override { return shape.table; }
 };
 
 /// residual += norm(x * w + bias), of which each rank computes some columns. `part` and `projected` are float32 scratch

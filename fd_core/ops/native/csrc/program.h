@@ -22,6 +22,7 @@ namespace fd {
 /// The flattened batch of one step, as in `fd_core.ops.contract.StepInput`.
 struct Step {
     int tokens, rows, logits, max_blocks;
+    int tables;  // groups of layers: `kv_slots` and `block_tables` have the places of each, one after the other
     const int32_t* token_ids;
     const int32_t* positions;
     const int32_t* kv_slots;
@@ -30,6 +31,15 @@ struct Step {
     const int32_t* block_tables;
     const int32_t* logits_rows;
     const int32_t* lora_places;  // null where no token has an adapter
+
+    /// The same step with the places of one group of layers.
+    Step of_table(int table) const {
+        Step step = *this;
+        step.tables = 1;
+        step.kv_slots += size_t(table) * tokens;
+        step.block_tables += size_t(table) * rows * max_blocks;
+        return step;
+    }
 };
 
 /// An activation matrix: one row for each token of the step, rows padded so that vectors may run over their ends.
@@ -49,6 +59,7 @@ struct Buffer {
 struct Limits {
     static constexpr int kNone = 0x7fffffff;  // no operation reads by it
     int token_ids = kNone, positions = kNone, kv_slots = kNone, blocks = kNone, block_size = 0, adapters = kNone;
+    int tables = 1;  // at most as many as the step has
     bool logits = false;
 };
 
@@ -79,6 +90,8 @@ struct Operation {
     virtual void run(const Context& context) = 0;
     /// The weights that it reads first, if any: fetched while the operation before it ends.
     virtual const Linear* weights() const { return nullptr; }
+    /// The group of layers whose places it reads.
+    virtual int table() const { return 0; }
     double seconds = 0;
 };
 
@@ -121,7 +134,8 @@ class Program {
             if (b.bound >= 0) check_at_most("rows of a step", b.of_logits ? step.logits : step.tokens, b.bound);
         check("token id", step.token_ids, step.tokens, most.token_ids);
         check("position", step.positions, step.tokens, most.positions);
-        check("KV slot", step.kv_slots, step.tokens, most.kv_slots);
+        check_at_most("tables of the model", most.tables, step.tables);
+        check("KV slot", step.kv_slots, step.tables * step.tokens, most.kv_slots);
         if (step.lora_places) check("adapter", step.lora_places, step.tokens, most.adapters);
         if (most.logits) check_indices("row of logits", step.logits_rows, step.logits, step.tokens);
         if (most.blocks == Limits::kNone) return;
@@ -132,8 +146,9 @@ class Program {
             check_at_most("end of a row", end, step.tokens);
             check_at_most("tokens of a row", int64_t(end) - begin, step.context_len[row]);
             check_at_most("context of a row", step.context_len[row], int64_t(step.max_blocks) * most.block_size);
-            check_indices("KV block", step.block_tables + size_t(row) * step.max_blocks,
-                          ceil_div(step.context_len[row], most.block_size), most.blocks);
+            for (int table = 0; table < step.tables; table++)
+                check_indices("KV block", step.of_table(table).block_tables + size_t(row) * step.max_blocks,
+                              ceil_div(step.context_len[row], most.block_size), most.blocks);
         }
     }
 
@@ -167,15 +182,14 @@ class Program {
         Counter(Counter&&) {}
     };
 
-    void run_thread(Context context) {
+    void run_thread(const Context& context) {
 #if defined(FD_AMX)
         amx::configure();
 #endif
         auto start = std::chrono::steady_clock::now();
         for (size_t i = 0; i < operations_.size(); i++) {
-            context.operation = i;
-            context.upcoming = upcoming_[i];
-            operations_[i]->run(context);
+            const Step own = context.step.of_table(operations_[i]->table());
+            operations_[i]->run({own, *this, context.team, context.thread, i, upcoming_[i]});
             context.wait_for_all();
             if (timed && context.thread == 0) {
                 auto end = std::chrono::steady_clock::now();

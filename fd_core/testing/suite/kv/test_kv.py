@@ -91,7 +91,7 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         cache = runner.cache
         assert parts_of(first).pool.num_cached, "nothing was cached"
         data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
-        tables = runner.batch.tables[0].copy()
+        tables = runner.batch.tables[0, 0].copy()
     with target.engine(max_model_len=40) as second:
         probe = parts_of(second)
         cache, pool, hasher = second.probe().runner.cache, probe.pool, probe.prefixes.hasher

@@ -14,6 +14,7 @@ struct AttentionShape {
     int causal;       // whether a token sees no later one
     int norms_rotated;  // whether the norms of heads follow rope
     int joint_norms;    // whether all heads of q, and all of k, have one norm
+    int table;          // group of layers whose KV places it uses
     float scale;
     float softcap;  // 0 for none
     int group() const { return heads / kv_heads; }
@@ -28,6 +29,7 @@ class Attention : public Operation {
     }
     const char* name() const override { return "attention"; }
     void run(const Context& context) override;
+    int table() const override { return shape_.table; }
 
    private:
     struct Pass;

@@ -1,0 +1,178 @@
+"""Models with windows: their layers have block tables of their own, which changes neither texts nor invariants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Ops
+from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.texts import run
+from tests.engine.helpers import random_specs
+
+_SLIDING, _WHOLE = "sliding_attention", "full_attention"
+MODELS: Final[dict[str, tuple[str, dict[str, Any], LayerGroups]]] = {
+    "mixed": ("gemma3", {"layer_types": [_SLIDING, _SLIDING, _WHOLE] * 2}, LayerGroups(1, 2, window=9)),
+    "rare": ("qwen2-window", {}, LayerGroups(1, 5, window=5)),
+    "all": ("mistral-window", {}, LayerGroups(0, 1, window=7)),
+}
+SPECS = random_specs(8, seed=3, max_prompt=90, max_tokens=50)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerGroups]:
+    case, changes, groups = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("windows") / request.param
+    return write_checkpoint(case, folder, num_hidden_layers=6, vocab_size=258, **changes), groups
+
+
+@contextmanager
+def engine_of(folder: Path, **changes: Any) -> Iterator[Engine]:
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "backend": "reference",
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "num_kv_blocks": 2000,
+        "max_model_len": 160,
+        "max_num_batched_tokens": 24,
+        "pipeline_depth": 2,
+        "num_threads": 1,
+    }
+    engine = load_engine(EngineConfig(**(values | changes)), folder, progress=lambda *_: None, wake=lambda: None)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+_TEXTS: dict[Path, dict[str, list[int]]] = {}
+
+
+def golden(folder: Path) -> dict[str, list[int]]:
+    """Return the texts that one group of all layers gives, which keeps all KV."""
+    if folder not in _TEXTS:
+        with pytest.MonkeyPatch.context() as patch, patch_groups(patch), engine_of(folder) as engine:
+            assert engine.info.groups == ONE_GROUP
+            _TEXTS[folder] = run(engine, SPECS).tokens
+    return _TEXTS[folder]
+
+
+@contextmanager
+def patch_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no pack divide layers."""
+    for cls in Ops.__subclasses__():
+        patch.setattr(cls, "groups_layers", False)
+    yield
+
+
+def crowded(groups: LayerGroups) -> int:
+    """Return blocks for one long request and a part of another."""
+    return groups.blocks(160, 4) + groups.blocks(50, 4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.law("4")
+def test_texts_do_not_change_where_blocks_are_scarce(
+    model: tuple[Path, LayerGroups], backend: str, caching: bool
+) -> None:
+    folder, groups = model
+    scarce: dict[str, Any] = {"num_kv_blocks": crowded(groups), "enable_prefix_caching": caching}
+    with engine_of(folder, backend=backend, dtype="float32", **scarce) as engine:
+        assert engine.info.groups == groups
+        assert run(engine, SPECS).tokens == golden(folder)
+        blocks = engine.stats().scheduler.blocks
+        assert (blocks.used, blocks.fenced) == (0, 0)
+        engine.check_integrity()
+
+
+@pytest.mark.law("4")
+def test_preempted_requests_with_windows_keep_their_texts(model: tuple[Path, LayerGroups]) -> None:
+    folder, groups = model
+    with engine_of(folder, num_kv_blocks=groups.blocks(160, 4) + 1, max_num_seqs=6) as engine:
+        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
+        assert run(engine, SPECS).tokens == golden(folder)
+        assert engine.stats().scheduler.counters.preemptions
+
+
+@pytest.mark.law("4")
+def test_cached_prefixes_with_windows_keep_the_texts(model: tuple[Path, LayerGroups]) -> None:
+    folder, _ = model
+    with engine_of(folder) as engine:
+        for _ in range(2):
+            assert run(engine, SPECS).tokens == golden(folder)
+        hits = engine.stats().scheduler.counters.prefix_hits
+        cacheable = sum((len(spec.prompt) - 1) // 4 * 4 for spec in SPECS)
+        assert hits == cacheable, "a whole prompt is known as far as every group holds it"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
+        {"max_num_batched_tokens": 4, "pipeline_depth": 1},
+        {"block_size": 16, "max_num_batched_tokens": 160},
+        {"tensor_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
+        {"pipeline_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
+    ],
+    ids=["drafts", "small budget", "large blocks", "two ranks", "two stages"],
+)
+@pytest.mark.law("4")
+@pytest.mark.slow
+def test_settings_do_not_change_texts(model: tuple[Path, LayerGroups], changes: dict[str, Any]) -> None:
+    folder, groups = model
+    with engine_of(folder, **changes) as engine:
+        assert engine.info.groups == groups
+        assert run(engine, SPECS).tokens == golden(folder)
+
+
+def test_request_holds_no_block_outside_its_windows(model: tuple[Path, LayerGroups]) -> None:
+    folder, groups = model
+    with engine_of(folder, pipeline_depth=1) as engine:
+        engine.submit(msgspec.structs.replace(SPECS[0], prompt=tuple(range(100))))
+        held = []
+        while engine.has_work:
+            engine.step()
+            held.append(engine.stats().scheduler.blocks.used)
+        chunk = groups.sliding * -(-24 // 4)
+        assert max(held) <= groups.blocks(150, 4) + chunk
+
+
+def test_kv_that_moves_outside_the_device_keeps_one_group(tmp_path: Path) -> None:
+    case, changes, _ = MODELS["mixed"]
+    folder = write_checkpoint(case, tmp_path / "model", num_hidden_layers=6, vocab_size=258, **changes)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"of sixteen bytes")
+    secret.chmod(0o600)
+    with engine_of(folder, kv_store=f"disk:{tmp_path}/store", kv_store_secret_file=str(secret)) as engine:
+        assert engine.info.groups == ONE_GROUP
+
+
+def test_window_beyond_the_longest_context_divides_nothing(tmp_path: Path) -> None:
+    folder = write_checkpoint("mistral-window", tmp_path / "model", sliding_window=160)
+    with engine_of(folder) as engine:
+        assert engine.info.groups == ONE_GROUP
+    with engine_of(folder, max_model_len=161) as engine:
+        assert engine.info.groups == LayerGroups(0, 1, window=160)
+
+
+def test_too_few_blocks_for_the_context_are_refused_with_the_number(tmp_path: Path) -> None:
+    case, changes, groups = MODELS["mixed"]
+    folder = write_checkpoint(case, tmp_path / "model", num_hidden_layers=6, **changes)
+    few = groups.blocks(160, 4) - 1
+    with (
+        pytest.raises(ConfigError, match=f"{few} KV blocks of 4 tokens for one of 3 groups of layers hold 156 tokens"),
+        engine_of(folder, num_kv_blocks=few),
+    ):
+        pass
