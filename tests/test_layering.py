@@ -123,10 +123,10 @@ IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
 MAY_USE = {
     "torch": (
-        *("ops/torch/", "ops/native/", "backends/cpu.py", "runner/postprocess/torch_"),
+        *("models/fallback/", "ops/torch/", "ops/native/", "backends/cpu.py", "runner/postprocess/torch_"),
         "testing/models/families/reference.py",
     ),
-    "transformers": ("testing/models/families/",),
+    "transformers": ("models/fallback/", "testing/models/families/"),
     "paddle": ("ops/paddle/framework.py",),
     "onnx": ("ops/onnx_graph/",),
     "onnxruntime": ("ops/onnx_graph/",),

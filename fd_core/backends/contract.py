@@ -212,13 +212,17 @@ class Backend(abc.ABC):
         Called before any rank is started. A backend that overrides `load_model` overrides this as well.
         Raises `ModelError` if the checkpoint cannot be read.
         """
+        from fd_core.models.fallback.choice import choose_implementation, require_one_rank
         from fd_core.models.families.spec import require_division
         from fd_core.models.opening import open_checkpoint
         from fd_core.models.registry import spec_of
 
         if path is not None and cls.needs_checkpoint:
             with open_checkpoint(path) as checkpoint:
-                require_division(spec_of(checkpoint), config.tensor_parallel_size, config.pipeline_parallel_size)
+                if choose_implementation(checkpoint, config.model_impl) == "transformers":
+                    require_one_rank(config.num_ranks)
+                else:
+                    require_division(spec_of(checkpoint), config.tensor_parallel_size, config.pipeline_parallel_size)
 
     @classmethod  # noqa: B027 - few backends take long to import
     def import_framework(cls) -> None:
@@ -305,14 +309,18 @@ class Backend(abc.ABC):
             )
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
-        """Load the checkpoint at `path`; the default supports every architecture of the core."""
+        """Load the checkpoint at `path`; the default supports every architecture of the core, and, on packs of torch,
+        models that `transformers` computes."""
+        from fd_core.models.fallback.choice import choose_implementation
         from fd_core.models.opening import open_checkpoint
         from fd_core.models.registry import load_model
 
         if path is None:
             raise ValueError("this backend needs a checkpoint")
-        checkpoint = open_checkpoint(path)
-        try:
-            return load_model(checkpoint, ops, self.config.max_model_len, progress, self.config.quantization)
-        finally:
-            checkpoint.close()
+        with open_checkpoint(path) as checkpoint:
+            load: Callable[..., Model] = load_model
+            if choose_implementation(checkpoint, self.config.model_impl, ops.framework) == "transformers":
+                from fd_core.models.fallback.model import load_transformers
+
+                load = load_transformers
+            return load(checkpoint, ops, self.config.max_model_len, progress, self.config.quantization)

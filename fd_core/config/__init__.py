@@ -49,6 +49,7 @@ _OTHER_QUANTIZATION: Final = {
     ),
     "fp8": "int8, which uses the same memory",
 }
+_OTHER_IMPL: Final = dict.fromkeys(("vllm", "sglang"), "fd_core")
 _OTHER_ATTENTION: Final = {
     "FLASHINFER": "flashinfer",
     "TRITON_ATTN": "triton",
@@ -80,6 +81,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     model: str
     """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
     revision: str | None = None
+    model_impl: Annotated[str, OneOf("auto", "fd_core", "transformers", instead=_OTHER_IMPL)] = "auto"
+    """`auto` computes models that no family serves with the code of `transformers`, if it is installed."""
     generation_config: str = "auto"
     """Source of default sampling parameters: `auto` for the checkpoint's, `none`, or a file or folder."""
     override_generation_config: GenerationDefaults = GenerationDefaults()

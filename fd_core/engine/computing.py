@@ -21,6 +21,7 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
+from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import CLASSIFICATION, spec_of
@@ -148,7 +149,8 @@ class Computing:
         """The model, with its weights; one beyond the backend's envelope raises `ModelError` before they are read."""
         if self._path is not None and self.backend.needs_checkpoint and self.backend.envelope.limits():
             with open_checkpoint(self._path) as checkpoint:
-                self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
+                if choose_implementation(checkpoint, self._config.model_impl, self.ops.framework) == "fd_core":
+                    self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
         return self._load(self._path)
 
     def _load(self, path: Path | None) -> Model:

@@ -14,6 +14,7 @@ from fd_core.config import EngineConfig
 from fd_core.config.paths import user_path
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.decoder import adapters_bytes
+from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.families.spec import DecoderSpec
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
@@ -174,4 +175,6 @@ class EngineAdapters:
                 "this model does not support adapters, because it is not loaded from a checkpoint", field="lora_modules"
             )
         with open_checkpoint(self._path) as checkpoint:
+            if choose_implementation(checkpoint, self._config.model_impl) == "transformers":
+                raise ModelError("a model that transformers computes has no adapters", field="lora_modules")
             return spec_of(checkpoint)

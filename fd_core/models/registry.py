@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CLASSIFICATION: Final = ("ForSequenceClassification", "ForTokenClassification")
 """Ends of the architectures that classify texts."""
-_MULTIPLIERS: Final = re.compile("layer|expert")
+_MULTIPLIERS: Final = re.compile("^(?!.*_size$).*(layer|expert)")
 """Fields whose integers cannot exceed the number of tensors."""
 _FEW_TENSORS: Final = 1000
 _ROPE_BYTES: Final = 1 << 30
@@ -54,12 +54,7 @@ def load_model(
                 f"{checkpoint.path}: tables of max_position_embeddings={max_positions} need {needed} bytes",
                 hint="set a shorter --max-model-len",
             )
-    if max_positions > spec.max_positions:
-        raise ConfigError(
-            f"max_model_len={max_positions} exceeds the model's context ({spec.max_positions} tokens)",
-            field="max_model_len",
-            hint=f"use at most {spec.max_positions}",
-        )
+    require_positions(max_positions, spec.max_positions)
     num_parameters = check_tensors(spec, checkpoint)
     if not spec.causal and not ops.encodes:
         raise ModelError(
@@ -85,6 +80,16 @@ def load_model(
     )
 
 
+def require_positions(max_positions: int, most: int) -> None:
+    """Raise `ConfigError` for a context that is longer than the `most` tokens of a model."""
+    if max_positions > most:
+        raise ConfigError(
+            f"max_model_len={max_positions} exceeds the model's context ({most} tokens)",
+            field="max_model_len",
+            hint=f"use at most {most}",
+        )
+
+
 def spec_of_config(path: Path) -> DecoderSpec:
     """Describe the model of a `config.json`, or of the folder with it, whose weights need not be there.
 
@@ -99,7 +104,7 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
 
     Code shipped with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is unknown.
     """
-    config = _config_of(checkpoint)
+    config = config_of(checkpoint)
     spec = describe(config, len(checkpoint.names()))
     if "auto_map" in config.values:
         name = spec.architecture
@@ -107,12 +112,8 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     return spec
 
 
-def require_architecture(checkpoint: Checkpoint) -> None:
-    """Raise `ModelError` if no family serves the architecture of a checkpoint; reads nothing but its config."""
-    architecture_of(_config_of(checkpoint))
-
-
-def _config_of(checkpoint: Checkpoint) -> ModelConfig:
+def config_of(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the config of a checkpoint; errors name its file."""
     path = checkpoint.path
     return ModelConfig(checkpoint.config, origin=str(path / "config.json" if path.is_dir() else path))
 
@@ -128,13 +129,7 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
         # The same model without its output projection: it embeds or classifies texts and cannot generate.
         config = replace(config, values={**config.values, "tie_word_embeddings": True})
     config = config.filled(family.defaults)
-    most = None
-    if num_tensors is not None:
-        # A checkpoint that lacks only a few tensors gets an error with their names instead.
-        most = 2 * num_tensors + _FEW_TENSORS
-        for field, count in config.values.items():
-            if isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
-                raise ModelError(f"{config.origin}: {field} is {count}, but there are {num_tensors} tensors")
+    most = None if num_tensors is None else most_tensors(config, num_tensors)
     try:
         traits = family.traits(config)
         if traits.causal and name.endswith(CLASSIFICATION):
@@ -146,6 +141,19 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
         raise ModelError(
             f"{config.origin}: the config of {name} cannot be used: {type(error).__name__}: {error}"
         ) from error
+
+
+def most_tensors(config: ModelConfig, num_tensors: int) -> int:
+    """Return the most tensors that a model may have whose files have `num_tensors`.
+
+    Raises `ModelError` if the config counts more layers or experts than that.
+    """
+    # A checkpoint that lacks only a few tensors gets an error with their names instead.
+    most = 2 * num_tensors + _FEW_TENSORS
+    for field, count in config.values.items():
+        if isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
+            raise ModelError(f"{config.origin}: {field} is {count}, but there are {num_tensors} tensors")
+    return most
 
 
 def architecture_of(config: ModelConfig) -> str:

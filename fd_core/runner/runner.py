@@ -178,7 +178,6 @@ class Runner:
             drafter.allocate(limits)
         self._pooler = Pooler(ops)
         self._compile(model)
-        self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
@@ -231,8 +230,11 @@ class Runner:
         self.cache = self.ops.allocate_kv(shape, self.limits.num_kv_blocks)
 
     def _compile(self, model: Model) -> None:
-        self._forward = self.ops.compile(model.forward)
-        self._states = self.ops.compile_states(model.states)
+        # A model of `transformers` calls more than operations of the pack, so it is not recorded.
+        compiles = getattr(model, "compiles", True)
+        self._forward = self.ops.compile(model.forward) if compiles else model.forward
+        self._states = self.ops.compile_states(model.states) if compiles else model.states
+        self._padded = self.ops.padded if compiles and type(self.ops).padded is not Ops.padded else None
         self._head = model.head
         self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
         self.adapters = RunnerAdapters(self.ops, model, self.cache)

@@ -232,6 +232,11 @@ TRANSFER_SECRET_FILE: Final = Flag(
 
 _MODEL: Final = (
     Flag("revision", "Branch, tag or commit of a Hugging Face model."),
+    Flag(
+        "model_impl",
+        "Code that computes the model: fd_core, transformers, or auto, which prefers fd_core.",
+        "CODE",
+    ),
     Flag("dtype", "Data type of the model's computations.", "TYPE", common=True),
     Flag(
         "quantization",

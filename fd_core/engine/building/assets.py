@@ -15,11 +15,11 @@ from fd_core.config.paths import user_path
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import ResolvedModel, resolve_model
+from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import read_json_object
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.registry import require_architecture
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -63,7 +63,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
         config = msgspec.structs.replace(config, speculative=_with_draft_model(config.speculative, progress))
     checkpoint = open_checkpoint(found.path)
     try:
-        require_architecture(checkpoint)
+        choose_implementation(checkpoint, config.model_impl)
         tokenizer = load_tokenizer(checkpoint)
         _report_missing_rows(tokenizer, checkpoint)
         config = _with_generation(config, found, checkpoint)

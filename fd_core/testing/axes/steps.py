@@ -154,7 +154,16 @@ EXCUSED: Final[Mapping[str, str]] = {
     **{
         f"EngineConfig.{name}": _START
         for name in (
-            *("model", "revision", "backend", "dtype", "quantization", "attention_backend", "postprocess"),
+            *(
+                "model",
+                "revision",
+                "model_impl",
+                "backend",
+                "dtype",
+                "quantization",
+                "attention_backend",
+                "postprocess",
+            ),
             *("native_kernels", "num_threads", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },

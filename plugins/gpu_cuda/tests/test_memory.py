@@ -76,6 +76,16 @@ def test_memory_is_reserved_for_graphs_that_were_not_captured(folder: Path) -> N
     assert ops.padded(40, 1) == (40, 1)
 
 
+def test_model_of_transformers_is_not_captured(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    device = Metered()
+    ops = make_ops(device)
+    config = EngineConfig(model=str(folder), model_impl="transformers")
+    model = OnProcessor(config).load_model(folder, ops, lambda done, total: None)
+    with rehearsed(lambda limits: Runner(ops, model, limits, TorchPostprocess), LIMITS):
+        assert device.captured == 0
+
+
 class Weighing(Metered):
     """Device on which the first graphs, those of steps with adapters, take 2 MiB more than others."""
 

@@ -1,0 +1,1 @@
+"""Models that `transformers` computes with the pack's attention over paged KV."""
