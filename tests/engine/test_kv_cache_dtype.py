@@ -28,7 +28,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def target(wide: Target) -> Target:
-    return wide.quantized()
+    return wide.changed(kv_cache_dtype="int8")
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,18 @@ class LogsItsNumbers(LoadPolicy):
         return self.log[-1]
 
 
+class SharesItsTimers(LoadPolicy):
+    """All groups have the same state, which is one of the class."""
+
+    timers = {}  # noqa: RUF012
+
+    def __getattribute__(self, name):
+        return type(self).timers.get(name) if name.endswith("_since") else super().__getattribute__(name)
+
+    def __setattr__(self, name, value):
+        (type(self).timers if name.endswith("_since") else self.__dict__)[name] = value
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -211,6 +223,7 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
     [
         (UsesRandom, "plain", ()),
         (UsesClock, "plain", ()),
+        (SharesItsTimers, "waiting=40000", ()),
         (DividesByReady, "ready=none,waiting=9", ()),
         (DividesBySlots, "slots=0", ()),
         (ComparesAbsentLatency, "plain", ()),

@@ -168,8 +168,11 @@ class NumpyOps(NumpySampling, Ops):
         block_size = layer.shape[2]
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
-            blocks = step.block_tables[row, : -(-context // block_size)]
-            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
+            # Blocks before the window may be those of others, whose NaN no weight of 0 hides.
+            first = 0 if heads.window is None else max(0, context - (tokens.stop - tokens.start) - heads.window + 1)
+            blocks = step.block_tables[row, first // block_size : -(-context // block_size)]
+            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])
+            held = held[:, first % block_size :][:, : context - first]
             k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
             output[tokens] = _attend(q[tokens], k, v, heads=heads)
         return output

@@ -140,8 +140,8 @@ class TorchAttentionPlan:
         place = torch.arange(longest, device=device)
         tables = step.block_tables.long()[index]
         slots = tables[:, place // block_size] * block_size + place % block_size
-        # Places beyond a row's context read its first token: others may be NaN, which no weight of 0 hides.
-        slots = torch.where(place < context, slots, slots[:, :1])
+        # Places beyond a row's context read its last token: others may be NaN, which no weight of 0 hides.
+        slots = torch.where(place < context, slots, slots.gather(1, context - 1))
         query = context - count + torch.arange(count, device=device)
         begins = step.query_start.long()[index, None]
         tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
@@ -160,7 +160,11 @@ class TorchAttentionPlan:
     def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:
         n, count, longest = group.distance.shape
         shape = (n, longest, heads.num_kv_heads, heads.head_dim)
-        keys, values = (side.index_select(0, group.kv_slots) for side in (layer.keys, layer.values))
+        slots = group.kv_slots
+        if heads.window is not None:  # blocks before the window may be those of others as well
+            slots = slots.view(n, longest)
+            slots = torch.where(group.distance[:, 0] < heads.window, slots, slots[:, -1:]).flatten()
+        keys, values = (side.index_select(0, slots) for side in (layer.keys, layer.values))
         if layer.quantized:
             keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)

@@ -48,7 +48,7 @@ AXES: Final = (
     Axis("head_dim", (16, 8, 10, 24, 32, 64, 80, 96, 128, 256), ("Heads.head_dim", "KVShape.head_dim")),
     Axis("scale", (1.0, 0.5, 1.3), ("Heads.scale",)),
     Axis("hidden", (128, 38, 256, 1000), rare=({"hidden": 4104}, {"hidden": 8192})),
-    Axis("inner", (128, 50, 260, 4104), rare=({"inner": 14_336},)),
+    Axis("inner", (128, 50, 260, 4104), rare=({"inner": 28_672},)),
     Axis("block_size", (8, 1, 5, 16, 32, 64, 128), ("KVShape.block_size", "StepInput.block_tables")),
     Axis("spare_blocks", (0, 1, 999), ("StepInput.kv_slots",), rare=({"spare_blocks": 9000},)),
     Axis("rotary", (1.0, 0.5), ("Heads.rope", "Rope.cos", "Rope.sin")),

@@ -43,7 +43,7 @@ _MAX_ELEMENTS: Final = 2e6
 
 _EMBEDDING: Final = (
     Axis("rows", _ROWS),
-    Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_144)),
+    Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_208)),
     Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
     Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
     Axis("centred", (False, True)),
@@ -166,7 +166,7 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 
 _LINEAR: Final = (
     Axis("rows", _ROWS),
-    Axis("inputs", (*_WIDTHS, 14_336)),
+    Axis("inputs", (*_WIDTHS, 14_336), rare=({"inputs": 28_672},)),
     Axis("outputs", (48, 1, 2, 33, 129, 1000, 4097)),
     Axis("parts", (1, 2, 3)),
     Axis("bias", (False, True), needs="biases"),
@@ -263,7 +263,7 @@ LINEAR: Final[Part[Ops]] = operation_part("linear", _LINEAR, check_linear, _line
 _HEAD: Final = (
     Axis("rows", (3, 0, 1, 2, 8, 33, 65, 129, 257)),
     Axis("hidden", (128, 1, 7, 16, 33, 129, 256, 1000, 4104)),
-    Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_144)),
+    Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_208)),
     Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
     Axis("tied", (False, True)),
     Axis("source", ("F32", "F16", "BF16")),

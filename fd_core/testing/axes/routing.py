@@ -42,7 +42,11 @@ _MOE: Final = (
         (5, 1, 2, 9, 31, 33, 64, 65, 129, 257),
         rare=({"tokens": 1025}, {"tokens": 8193, "top_k": 8, "experts": 33, "hidden": 38, "inner": 24}),
     ),
-    Axis("experts", (5, 1, 2, 8, 33, 64, 128)),
+    Axis(
+        "experts",
+        (5, 1, 2, 8, 33, 64, 128),
+        rare=({"experts": 257, "tokens": 33, "top_k": 9, "hidden": 38, "inner": 24},),
+    ),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
     Axis("normalize", (True, False)),
     Axis("norm_floor", (1e-12, 0.0, 0.7)),
@@ -147,7 +151,7 @@ MOE: Final[Part[Ops]] = operation_part(
 
 _LORA: Final = (
     Axis("rows", (5, 1, 2, 16, 17, 33, 65, 129, 257, 1025)),
-    Axis("adapters", (2, 1, 3, 4, 5, *around(8), 16)),
+    Axis("adapters", (2, 1, 3, 4, 5, *around(8), 33)),
     Axis("rank", (8, 1, 3, 16, 17, 32, 33, 64, 65, 128)),
     Axis("inputs", (48, 1, 33, 129, 1000, 4104)),
     Axis("outputs", (40, 1, 7, 129, 1000)),

@@ -32,7 +32,7 @@ _ROWS: Final = (5, 1, 2, 31, 33, 64, 65, 128, 129, 193, 256, 257)
 _VOCABULARIES: Final = (1003, 33, 1025, 32_767, 32_769, 65_537, 131_073)
 _EDGES: Final = tuple(
     {"vocabulary": vocabulary}
-    for vocabulary in (1, 2, 31, 64, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, 151_936, 262_144)
+    for vocabulary in (1, 2, 31, 64, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, 151_936, 262_208)
 )
 _MAX_LOGITS: Final = 1_400_000
 """Logits of a case, which numpy sorts in about 0.1 seconds."""
@@ -111,7 +111,11 @@ def _alone(name: str, values: Sequence[Value], **others: Value) -> tuple[Case, .
 
 _SAMPLE: Final = (
     Axis("rows", _ROWS, rare=({"rows": 1025}, {"rows": 193, "vocabulary": 65_537, "temperature": 0.0})),
-    Axis("vocabulary", _VOCABULARIES, rare=_EDGES),
+    Axis(
+        "vocabulary",
+        _VOCABULARIES,
+        rare=(*_EDGES, {**_EDGES[-1], "logits": "one left", "temperature": 0.0, "spread": "all rows"}),
+    ),
     Axis("logits", _LOGITS),
     Axis(
         "temperature",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +21,12 @@ from fd_core.engine.process.messages import (
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
-from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
+from fd_core.testing.axes.covering import Axis, Case, Value, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.checkpoints import STEP_CASE
+from fd_core.testing.models.checkpoints import STEP_CASE, abilities_of, is_tied
 from fd_core.testing.models.scenario import Events, Scenario
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
@@ -57,6 +58,7 @@ AXES: Final = (
     ),
     Axis("room", (9, 0, -3), ("EngineConfig.max_model_len", "Limits.max_model_len")),
     Axis("depth", (1, 2, 3, 16), ("EngineConfig.pipeline_depth", "Limits.pipeline_depth")),
+    Axis("threads", (1, 3), ("EngineConfig.num_threads",)),
     Axis("prefix_caching", (True, False), ("EngineConfig.enable_prefix_caching",)),
     Axis(
         "drafts",
@@ -67,6 +69,13 @@ AXES: Final = (
     Axis("structured", (False, True), ("EngineConfig.structured_output",)),
     Axis("forced", (8, 0, 16), ("EngineConfig.max_forced_tokens",)),
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
+    Axis(
+        "model",
+        ("llama", "mistral-window", "qwen2", "qwen3-moe", "ernie-moe"),
+        ("EngineConfig.model",),
+        needs="checkpoints",
+    ),
+    Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
     Axis("kv_dtype", ("auto", "int8"), ("EngineConfig.kv_cache_dtype",)),
     Axis(
         "adapters",
@@ -120,6 +129,7 @@ AXES: Final = (
     Axis("again", (False, True)),
     Axis("copies", (False, True), needs="kv_transfer"),
     Axis("company", ("none", "in turns", "in a thread")),
+    Axis("neighbour", ("alike", "unlike", "unlike first"), ("EngineConfig.dtype",)),
     Axis(
         "first_number",
         (0, 2**15 - 3, 2**16 - 3, 2**31 - 2000),
@@ -129,8 +139,9 @@ AXES: Final = (
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
 request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
 first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
-second time, under the same names; `company` is another engine of the same backend in this process; with `reloaded`,
-another adapter takes the place of the first one when all requests have ended."""
+second time, under the same names; `company` is another engine of the same backend in this process; an `unlike`
+`neighbour` has another value of each setting, and one that is `first` is built before; with `reloaded`, another adapter
+takes the place of the first one when all requests have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
 EXCUSED: Final[Mapping[str, str]] = {
@@ -154,17 +165,8 @@ EXCUSED: Final[Mapping[str, str]] = {
     **{
         f"EngineConfig.{name}": _START
         for name in (
-            *(
-                "model",
-                "revision",
-                "model_impl",
-                "backend",
-                "dtype",
-                "quantization",
-                "attention_backend",
-                "postprocess",
-            ),
-            *("native_kernels", "num_threads", "kv_cache_memory", "gpu_memory_utilization"),
+            *("revision", "model_impl", "backend", "attention_backend", "postprocess"),
+            *("native_kernels", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },
     **{
@@ -186,7 +188,7 @@ EXCUSED: Final[Mapping[str, str]] = {
 }
 """Fields of the contract that no axis varies, with the reason."""
 EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
-"""Axes whose effect on a text is indistinguishable from rounding in lower precision."""
+"""Axes whose effect on a text is indistinguishable from rounding in lower precision, as the choice of experts is."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
 _SLACK: Final = 4.0
@@ -204,6 +206,13 @@ def allowed(case: Case) -> bool:
     if case["reasoning"] is not None and not (case["structured"] or case["drafts"]):
         return False
     if case["reloaded"] and not case["adapters"]:
+        return False
+    if case["poisoned"] and is_tied(str(case["model"])):  # logits of the token would be NaN for all
+        return False
+    has_experts = "moe" in abilities_of(str(case["model"]))
+    if case["weights"] != "auto" and (has_experts or any(case[name] != _PLAIN[name] for name in EXACT_ONLY)):
+        return False
+    if case["neighbour"] != "alike" and case["company"] == "none":
         return False
     if case["copies"] and case["memory"] == "restored":  # which copies on a thread of its own, one at a time
         return False
@@ -228,6 +237,7 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
         "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, _pool_of_prompts(case)),
         "max_model_len": context,
         "pipeline_depth": case["depth"],
+        "num_threads": case["threads"],
         "enable_prefix_caching": case["prefix_caching"],
         "structured_output": case["structured"] or bool(case["drafts"]),
         "max_forced_tokens": case["forced"],
@@ -391,7 +401,7 @@ def _adapter(model: Path, rank: int, index: int) -> tuple[Path, str]:
 
 def _adapters(target: Target, case: Case) -> dict[str, Path]:
     """Return the folders of the adapters of a case, by digest, and of one more; ranks differ."""
-    model = target.checkpoint(STEP_CASE)
+    model = target.checkpoint(checkpoint_of(case))
     if model is None or not case["adapters"]:
         return {}
     count, rank = int_of(case, "adapters") + 1, int_of(case, "adapter_rank")
@@ -399,14 +409,54 @@ def _adapters(target: Target, case: Case) -> dict[str, Path]:
     return {digest: folder for folder, digest in found}
 
 
+def supported_by(target: Target) -> Callable[[Axis, Value], bool]:
+    """Return the argument of `KitCase.with_only` for a target."""
+
+    def supported(axis: Axis, value: Value) -> bool:
+        needs = {axis.needs, *(abilities_of(str(value)) if axis.name == "model" else ())}
+        if needs & target.limits.keys():
+            return False
+        if axis.name == "kv_dtype":
+            return value in target.ops.kv_dtypes
+        if axis.name == "weights":
+            return target.quantization == "auto" and value in target.ops.weight_formats
+        return target.exact or not ("moe" in needs or axis.name in EXACT_ONLY)
+
+    return supported
+
+
 def check_steps(target: Target, case: Case) -> None:
     """Run the requests of a case, then fill the engine, and compare all with the oracle. Raises `AssertionError`."""
-    target = target.quantized() if case["kv_dtype"] == "int8" else target
+    neighbour = None
+    if case["company"] != "none":
+        alike = case["neighbour"] == "alike"
+        neighbour = _scenario(*((target, case) if alike else unlike(target, case)), first=int_of(case, "requests"))
+    replace(_scenario(target, case), neighbour=neighbour).check()
+
+
+def unlike(target: Target, case: Case) -> tuple[Target, Case]:
+    """Return the backend with another dtype, if it has one, and the case with another value of each setting."""
+    dtypes = sorted({"float32", "bfloat16"} - {target.ops.dtype, *target.limits})
+    other = target.changed(dtype=dtypes[0]) if dtypes else target
+    supported = supported_by(other)
+    for axis in AXES:
+        changed = {**case, axis.name: next(value for value in axis.values if value != case[axis.name])}
+        is_setting = any(field.startswith("EngineConfig.") for field in axis.fields)
+        if is_setting and supported(axis, changed[axis.name]) and axis.name != "neighbour":
+            fits = allowed(changed) and not target.cls.envelope.exceeded(sizes_of(changed))
+            case = changed if fits else case
+    return other, {axis.name: case[axis.name] if supported(axis, case[axis.name]) else axis.values[0] for axis in AXES}
+
+
+def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
+    """Return the engine of a case with requests numbered from `first`."""
+    kept = {"kv_cache_dtype": "int8"} if case["kv_dtype"] == "int8" else {}
+    kept |= {"quantization": str(case["weights"])} if case["weights"] != "auto" else {}
+    target = target.changed(**kept) if kept else target
     adapters = _adapters(target, case)
     *digests, spare = adapters or [""]
-    specs = requests_of(case, tuple(digests))
-    neighbours = requests_of(case, tuple(digests), first=len(specs)) if case["company"] != "none" else []
-    settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs + neighbours))
+    specs = requests_of(case, tuple(digests), first)
+    settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs))
     if adapters:
         settings |= {
             "lora_modules": tuple(f"{digest}={adapters[digest]}" for digest in digests),
@@ -415,15 +465,13 @@ def check_steps(target: Target, case: Case) -> None:
         }
     reloaded = (digests[0], spare) if case["reloaded"] else None
     full = requests_that_fill(settings, (*digests[1:], spare) if reloaded else tuple(digests))
-    judge = _judge(target, [*specs, *neighbours, *full], adapters, settings)
-    Scenario(
+    return Scenario(
         target=target,
-        judge=judge,
+        judge=_judge(target, case, [*specs, *full], adapters, settings),
         settings=settings,
         drafts=int_of(case, "drafts"),
         wrong_drafts=float(case["wrong_drafts"] or 0),
         specs=specs,
-        neighbours=neighbours,
         full=full,
         events=Events(
             arrivals=int_of(case, "arrivals"),
@@ -435,12 +483,13 @@ def check_steps(target: Target, case: Case) -> None:
             updated=case["ordered"] == "update" and target.cls.updates_weights,
             again=bool(case["again"]),
             in_thread=case["company"] == "in a thread",
+            built_last=case["neighbour"] == "unlike first",
             first_number=int_of(case, "first_number"),
             eager=case["memory"] != "ample",
             forgets_prefixes=case["memory"] == "restored",
             reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
         ),
-    ).check()
+    )
 
 
 def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
@@ -471,7 +520,14 @@ def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) ->
     ]
 
 
-def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], settings: Mapping[str, Any]) -> Judge:
+def checkpoint_of(case: Case) -> str:
+    """Return the name of the checkpoint of a case."""
+    return f"{STEP_CASE}:{case['model']}"
+
+
+def _judge(
+    target: Target, case: Case, specs: list[RequestSpec], adapters: dict[str, Path], settings: Mapping[str, Any]
+) -> Judge:
     """Return the judge of some requests; their texts are the same for all other settings."""
     plain: dict[str, Any] = {
         "max_num_seqs": 16,
@@ -485,8 +541,9 @@ def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], 
     if adapters:
         plain["lora_modules"] = tuple(f"{digest}={folder}" for digest, folder in adapters.items())
         plain |= {"max_loras": len(adapters), "max_lora_rank": settings["max_lora_rank"]}
-    name = msgspec.json.encode([specs, plain]).hex()
-    return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, slack=_SLACK, **plain)
+    checkpoint = checkpoint_of(case)
+    name = msgspec.json.encode([checkpoint, specs, plain]).hex()
+    return Judge.of(target, name, checkpoint, specs, adapters=adapters, slack=_SLACK, **plain)
 
 
 STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed, EDGES, sizes_of)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import locale
 import logging
+import os
 import random
+import signal
 import socket
+import sys
+import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -41,18 +47,80 @@ def another_world(shift: int) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def _settings() -> tuple[object, ...]:
-    return np.geterr(), Path.cwd(), gc.isenabled(), logging.root.manager.disable, socket.getdefaulttimeout()
+def process_state() -> dict[str, object]:
+    """Return the settings of the whole process, on which its other parts depend, by name."""
+    numbers = np.random.get_state(legacy=False)
+    state: dict[str, object] = {
+        "handling of errors in numpy": np.geterr(),
+        "state of numpy's generator": hash((numbers["state"]["key"].tobytes(), numbers["state"]["pos"])),
+        "state of Python's generator": hash(random.getstate()),
+        "working directory": Path.cwd(),
+        "garbage collection": gc.isenabled(),
+        "logging": (logging.root.manager.disable, logging.root.level, *logging.root.handlers),
+        "default timeout of sockets": socket.getdefaulttimeout(),
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "locale": locale.setlocale(locale.LC_ALL),
+        "limits of the interpreter": (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "exception hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "import path": sys.path.copy(),
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "filters of warnings": [*warnings.filters],
+        "modules": len(sys.modules),
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        state["defaults of torch"] = (
+            *(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
+            *(torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
+        )
+        state["state of torch's generator"] = hash(torch.get_rng_state().numpy().tobytes())
+    return state
+
+
+_OF_IMPORTS: Final = ("environment", "filters of warnings", "import path", "exception hooks")
+"""Settings that an import may change."""
+_AT_START: Final = {
+    name: value
+    for name, value in process_state().items()
+    if name in ("handling of errors in numpy", "default timeout of sockets", "locale", "limits of the interpreter")
+}
+"""Settings that a plugin may not change when it is loaded either."""
+_MAX_RISES: Final = 8
+"""Consecutive checks that may each leave more descriptors or threads than any check before."""
+_RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
+"""The most so far, and the number of checks since one that left no more."""
 
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Fail if settings of the whole process change, on which its other parts depend."""
-    before = _settings()
+    """Fail if settings of the whole process change, or if each of several checks leaves open files or threads."""
+    # Otherwise one that seeds the generators would leave them as the check before.
+    random.random(), np.random.random(2)  # noqa: S311
+    before = {**process_state(), **_AT_START}
     with np.errstate():  # restores them
         yield
-        found = _settings()
-    require(found == before, "8", f"it changes settings of the whole process: {before} to {found}")
+        found = process_state()
+    excused = _OF_IMPORTS if found["modules"] != before["modules"] else ()
+    for name in sorted(before.keys() & found.keys() - {"modules", *excused}):
+        require(found[name] == before[name], "8", f"it changes the {name}: {_change(before[name], found[name])}")
+    for name, held in _held().items():
+        most, rises = _RISES[name]
+        if held > most:
+            gc.collect()
+            held = _held()[name]
+        _RISES[name] = [max(held, most), rises + 1 if held > most else 0]
+        require(rises < _MAX_RISES, "3.6", f"each check leaves {name}, {held} by now")
+
+
+def _change(before: object, after: object) -> str:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):  # values may be secret
+        return ", ".join(sorted(str(key) for key in {**before, **after} if before.get(key) != after.get(key)))
+    return f"{str(before)[:200]} to {str(after)[:200]}"
+
+
+def _held() -> dict[str, int]:
+    descriptors = Path("/proc/self/fd")
+    files = sum(1 for _ in descriptors.iterdir()) if descriptors.exists() else 0
+    return {"open files": files, "threads": threading.active_count()}
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:

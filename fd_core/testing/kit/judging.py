@@ -166,7 +166,7 @@ class Judge:
         `slack` multiplies the margins of lower precision, for a checkpoint with larger activations.
         """
         self._slack = slack
-        self.target, self._case, self._adapters = target, case, adapters or {}
+        self.target, self.case, self._adapters = target, case, adapters or {}
         self.specs = {spec.request_id: spec for spec in specs}
         with target.oracle.engine(case=case, **settings) as engine:
             self.right: Texts = run(engine, specs)
@@ -211,7 +211,7 @@ class Judge:
             parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
             where = f"{name} deviates from the expected text at token {parted} of {len(text)}"
             assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} for {right[parted:][:1]}"
-            logits = _logits_of(self.target, self._case, spec, text=text, adapter=self._adapters.get(spec.adapter))
+            logits = _logits_of(self.target, self.case, spec, text=text, adapter=self._adapters.get(spec.adapter))
             for at in range(parted, len(text)):
                 self._check_token(spec, list(text), at, logits=logits[at], where=where)
 

@@ -218,6 +218,17 @@ def rules_of(item: pytest.Item) -> tuple[str, ...]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test of a kit that leaves settings of the process changed; cases are checked one by one."""
+    if not getattr(item, "obj", item).__module__.startswith("fd_core.testing.") or case_of(item) is not None:
+        return (yield)
+    from fd_core.testing.hooks.purity import unchanged_process
+
+    with unchanged_process():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -172,16 +172,17 @@ class Target:
     @property
     def precision(self) -> str:
         """Key of the applicable margins: the dtype, or `packed` weights, with which activations may have 8 bits."""
-        return self.ops.dtype if self.quantization == "auto" else "packed"
+        return self.ops.dtype if self.quantization == "auto" or self.ops.dequantizes_weights else "packed"
 
     @property
     def exact(self) -> bool:
         """True if its texts must equal the oracle's token by token; lower precision may move a logit."""
         return self.precision == "float32" and self.kv_dtype == "auto"
 
-    def quantized(self) -> Target:
-        settings = {**self._settings, "kv_cache_dtype": "int8"}
-        return Target(f"{self.text} with int8 KV", self.name, settings, folder=self._folder)
+    def changed(self, **settings: str) -> Target:
+        """Return the same backend with other settings."""
+        text = ",".join(f"{name}={value}" for name, value in settings.items())
+        return Target(f"{self.text} with {text}", self.name, {**self._settings, **settings}, folder=self._folder)
 
     def checkpoint(self, case: str = ENGINE_CASE) -> Path | None:
         """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""

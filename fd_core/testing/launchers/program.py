@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from fd_core.launching.announcing import announce
@@ -18,7 +19,8 @@ def main(action: str, *arguments: str) -> None:
     - `fail`: print the arguments as lines, the first one with a byte that is not UTF-8, the last one after 3,000
       others and without an end of its line, and exit with code 7;
     - `exit`: print the last argument, and exit with code 7;
-    - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for 5 seconds;
+    - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for as many seconds as
+      the argument;
     - `ignore`: ignore SIGTERM;
     - anything else: end by SIGTERM.
     """
@@ -30,7 +32,8 @@ def main(action: str, *arguments: str) -> None:
         sys.stdout.buffer.write("\n".join(lines).encode().replace(b"\n", b" \xff\n", 1))
         sys.exit(7)
     if action in ("drain", "ignore"):
-        signal.signal(signal.SIGTERM, _drain if action == "drain" else signal.SIG_IGN)
+        drain = partial(_drain, float(arguments[0])) if action == "drain" else signal.SIG_IGN
+        signal.signal(signal.SIGTERM, drain)
     shown = {
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
@@ -42,10 +45,15 @@ def main(action: str, *arguments: str) -> None:
     time.sleep(600)
 
 
-def _drain(*_: object) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    time.sleep(5)
+def _drain(seconds: float, *_: object) -> None:
+    signal.signal(signal.SIGTERM, _end)
+    time.sleep(seconds)
     sys.exit(4)
+
+
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a third one would end an interpreter that shuts down
+    sys.exit(3)
 
 
 if __name__ == "__main__":

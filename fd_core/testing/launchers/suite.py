@@ -79,7 +79,7 @@ class LauncherSuite:
         self.until(is_forwarded)
 
     def test_a_terminated_process_ends_when_it_wants_to(self, launching: Launcher) -> None:
-        (process,) = launching.start([self.spec("one", "drain")])
+        (process,) = launching.start([self.spec("one", "drain", str(self.patience))])
         self.seen(process)
         process.terminate()
         assert process.wait(0.5) is None, "terminate ended it"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,12 +77,13 @@ LONG_CASE: Final = "long"
 WIDE_CASE: Final = "wide"
 """A small model with a vocabulary larger than 2^17."""
 STEP_CASE: Final = "step"
-"""A small model whose last token has an embedding of NaN and a logit of 0."""
+"""A small model whose last token has an embedding of NaN and a logit of 0, unless the head is tied; followed by a colon
+and one of `CASES`, a model of that kind."""
 FORMER_STEP_CASE: Final = "former_step"
 """The same with other weights."""
 
 _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
-    LONG_CASE: _sizes(64, 96, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=1031, longest=4096),
+    LONG_CASE: _sizes(64, 96, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=1031, longest=5000),
     WIDE_CASE: _sizes(32, 64, 1, heads=2, kv_heads=1, head_dim=16, vocabulary=140_003, longest=512),
     PACKED_ENGINE_CASE: _sizes(32, 32, 1, heads=4, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
     ENGINE_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
@@ -90,6 +92,7 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+@cache
 def abilities_of(case: str) -> tuple[str, ...]:
     """Return the abilities of `fd_core.testing.kit.limits` that a case requires."""
     spec = describe(ModelConfig(_config_of(case)))
@@ -104,16 +107,22 @@ def abilities_of(case: str) -> tuple[str, ...]:
     return tuple(name for name, needs in needed.items() if needs)
 
 
+def is_tied(case: str) -> bool:
+    """Return True if the head of a case is its embedding."""
+    return bool(CASES[case][1].get("tie_word_embeddings", False))
+
+
 def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     """Write the case into `folder`, created if absent, and return it; the bytes are deterministic.
 
     `more` are fields of its config.
     """
+    base = case.partition(":")[0]
     tensors = write_config(
-        {**_config_of(case), **more}, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case)
+        {**_config_of(case), **more}, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(base)
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
-    if case in (STEP_CASE, FORMER_STEP_CASE):
+    if base in (STEP_CASE, FORMER_STEP_CASE) and "lm_head.weight" in tensors:
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
         _save(tensors, folder)
@@ -121,9 +130,14 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
 
 
 def _config_of(case: str) -> dict[str, Any]:
-    kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
+    base, _, model = case.partition(":")
+    kind, changes = CASES.get(model or base, CASES["llama"])
     name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
-    return {**SIZES, **changes, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
+    named = {"architectures": [name], "model_type": kind, "torch_dtype": "float32"}
+    config = {**SIZES, **changes, **_SIZES_OF.get(base, {}), **named}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    return config
 
 
 def write_config(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:

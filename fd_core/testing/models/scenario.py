@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,9 @@ class Events:
     copies: bool = False
     """Copy spare blocks of the cache on a thread."""
     in_thread: bool = False
-    """Run the neighbours' engine on a thread instead of in turns."""
+    """Run the neighbour on a thread instead of in turns."""
+    built_last: bool = False
+    """Load the engine after its neighbour."""
     first_number: int = 0
     """Number of the first step, and gen of the first request of each slot."""
     eager: bool = False
@@ -69,7 +71,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One engine on a target with requests and events, and possibly another engine next to it."""
+    """One engine on a target with requests and events, and possibly another one next to it."""
 
     target: Target
     judge: Judge
@@ -77,30 +79,30 @@ class Scenario:
     drafts: int
     wrong_drafts: float
     specs: Sequence[RequestSpec]
-    neighbours: Sequence[RequestSpec]
-    """Requests of the other engine; none without it."""
     full: Sequence[RequestSpec]
     """Requests that fill the engine, submitted when all others have ended."""
     events: Events
+    neighbour: Scenario | None = None
+    """The other engine and its requests."""
 
     def check(self) -> None:
         """Run it and compare texts, scores, vectors and ends. Raises `AssertionError`."""
+        scenarios = [self] if self.neighbour is None else [self, self.neighbour]
+        order = -1 if self.events.built_last else 1
         with ExitStack() as stack:
-            engine = stack.enter_context(self._engine())
-            mine = self._drive(engine, self.specs)
-            if not self.neighbours:
-                _exhaust(mine)
-            else:
-                theirs = self._drive(stack.enter_context(self._engine()), self.neighbours)
-                together = _in_threads if self.events.in_thread else _in_turns
-                together(mine, theirs)
+            engines = [stack.enter_context(each.loaded()) for each in scenarios[::order]][::order]
+            steps = [each.drive(engine) for each, engine in zip(scenarios, engines, strict=True)]
+            run: Callable[..., None] = _in_threads if self.events.in_thread else _in_turns
+            run(*steps)
 
     @contextmanager
-    def _engine(self) -> Iterator[Engine]:
+    def loaded(self) -> Iterator[Engine]:
+        """Yield its engine."""
         spare = _SPARE_BLOCKS if self.events.copies else 0
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
-        case = FORMER_STEP_CASE if self.events.updated else STEP_CASE
+        former = self.judge.case.replace(STEP_CASE, FORMER_STEP_CASE)
+        case = former if self.events.updated else self.judge.case
         folder = self.target.checkpoint(case)
         if self.events.updated and folder is not None:
             rewrite_weights(folder, case)
@@ -128,7 +130,7 @@ class Scenario:
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
             if self.events.updated:
                 if folder is not None:
-                    rewrite_weights(folder, STEP_CASE)
+                    rewrite_weights(folder, self.judge.case)
                 failures: list[FdError | None] = []
                 for path in (Path("absent"), folder or Path("scripted")):
                     engine.control(UpdateWeights(str(path)), failures.append)
@@ -138,8 +140,9 @@ class Scenario:
                 fill_with_nan(engine.probe().runner.cache)
             yield engine
 
-    def _drive(self, engine: Engine, specs: Sequence[RequestSpec]) -> Generator[None]:
-        """Run requests with all events, then those that fill the engine; yields after each step."""
+    def drive(self, engine: Engine) -> Generator[None]:
+        """Run the requests with all events, then those that fill the engine; yields after each step."""
+        specs = self.specs
         resumed = [self._resumed(spec) for spec in specs]
         poisoned = self._poisoned(specs[0])
         queue = [*resumed[:1], *poisoned, *resumed[1:]]
@@ -219,7 +222,7 @@ class Scenario:
         params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)
         prompt = list(like.prompt)[: self.settings["max_model_len"] - 1]
         if self.target.cls.needs_checkpoint:
-            prompt[len(prompt) // 2] = self.events.poison
+            prompt[max(len(prompt) // 2, len(prompt) - 3)] = self.events.poison  # within any window
         else:
             params = msgspec.structs.replace(params, repetition_penalty=1e-60)
         return [RequestSpec(request_id="poisoned", prompt=tuple(prompt), params=params)]
@@ -269,7 +272,8 @@ class Scenario:
             assert found.shape == expected.shape, f"{name}: expected a vector {expected.shape}, got {found.shape}"
             error = np.abs(found.astype(np.float64) - expected)
             worst = int(np.nan_to_num(error, nan=np.inf).argmax())
-            limit = (1e-4 if self.target.exact else 0.1) * max(float(np.abs(expected).max()), 1.0)
+            share = 1e-4 if self.target.exact else 0.5 if self.target.precision == "packed" else 0.1
+            limit = share * max(float(np.abs(expected).max()), 1.0)
             assert error[worst] <= limit, (
                 f"{name}: element {worst} of its vector: expected {expected[worst]:.6g}, got {found[worst]:.6g}"
             )

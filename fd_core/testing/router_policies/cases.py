@@ -19,6 +19,7 @@ from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.stores.values import draws
+from fd_core.types import IntArray
 
 _LOADS: Final[dict[str, Callable[[int, int], tuple[int, int, int]]]] = {
     "rising": lambda at, _: (at % 50, at % 3, 100 * (at % 7)),
@@ -92,6 +93,8 @@ EXCUSED: Final[Mapping[str, str]] = {
     if name not in ("cache_block_size", "max_sessions", *_WEIGHTS)
 }
 """Fields of the contract that no axis varies, with the reason."""
+_MOST_VIEWS: Final = 100
+"""Objects that are made to find a free address."""
 _MAX_SHOWN: Final = 20_000
 """Candidates that a case shows to a policy."""
 
@@ -175,6 +178,7 @@ def _contexts(
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
     draw, once = draws(count), dict[Callable[..., Any], Any]()
     now, pace = float(case["now"] or 0), float(case["pace"] or 0)
+    addresses = set[int]()
     for call in range(calls):
         gone: list[RouterWorker] = []
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
@@ -186,6 +190,7 @@ def _contexts(
             once = {}
         prompt = call * call % 11  # some are new, others as before, without a period; each is a new object
         tokens = _prompt(str(case["token_ids"]), int_of(case, "tokens"), prompt)
+        tokens = tokens if works_out_again else _at_old_address(tokens, addresses)
         blocks = len(tokens) // config.cache_block_size
         candidates = _candidates(case, shown, blocks if cls.uses_prefix else None, once, call)
         keys = tuple(b"%d/%d" % (prompt, block) for block in range(blocks)) if cls.uses_prefix else ()
@@ -194,6 +199,15 @@ def _contexts(
             str(case["session"]), case["session"]
         )
         yield shown, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call * pace), gone  # type: ignore[arg-type]
+
+
+def _at_old_address(tokens: IntArray, addresses: set[int]) -> IntArray:
+    """Return the tokens as an object at the address of an earlier one that was freed, if there is one."""
+    views: list[IntArray] = []
+    while len(views) < _MOST_VIEWS and not (views and id(views[-1]) in addresses):
+        views.append(tokens.view())
+    addresses.add(id(views[-1]))
+    return views[-1]
 
 
 def _candidates(

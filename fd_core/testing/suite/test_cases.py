@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fd_core.testing.axes import pools, products, routing, sampling
-from fd_core.testing.axes.covering import Axis, Value
+from fd_core.testing.axes import pools, products, routing, sampling, steps
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, supported_by
-from fd_core.testing.axes.steps import EXACT_ONLY, STEPS
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 
@@ -27,15 +25,10 @@ def test_layer(target: Target, require: Require, case: KitCase) -> None:
     check(target, case)
 
 
-@pytest.mark.fd_cases(STEPS)
+@pytest.mark.fd_cases(steps.STEPS)
 @pytest.mark.law("4")
 def test_step(target: Target, case: KitCase) -> None:
-    def supported(axis: Axis, value: Value) -> bool:
-        if axis.name == "kv_dtype":
-            return value in target.ops.kv_dtypes
-        return axis.needs not in target.limits and (target.exact or axis.name not in EXACT_ONLY)
-
-    case.with_only(supported).check(target, f"fdcore conformance {target}")
+    case.with_only(steps.supported_by(target)).check(target, f"fdcore conformance {target}")
 
 
 @pytest.mark.fd_cases(products.EMBEDDING)

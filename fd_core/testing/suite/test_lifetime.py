@@ -29,6 +29,7 @@ from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
+from fd_core.types import FinishReason
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -45,6 +46,15 @@ def test_probe_reports_availability_and_device(target: Target) -> None:
         assert len(line.splitlines()) == 1
     assert ("emulated" in about) == target.emulated, "the description of an emulated device must contain 'emulated'"
     assert target.backend.free_memory() > 0
+
+
+def test_default_sizes_hold_a_whole_context(target: Target) -> None:
+    """Sizes that a user leaves out follow from the free memory."""
+    sizes = ("max_num_seqs", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "pipeline_depth")
+    left_out: dict[str, Any] = dict.fromkeys(sizes)
+    with target.engine(**left_out) as engine:
+        assert engine.info.max_model_len == engine.info.model_max_len, "the free memory is too small for a tiny model"
+        assert run(engine, [greedy("a", range(5), 4)]).ends == {"a": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

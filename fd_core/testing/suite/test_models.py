@@ -54,14 +54,19 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 @cache
 def oracle_logits(
-    folder: Path, tokens: tuple[int, ...], quantization: str = "auto", adapter: Path | None = None
+    folder: Path,
+    tokens: tuple[int, ...],
+    quantization: str = "auto",
+    adapter: Path | None = None,
+    kv_dtype: str = "auto",
 ) -> Floats:
     """Return the oracle's logits of every position of a single sequence."""
     with open_checkpoint(folder) as checkpoint:
         model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
     if adapter is not None:
         model = adapted_by(model, folder, [adapter])
-    driver = PagedDriver(model, NumpyOps(), [list(tokens)], longest=64, places=None if adapter is None else [1])
+    places = None if adapter is None else [1]
+    driver = PagedDriver(model, NumpyOps(), [list(tokens)], longest=64, kv_dtype=kv_dtype, places=places)
     driver.step([(0, len(tokens))])
     return np.stack(driver.rows[0].logits)
 
@@ -91,9 +96,11 @@ def assert_close(
 ) -> None:
     """Compare the logits of a row; `share` scales the allowed mean error."""
     error = np.abs(np.stack(row.logits) - expected)
+    # In 8 bits, an element of KV between two steps moves a logit as float16 does.
+    key = "float16" if target.precision == "float32" and target.kv_dtype == "int8" else target.precision
     assert np.isfinite(error).all()
-    assert error.max() < largest[target.precision]
-    assert error.mean() < share * MEAN_ERROR[target.precision] * expected.std()
+    assert error.max() < largest[key]
+    assert error.mean() < share * MEAN_ERROR[key] * expected.std()
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import lacks, thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import Values, assert_same
@@ -114,12 +114,13 @@ def check_ranks(
         if ranks[0][0].ops.parallel.gathers:
             assert_same(row.logits, one.logits)
         # Rounded sums of partial products may route a token to other experts.
-        if target.exact or (target.kv_dtype == "auto" and "moe" not in path.name):
+        if target.exact or "moe" not in path.name:
             adapter = None if places is None else (None, *adapters)[places[index % len(places)]]
-            expected = oracle_logits(path, tuple(row.tokens[:-1]), target.quantization, adapter)
+            expected = oracle_logits(path, tuple(row.tokens[:-1]), target.quantization, adapter, target.kv_dtype)
             assert_close(target, row, expected, largest=ADAPTED_ERROR, share=2.0)
 
 
+@pytest.mark.parametrize("kv_dtype", thorough_but(["auto", "int8"], "auto"))
 @pytest.mark.parametrize(
     ("case", "size", "transport"),
     [
@@ -131,9 +132,19 @@ def check_ranks(
     ],
 )
 def test_ranks_compute_what_the_oracle_computes(
-    target: Target, checkpoints: Path, require: Callable[..., None], case: str, size: int, transport: str
+    target: Target,
+    checkpoints: Path,
+    require: Callable[..., None],
+    case: str,
+    size: int,
+    transport: str,
+    kv_dtype: str,
 ) -> None:
     require("checkpoints", "kv_transfer", *abilities_of(case))
+    if kv_dtype != "auto":
+        if kv_dtype not in target.ops.kv_dtypes:
+            lacks("its pack stores KV only in its own dtype")
+        target = target.changed(kv_cache_dtype=kv_dtype)
     check_ranks(target, written(case, checkpoints), size, transport)
 
 

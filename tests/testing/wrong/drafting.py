@@ -358,3 +358,11 @@ class SharesTheCheapTokens(NgramDrafter):
     def propose(self, slots, limit):
         tokens, counts = super().propose(slots, min(limit, (self._cheap - len(slots)) // len(slots)))
         return np.pad(tokens, ((0, 0), (0, limit - tokens.shape[1]))), counts
+
+
+@noticed("test_case")
+class ExtendsSlotsInOrder(NgramDrafter):
+    """Sorts the slots of a step, but not its tokens."""
+
+    def extend(self, slots, tokens, counts):
+        super().extend(np.sort(slots), tokens, counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
@@ -272,3 +273,107 @@ def _load_once(self, path, ops, progress):
 @wrong_in("reference", "ordered=update", load_model=_load_once)
 class LoadsAFolderOnce:
     """A model is loaded once for each path, although its files were replaced."""
+
+
+@wrong_in("reference", "model=qwen2,ordered=update")
+class KeepsTheHeadOfAFormerModel:
+    """A tied head is kept by the shape of its table, which another model of the same sizes has as well."""
+
+    heads = None
+
+    def tied_head(self, embedding, weight):
+        self.heads = {} if self.heads is None else self.heads
+        return self.heads.setdefault(embedding.shape, super().tied_head(embedding, weight))
+
+
+class _Buffers(list):
+    """Terms of adapters by slot, and the largest ones that each slot ever had."""
+
+    held: dict
+
+
+@wrong_in("reference", "adapters=1,reloaded=true")
+class LeavesTheEndOfALargerAdapter:
+    """Terms are copied into buffers, where those of an adapter of higher rank remain."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        placed, placed.held = (buffers := _Buffers(deltas)), dict(getattr(before, "held", {}))
+        for slot, (down, up) in ((slot, delta) for slot, delta in enumerate(deltas) if delta is not None):
+            rank, (old_down, old_up) = len(down.weight), placed.held.get(slot, (down, up))
+            down = replace(down, weight=np.concatenate([down.weight, old_down.weight[rank:]]))
+            up = replace(up, weight=np.concatenate([up.weight, old_up.weight[:, rank:]], axis=1))
+            placed[slot] = placed.held[slot] = down, up
+        return buffers if buffers.held else None
+
+
+def _load_unpacked(self, path, ops, progress):
+    config, self.config = self.config, msgspec.structs.replace(self.config, quantization="auto")
+    try:
+        return ReferenceBackend.load_model(self, path, ops, progress)
+    finally:
+        self.config = config
+
+
+@wrong_in("reference", "weights=int4", load_model=_load_unpacked)
+class IgnoresTheQuantization:
+    """Weights of the checkpoint are loaded as they are."""
+
+
+@wrong_in("null", "plain")
+class SeedsTheProcess:
+    """Seeds the generator of the process, as examples do."""
+
+    def sample(self, logits, rows):
+        np.random.seed(0)
+        return super().sample(logits, rows)
+
+
+@wrong_in("reference", "model=mistral-window,requests=24,again=true")
+class KeepsTheFirstVisibleBlock:
+    """Blocks before a window are skipped; the number of them is kept by the first block of a row, and only grows."""
+
+    skipped = None
+
+    def paged_attention(self, q, layer, heads, step):
+        self.skipped = self.skipped or {}
+        output = super().paged_attention(q, layer, heads, step)
+        for row in range(len(step.context_len) if heads.window else 0):
+            begin, end = step.query_start[row : row + 2].tolist()
+            context, block = int(step.context_len[row]), int(step.block_tables[row, 0])
+            first = max(0, context - (end - begin) - heads.window + 1) // layer.shape[2]
+            first = self.skipped[block] = max(first, self.skipped.get(block, 0))
+            left = context - min(first, (context - 1) // layer.shape[2]) * layer.shape[2]
+            if end - begin <= left < context:
+                tables = step.block_tables[row : row + 1, (context - left) // layer.shape[2] :]
+                bounds = np.array([0, end - begin]), np.array([left])
+                one = replace(step, query_start=bounds[0], context_len=bounds[1], block_tables=tables)
+                output[begin:end] = super().paged_attention(q[begin:end], layer, heads, one)
+        return output
+
+
+def _make_divided(self):
+    ops, threads = ReferenceBackend.make_ops(self), self.threads
+
+    class Divided(type(ops)):
+        def linear(self, x, weight):
+            y = super().linear(x, weight)
+            if len(y) > threads:
+                y[len(y) // threads * threads :] = 0
+            return y
+
+    ops.__class__ = Divided
+    return ops
+
+
+@wrong_in("reference", "threads=3", make_ops=_make_divided)
+class LosesTheRemainderOfThreads:
+    """Rows are divided among the threads; those that are left over stay 0."""
+
+
+def _mebibytes(self):
+    return ReferenceBackend.free_memory(self) // 2**20
+
+
+@wrong("reference", "lifetime:test_default_sizes_hold_a_whole_context", free_memory=_mebibytes)
+class CountsMemoryInMebibytes:
+    """An engine has room for few blocks and short contexts."""

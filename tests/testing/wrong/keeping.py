@@ -762,3 +762,22 @@ class _OtherNames(DiskReservations):
         name, *rest = super().reserve(size)
         os.rename(name, f"{name}.tmp", src_dir_fd=self.partial, dst_dir_fd=self.partial)
         return f"{name}.tmp", *rest
+
+
+@found_by("test_values_that_appear_are_found")
+class RemembersMissingKeys(MemoryStore):
+    """Knows which keys it lacks; a call that puts several values corrects the first one."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.missing = set()
+
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        found = [None if key in self.missing else value for key, value in zip(keys, found, strict=True)]
+        self.missing.update(key for key, value in zip(keys, found, strict=True) if value is None)
+        return found
+
+    def put(self, values, timeout):
+        self.missing.difference_update(key for key, _ in values[:1])
+        return super().put(values, timeout)

@@ -228,6 +228,13 @@ class CapsLogitsOfTheFirst32768Tokens(NumpyOps):
         return logits
 
 
+@shown_by("moe", experts=257)
+class KeepsExpertsInEightBits(NumpyOps):
+    def moe(self, x, experts, activation):
+        reachable = replace(experts, router=np.where(np.arange(len(experts.router))[:, None] < 128, experts.router, 0))
+        return super().moe(x, reachable, activation)
+
+
 @shown_by("moe", experts=128, top_k=16)
 class ChoosesEightExpertsAtMost(NumpyOps):
     def moe(self, x, experts, activation):
@@ -1276,3 +1283,32 @@ class ForgetsToSquare(NumpyOps):
 class ActivatesNaNAsZero(NumpyOps):
     def activate(self, x, activation):
         return np.nan_to_num(super().activate(x, activation))
+
+
+@shown_by("lora", adapters=33)
+class AppliesSixteenAdaptersAtMost(NumpyOps):
+    def lora(self, y, x, lora):
+        groups = tuple(group for group in lora.step.lora_groups if group[0] <= 16)
+        return super().lora(y, x, replace(lora, step=replace(lora.step, lora_groups=groups)))
+
+
+@shown_by("sample", vocabulary=262_208, temperature=0.0)
+class SearchesAQuarterMillionTokens(NumpyOps):
+    """The grid of the greedy search has 256 blocks of 1,024 tokens."""
+
+    def sample(self, logits, rows):
+        return super().sample(logits[:, : 2**18] if rows.all_greedy else logits, rows)
+
+
+@shown_by("linear", inputs=28_672)
+class SumsSixteenThousandInputs(NumpyOps):
+    """A row of activations is kept in 64 KiB; inputs after it are left out."""
+
+    def linear(self, x, weight):
+        return super().linear(x[..., : 2**14], replace(weight, weight=weight.weight[:, : 2**14]))
+
+
+@shown_by("layer", decodes=257, context=1025, block_size=1)
+class KeepsBlocksInSixteenBits(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, heads, replace(step, block_tables=step.block_tables.astype(np.int16)))

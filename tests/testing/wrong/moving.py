@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import threading
@@ -423,3 +424,18 @@ class ReleasesFramesWhenItCloses(Changed, TCPConnector):
                 frame.release()
 
         end.put, end.close = put, close
+
+
+@found_by("moves=a window at a time,take=twice")
+class UsesBuffersInTurn(Changed, TCPConnector):
+    """Values are copied into a ring of buffers, although pieces are done in any order."""
+
+    def change_inbox(self, end, whole):
+        ring, turns = [bytearray() for _ in range(4)], itertools.count()
+
+        def take(index, reference, frames):
+            buffer = ring[next(turns) % len(ring)]
+            buffer[:] = whole.take(index, reference, frames)
+            return buffer
+
+        end.take = take

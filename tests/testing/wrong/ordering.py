@@ -476,6 +476,15 @@ class LearnsTheShareOfPrompts(FairShare):
             self._share = 0.9 * self._share + 0.1 * num_prompt / (num_computed - num_prompt)
 
 
+class WeighsTokensByPriority(VictimPolicy):
+    """Multiplies by the priority where it should divide: important requests are preempted."""
+
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.argmin(running.num_tokens * (1 + np.abs(running.priorities))))
+
+
 def _faults(base: type) -> list[type]:
     return [
         each

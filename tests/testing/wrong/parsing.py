@@ -841,3 +841,12 @@ class EmitsHeldTextAfterAWhile(HermesTools):
         if last is not None and self.last - last > 60 and not self.call_open and self._text[self._at :].startswith("<"):
             self.emit_content(self.rest())
         return super().push(text)
+
+
+@breaks("8.3", "reasoning")
+class LooksForAnOpeningOnly(QwenReasoning):
+    """Takes the end of an earlier turn's reasoning in the prompt for that of this turn."""
+
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return cls.begin in prompt_tail and cls.end not in prompt_tail

@@ -898,3 +898,13 @@ class SortsPhasesByName(Changed):
     def by_name(_, right, times):
         found = right(times)
         return found and tuple(found[phase] for phase in sorted(Phase, key=lambda phase: phase.name))
+
+
+@breaks("3.5", "schedule:keep=preempted,incident=paused")
+class KeepsKeysAfterAnUpdate(Changed):
+    """Requests that wait while the weights change keep the keys of their KV."""
+
+    def change_weights(self, nonce):
+        self._pool.forget_prefixes()
+        self._prefixes.change_weights(nonce)
+        return self._effects()

@@ -621,3 +621,10 @@ class RaisesOnOverflow(NumpyPostprocess):
     def __init__(self, ops, limits):
         super().__init__(ops, limits)
         np.seterr(all="raise")
+
+
+@breaks("1.1", "matrix")
+class TakesFullBatchesToBeInOrder(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        full = len(slots) == self.limits.max_num_seqs
+        return super().token_matrix(sampled, accepted, np.sort(slots) if full else slots, revoked)

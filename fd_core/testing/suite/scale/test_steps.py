@@ -26,9 +26,9 @@ MANY: dict[str, Any] = {
 }
 LONG: dict[str, Any] = {
     "max_num_seqs": 4,
-    "num_kv_blocks": 4096 * 3 // 32 + 8,
+    "num_kv_blocks": 5000 * 3 // 32 + 8,
     "block_size": 32,
-    "max_model_len": 4096,
+    "max_model_len": 5000,
     "max_num_batched_tokens": 601,
     "watchdog_seconds": 60.0,
 }
@@ -150,7 +150,7 @@ def test_wide_step_with_decodes(batch: Batch) -> None:
 def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> None:
     """Run prompts of 2,000 tokens and more in chunks of 601, then decodes, one up to the model's last position."""
     rng = np.random.default_rng(8)
-    lengths = {"a": (2048, 4), "b": (2047, 6), "c": (3101, 5), "d": (4096 - 9, 9)}
+    lengths = {"a": (2048, 4), "b": (2047, 6), "c": (4096 - 3, 7), "d": (5000 - 9, 9)}
     specs = [greedy(name, rng.integers(0, 250, count).tolist(), most) for name, (count, most) in lengths.items()]
     judge = Judge.of(target, "contexts", LONG_CASE, specs, **LONG)
     with target.engine(case=LONG_CASE, **LONG) as engine:
