@@ -25,7 +25,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 from fd_core.ops.weights import Adapter, WeightUse
 
-__all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
+__all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape", "whole_prompts"]
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
@@ -102,6 +102,11 @@ class AdaptableModel(Model, Protocol):
 
         Entry i belongs to slot i + 1; None is an empty slot. Raises `MemoryError` if they do not fit.
         """
+
+
+def whole_prompts(model: Model) -> bool:
+    """Return True for an encoder, which computes each prompt in one step; models of plugins may not say."""
+    return not getattr(model, "causal", True)
 
 
 @runtime_checkable

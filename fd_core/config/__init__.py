@@ -110,7 +110,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     victim_policy: str = "cheapest"
     postprocess: str | None = None
-    pooling: Annotated[str, OneOf("auto", "last", "mean")] = "auto"
+    pooling: Annotated[str, OneOf("auto", "last", "cls", "mean")] = "auto"
     observer: str | None = None
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None
     num_threads: Annotated[int, Range(1, 4096)] | None = None
@@ -253,6 +253,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 1
     num_stages: int = 1
     """Pipeline stages of the model; each computes a different step at the same time."""
+    whole_prompts: bool = False
+    """True for an encoder: each prompt is computed in one step, whose budget holds the longest one."""
     groups: LayerGroups = ONE_GROUP
     """Groups of layers, each with block tables of its own."""
 
@@ -301,6 +303,7 @@ def resolve_limits(
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
     default_num_seqs: int = 32,
+    whole_prompts: bool = False,
     groups: LayerGroups = ONE_GROUP,
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
@@ -316,6 +319,18 @@ def resolve_limits(
     if max_len > model_max_len:
         message = f"max_model_len={max_len} exceeds the context length of the model ({model_max_len})"
         raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
+    if whole_prompts and budget < max_len - 1:
+        if config.max_num_batched_tokens is None:
+            budget = max_len - 1
+        elif config.max_model_len is None:
+            max_len = budget + 1
+        else:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than a text of {max_len - 1} tokens, which this model "
+                "computes in one step",
+                field="--max-num-batched-tokens",
+                hint=f"use at least {max_len - 1}, or lower --max-model-len",
+            )
     useful = sizes["max_num_seqs"] * groups.blocks(max_len, config.block_size)
     # Between a chunk's plan and its output, its blocks are held in addition to the window before it.
     useful += groups.sliding * -(-budget * sizes["pipeline_depth"] // config.block_size)
@@ -341,6 +356,7 @@ def resolve_limits(
         max_drafts=max_drafts,
         pipeline_depth=sizes["pipeline_depth"],
         num_stages=config.pipeline_parallel_size,
+        whole_prompts=whole_prompts,
         groups=groups,
     )
 

@@ -104,6 +104,10 @@ class AsyncLLM(RequestMaker, EngineControls):
         """Return the probability of each class for each prompt, as `LLM.classify` does."""
         return await self._classify(prompts, adapter)
 
+    async def classify_tokens(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        """Return the probability of each class for each token, as `LLM.classify_tokens` does."""
+        return await self._classify_tokens(prompts)
+
     async def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None
     ) -> list[float]:

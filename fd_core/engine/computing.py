@@ -14,18 +14,17 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from fd_core.backends.contract import Backend, GroupedModel, Model, cache_shape
+from fd_core.backends.contract import Backend, GroupedModel, Model, cache_shape, whole_prompts
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
-from fd_core.models.classifier import CLASSIFICATION
 from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
-from fd_core.models.registry import spec_of
+from fd_core.models.registry import CLASSIFICATION, spec_of
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import DRAFTER, POSTPROCESS, SCHEDULER, installed_plugins
@@ -76,12 +75,15 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
     limits, batch = runner.limits, runner.batch
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
     table = np.arange(limits.blocks_per_seq, dtype=np.int32) % limits.num_kv_blocks
-    scored = msgspec.structs.replace(_COSTLY, prompt_logprobs=1)
+    costly = SamplingParams() if limits.whole_prompts else _COSTLY
+    scored = costly if limits.whole_prompts else msgspec.structs.replace(costly, prompt_logprobs=1)
     end, computed = np.full(1, longest, np.int32), max(longest - budget, 0)
     yield prefill_plan(0, 1, end, params=[scored], tables=[table], computed=computed)
     rows = min(limits.max_num_seqs, budget)
     lengths = np.full(rows, max(1, min(budget // rows, longest // 2)), np.int32)
-    yield prefill_plan(1, 2, lengths, params=[_COSTLY] * rows, tables=[table] * rows)
+    yield prefill_plan(1, 2, lengths, params=[costly] * rows, tables=[table] * rows)
+    if limits.whole_prompts:
+        return
     slots = np.arange(rows, dtype=np.int32)
     yield decode_plan(2, slots, batch.gen[slots], starts=batch.length[slots] - 1)
     if drafts := limits.max_drafts:
@@ -309,6 +311,7 @@ class Computing:
             vocab_size=self.model.vocab_size,
             bytes_per_block=1,
             free_bytes=_ENOUGH,
+            whole_prompts=whole_prompts(self.model),
             groups=ONE_GROUP,
             **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )

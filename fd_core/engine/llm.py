@@ -207,9 +207,14 @@ class RequestMaker(abc.ABC):
     async def _classify(
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None
     ) -> npt.NDArray[np.float32]:
-        classifier = require_classifier(self.info.vectors)
-        found = [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, adapter)]
+        classifier = require_classifier(self.info.vectors, of_tokens=False)
+        pooling = Pooling(classifier.pooling)
+        found = [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, adapter, pooling)]
         return np.array(found, np.float32).reshape(len(found), len(classifier.labels))
+
+    async def _classify_tokens(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        classifier = require_classifier(self.info.vectors, of_tokens=True)
+        return [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, None, Pooling("all"))]
 
     async def _score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], instruction: str | None
@@ -218,15 +223,21 @@ class RequestMaker(abc.ABC):
         ones = ones * len(others) if len(ones) == 1 else ones
         if len(ones) != len(others):
             raise BadRequest(f"got {len(ones)} and {len(others)} texts; expected 1 or equal numbers", field="text_2")
-        if (judge := self.info.vectors.judge) is None:
+        settings = self.info.vectors
+        if (judge := settings.judge) is None:
+            if settings.second_text is not None and settings.classifier is not None and instruction is None:
+                pairs = zip(ones, others, strict=True)
+                prompts = [self.tokenizer.encode(pair, second_text=settings.second_text) for pair in pairs]
+                found = await self._pooled(prompts, None)
+                return [float(probabilities_of(each, settings.classifier)[0, 0]) for each in found]
             if instruction is not None:
                 raise BadRequest("this model compares vectors; it takes no instruction", field="instruction")
             texts = [*dict.fromkeys((*ones, *others))]
             vector = dict(zip(texts, await self._embed(texts, None, None), strict=True))
             return [similarity(vector[one], vector[other]) for one, other in zip(ones, others, strict=True)]
         pooling = Pooling("tokens", judging_tokens(self.tokenizer, judge, self.info.vocab_size))
-        prompts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
-        ids = [self.tokenizer.encode(prompt, add_special=False) for prompt in prompts]
+        texts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
+        ids = [self.tokenizer.encode(text, add_special=False) for text in texts]
         return [probability_of_yes(pooled) for pooled in await self._pooled(ids, None, pooling)]
 
     async def _pooled(
@@ -424,6 +435,13 @@ class LLM(RequestMaker):
         checkpoint without a classification layer and for a prompt that can never run.
         """
         return _finished(self._classify(prompts, adapter))
+
+    def classify_tokens(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+        """Return the probability of each class for each token of each prompt, float32[tokens, classes].
+
+        Raises `BadRequest` for a checkpoint that does not classify tokens.
+        """
+        return _finished(self._classify_tokens(prompts))
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, instruction: str | None = None

@@ -93,7 +93,7 @@ def build_decoder(
     for each in of_stage:
         attention, block = reader.attention(each.attention), each.feed_forward
         layers.append(Layer(attention, reader.mlp(block) if isinstance(block, MlpSpec) else reader.moe(block)))
-    final_norm = reader.norm(spec.final_norm)
+    final_norm = reader.optional_norm(spec.final_norm)
     decoder = Decoder(
         table,
         spec.embedding_scale / reader.table_scale,
@@ -104,6 +104,8 @@ def build_decoder(
         spec.softcap,
         spec.parallel,
         tokens is not None,
+        positions=reader.positions() if ops.stage.first else None,
+        embedding_norm=reader.optional_norm(spec.embedding_norm),
     )
     return decoder, summed_uses([reader.uses])
 
@@ -165,8 +167,18 @@ class _Reader:
         embedding = self.read(self.spec.embedding.name)
         if self.table_scale != 1.0:
             embedding = _scaled(embedding, self.table_scale)
+        if self.spec.types is not None:
+            values = embedding.to_float32()
+            embedding = RawTensor("F32", np.concatenate([values + each for each in self.values(self.spec.types)]))
         self.count(self.spec.embedding.name, embedding, table=True)
         return self.ops.prepare_embedding(embedding)
+
+    def positions(self) -> Array | None:
+        """Read the table of positions, from the first one on."""
+        if self.spec.positions is None:
+            return None
+        values = self.values(self.spec.positions)[self.spec.first_position :]
+        return self.ops.prepare_embedding(RawTensor("F32", np.ascontiguousarray(values)))
 
     @property
     def table_scale(self) -> float:
@@ -174,10 +186,16 @@ class _Reader:
         return self.spec.head_scale if self.spec.head is None else 1.0
 
     def head(self, table: Array | None, tokens: slice | None) -> Array:
-        """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only."""
+        """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only.
+
+        An encoder yields one logit, 0 or NaN: the token that ends a request for a vector, and whether it is finite.
+        """
         spec, head, form = self.spec, self.spec.head, head_format(self.quantization)
+        if not spec.causal:
+            return self.ops.prepare_linear([RawTensor("F32", np.zeros((1, spec.embedding.shape[1]), np.float32))])
         bias = None if spec.head_bias is None else self.values(spec.head_bias)
-        shift = None if spec.final_norm.bias is None else self.values(spec.final_norm.bias)
+        final = spec.final_norm
+        shift = None if final is None or final.bias is None else self.values(final.bias)
         change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
         if head is None and bias is None and shift is None and tokens is None and table is not None:
             # A pack may use one format for lookup and another for multiplication.
@@ -212,6 +230,7 @@ class _Reader:
             joint_widths=(spec.num_heads * spec.head_dim, each_kv * spec.head_dim) if spec.joint_norms else None,
             # A window as long as the longest sequence masks nothing.
             window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
+            causal=spec.causal,
             softcap=spec.softcap,
         )
         return Attention(
@@ -220,12 +239,15 @@ class _Reader:
             heads=heads,
             output=self.linear(spec.output, output, adds=True),
             post_norm=self.optional_norm(spec.post_norm),
+            stream_norm=self.optional_norm(spec.stream_norm),
         )
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         gate_up, down = self.feed_forward(spec.gate_up, spec.down, after=spec.norm)
-        norm, post_norm = (self.optional_norm(each) for each in (spec.norm, spec.post_norm))
-        return Mlp(norm, gate_up, down, post_norm, gated=spec.gated)
+        norm, post_norm, stream_norm = (
+            self.optional_norm(each) for each in (spec.norm, spec.post_norm, spec.stream_norm)
+        )
+        return Mlp(norm, gate_up, down, post_norm, stream_norm, gated=spec.gated)
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec, after: NormSpec | None = None) -> tuple[Array, Array]:
         rows, columns = feed_forward_shares(gate_up, down, self.ops.parallel)
@@ -258,8 +280,12 @@ class _Reader:
         return self.ropes[spec]
 
     def norm(self, spec: NormSpec) -> Norm:
-        """Read a norm, its offset folded into the weight; its bias belongs to the linear that follows."""
-        return self.norm_of(self.values(spec.weight))
+        """Read a norm, its offset folded into the weight; its bias belongs to the linear that follows, or is added."""
+        norm = self.norm_of(self.values(spec.weight))
+        if self.spec.causal or not self.spec.layer_norm:
+            return norm
+        bias = np.zeros(spec.weight.shape, np.float32) if spec.bias is None else self.values(spec.bias)
+        return replace(norm, bias=self.ops.prepare_vector(bias))
 
     def norm_of(self, weight: Floats) -> Norm:
         return Norm(self.ops.prepare_vector(weight + np.float32(self.spec.norm_offset)), self.spec.eps)
@@ -293,7 +319,7 @@ class _Reader:
         if spec.bias and (share.columns is None or self.ops.parallel.rank == 0):
             read = [self.read(f"{name}.bias") for name in spec.names]
             biases = _shared(parts_of(spec, [_centred(each) for each in read] if centred else read, _cut), share.rows)
-        if after is not None and after.bias is not None:
+        if after is not None and after.bias is not None and self.spec.causal:
             shift = self.values(after.bias)
             own = [None] * len(weights) if biases is None else [each.to_float32() for each in biases]
             pairs = zip(weights, own, strict=True)

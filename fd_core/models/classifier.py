@@ -1,23 +1,23 @@
-"""The output layer of checkpoints that classify texts, in the layout of transformers."""
+"""The output layers of checkpoints that classify texts or tokens, in the layout of transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fd_core.errors import ModelError
-from fd_core.models.loading.config import Classifier, ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import read_json_object
+from fd_core.models.loading.vector_settings import Classifier, Floats, dense_of
 from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import CLASSIFICATION, architecture_of, family_of
 
-CLASSIFICATION: Final = "ForSequenceClassification"
-"""End of the architecture of such a checkpoint."""
-_WEIGHT: Final = "score.weight"
 _ACTIVATIONS: Final[dict[Any, Literal["softmax", "sigmoid", "none"]]] = {
     "regression": "none",
     "multi_label_classification": "sigmoid",
 }
 """By `problem_type`; otherwise a single class has a sigmoid and several a softmax, as in vLLM."""
+_NAMED: Final[dict[str, Literal["sigmoid", "none"]]] = {"Identity": "none", "Sigmoid": "sigmoid"}
+"""By the class that sentence-transformers names for its cross-encoders."""
 
 
 def read_classifier(path: Path | None) -> Classifier | None:
@@ -28,14 +28,34 @@ def read_classifier(path: Path | None) -> Classifier | None:
     config = ModelConfig(read_json_object(file), origin=str(file))
     if not "".join(config.strings("architectures")[:1]).endswith(CLASSIFICATION):
         return None
+    architecture = architecture_of(config)
+    outputs = family_of(architecture).outputs(config, architecture)
+    if outputs is None:
+        return None
+    width, layers = config.count("hidden_size"), []
     with open_checkpoint(path) as checkpoint:
-        weight = checkpoint.read(_WEIGHT).to_float32()
-    if weight.ndim != 2 or weight.shape[1] != (hidden := config.count("hidden_size")) or not len(weight):
-        raise ModelError(f"{path}: tensor {_WEIGHT!r} has shape {weight.shape}, expected (labels, {hidden})")
+        present = set(checkpoint.names())
+
+        def read(name: str) -> Floats | None:
+            return checkpoint.read(name).to_float32() if name in present else None
+
+        for layer in outputs.layers:
+            form: dict[str, Any] = {"activation": layer.activation, "norm": layer.norm, "eps": layer.eps}
+            layers.append(dense_of(read, layer.name, width, **form, origin=path))
+            width = layers[-1].outs
     named = config.part("id2label")
     names = {} if named is None else named.values
     return Classifier(
-        labels=tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(len(weight))),
-        weight=weight.astype("<f4").tobytes(),
-        activation=_ACTIVATIONS.get(config.values.get("problem_type"), "sigmoid" if len(weight) == 1 else "softmax"),
+        labels=tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(width)),
+        layers=tuple(layers),
+        activation=_activation(config, width),
+        pooling=outputs.pooling,
     )
+
+
+def _activation(config: ModelConfig, labels: int) -> Literal["softmax", "sigmoid", "none"]:
+    part = config.part("sentence_transformers") or ModelConfig({})
+    stated = part.values.get("activation_fn", config.values.get("sbert_ce_default_activation_function"))
+    if isinstance(stated, str) and (found := _NAMED.get(stated.rpartition(".")[2])) is not None:
+        return found
+    return _ACTIVATIONS.get(config.values.get("problem_type"), "sigmoid" if labels == 1 else "softmax")

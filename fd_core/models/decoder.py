@@ -1,5 +1,8 @@
 """The decoder: a single forward pass over `Ops` for all architectures, which differ in weights and geometry.
 
+An encoder is the same with attention in both directions. Its KV cache is only scratch memory of one layer: a text is
+computed in one step.
+
 `forward` only calls methods of `Ops`: no operator on an array, no branch on the value of one. So it also runs over
 symbolic arrays, from which a pack builds a graph.
 """
@@ -121,6 +124,8 @@ class Attention:
     heads: Heads
     output: Array
     post_norm: Norm | None
+    stream_norm: Norm | None
+    """Of the residual stream after the output is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,7 @@ class Mlp:
     gate_up: Array
     down: Array
     post_norm: Norm | None
+    stream_norm: Norm | None
     gated: bool
 
 
@@ -158,7 +164,8 @@ class Decoder:
     """None on stages after the first."""
     embedding_scale: float
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Norm | None
+    """None if the last block ends with a norm."""
     head: Array | None
     """None on stages before the last."""
     activation: Any
@@ -168,6 +175,9 @@ class Decoder:
     """True if both blocks of a layer read the same input."""
     head_split: bool = False
     """True if `head` yields a rank's share of the logits."""
+    positions: Array | None = None
+    """Table that is added to the embedding by position."""
+    embedding_norm: Norm | None = None
 
 
 @dataclass(eq=False)
@@ -192,6 +202,17 @@ class DecoderModel:
     loras: tuple[LayerLoras, ...] | None = None
     """Low-rank terms of each layer, for steps with adapters; None without."""
 
+    @property
+    def causal(self) -> bool:
+        """False for an encoder."""
+        return self.spec.causal
+
+    @property
+    def ids_of_type(self) -> int:
+        """Number of token ids of one type: an id of type 1 is so much larger; 0 if all are of one type."""
+        rows = self.spec.embedding.shape[0]
+        return rows if self.spec.num_ids > rows else 0
+
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
         """Return the same model with adapters in slots 1 and up; weights are shared, including those of adapters."""
         wanted = {each.digest: each for each in places if each is not None}
@@ -206,18 +227,21 @@ class DecoderModel:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        count = 1 + max(index for _, index in places_of(self._windows, groups))
+        count = 1 + max(index for _, index in self._places(groups))
         sizes = count, heads.num_kv_heads, heads.head_dim, block_size
         first = stage_layers(self.spec, self.ops.stage).start
         return KVShape(*sizes, first_kv_head=kv.start, first_layer=first, groups=groups)
 
     def layer_groups(self, longest: int) -> LayerGroups:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
+        if not self.spec.causal:
+            return ONE_GROUP
         return divide_layers([layer.attention.window for layer in self.spec.layers], longest)
 
-    @property
-    def _windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.attention.heads.window for layer in self.decoder.layers)
+    def _places(self, groups: LayerGroups) -> Sequence[tuple[int, int]]:
+        """Return the group of each layer, and its index there; all layers of an encoder share one."""
+        windows = tuple(layer.attention.heads.window for layer in self.decoder.layers)
+        return places_of(windows, groups) if self.spec.causal else [(0, 0)] * len(windows)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the requested rows and write the step's keys and values.
@@ -227,13 +251,15 @@ class DecoderModel:
         x, decoder = self._layers(step, cache), self.decoder
         if not self.ops.stage.last:
             return self.ops.settle(x)
+        if decoder.final_norm is None or not self.spec.causal:
+            return self.head(self.ops.gather_rows(self.ops.normalize(x, decoder.final_norm), step.logits_rows))
         return self.ops.logits(
             x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
         )
 
     def states(self, step: StepInput, cache: KVCache) -> Array:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
-        return self.ops.rms_norm(self._layers(step, cache), self.decoder.final_norm)
+        return self.ops.normalize(self._layers(step, cache), self.decoder.final_norm)
 
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
@@ -246,8 +272,11 @@ class DecoderModel:
         if ops.stage.first:
             more = {"centred": True} if self.spec.centred else {}
             x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
+            if decoder.positions is not None:
+                x = ops.add_positions(x, decoder.positions, step.positions)
+            x = _normed(x, decoder.embedding_norm, ops)
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
-        places = places_of(self._windows, cache.shape.groups)
+        places = self._places(cache.shape.groups)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
             attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
@@ -257,28 +286,40 @@ class DecoderModel:
             early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
             a = ops.attention(q, attention.heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
+            x = _normed(x, attention.stream_norm, ops)
             if isinstance(block, Moe):
                 x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
             else:
                 inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
+                x = _normed(x, block.stream_norm, ops)
         return x
 
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
         """Return the queries of a block, and write its keys and values."""
-        ops, norm = self.ops, block.norm
+        ops, (x, norm) = self.ops, self._before_fusion(x, block.norm)
         if ops.any_norms or (norm is not None and block.heads.usual_norms):
             return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
         return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
-        activation, lora, ops, norm = self.decoder.activation, _of_step(loras.gate_up, step), self.ops, block.norm
+        activation, lora, ops = self.decoder.activation, _of_step(loras.gate_up, step), self.ops
+        x, norm = self._before_fusion(x, block.norm)
         if not block.gated:
             return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
         if ops.any_norms or norm is not None:
             return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
         return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
+
+    def _before_fusion(self, x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
+        """Return activations, or the stream with a norm that fusions compute: a layer norm is computed before them."""
+        return (x, norm) if norm is None or norm.bias is None else (self.ops.layer_norm(x, norm), None)
+
+
+def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:
+    """Normalize the residual stream, if there is a norm."""
+    return x if norm is None else ops.normalize(x, norm)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

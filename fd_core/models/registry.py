@@ -10,8 +10,8 @@ from typing import Final
 
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, check_tensors
-from fd_core.models.classifier import CLASSIFICATION
 from fd_core.models.decoder import DecoderModel
+from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, decoder_spec
 from fd_core.models.loading.checkpoint import Checkpoint
@@ -21,6 +21,8 @@ from fd_core.ops.contract import Ops
 
 logger = logging.getLogger(__name__)
 
+CLASSIFICATION: Final = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of the architectures that classify texts."""
 _MULTIPLIERS: Final = re.compile("^(?!.*_size$).*(layer|expert)")
 """Fields whose integers cannot exceed the number of tensors."""
 _FEW_TENSORS: Final = 1000
@@ -54,20 +56,26 @@ def load_model(
             )
     require_positions(max_positions, spec.max_positions)
     num_parameters = check_tensors(spec, checkpoint)
-    shift = spec.final_norm.bias
+    if not spec.causal and not ops.encodes:
+        raise ModelError(
+            f"{checkpoint.path}: the {ops.name} pack does not compute encoders such as {spec.architecture}",
+            field="--backend",
+            hint="use --backend cpu",
+        )
+    shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
         spec,
         decoder,
         architecture=spec.architecture,
-        vocab_size=spec.embedding.shape[0],
+        vocab_size=spec.num_ids,
         max_positions=max_positions,
         eos_token_ids=checkpoint.eos_token_ids,
         num_parameters=num_parameters,
         weights=weights,
         state_size=spec.embedding.shape[1],
-        generates=spec.architecture in installed_families().architectures,
+        generates=spec.causal and not spec.architecture.endswith(("Model", *CLASSIFICATION)),
         state_shift=None if shift is None else checkpoint.read(shift.name).to_float32(),
     )
 
@@ -116,17 +124,15 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
     Raises `ModelError` if the architecture is unknown, fields are invalid, or the tensors are too few.
     """
     name = architecture_of(config)
-    known = installed_families().architectures
-    family = known.get(name)
-    if family is None:
+    family = family_of(name)
+    if name not in family.architectures:
         # The same model without its output projection: it embeds or classifies texts and cannot generate.
-        family = known[_whole(name)]
         config = replace(config, values={**config.values, "tie_word_embeddings": True})
     config = config.filled(family.defaults)
     most = None if num_tensors is None else most_tensors(config, num_tensors)
     try:
         traits = family.traits(config)
-        if name.endswith(CLASSIFICATION):
+        if traits.causal and name.endswith(CLASSIFICATION):
             traits = replace(traits, ignored=(*traits.ignored, r"^score\.weight$"))
         return decoder_spec(name, config, traits, most_tensors=most)
     except (FdError, MemoryError):
@@ -163,6 +169,12 @@ def architecture_of(config: ModelConfig) -> str:
     raise families.unknown(f"{config.origin}: {found}")
 
 
+def family_of(name: str) -> Family:
+    """Return the family of an architecture that `architecture_of` returned."""
+    known = installed_families().architectures
+    return known.get(name) or known[_whole(name)]
+
+
 def _whole(name: str) -> str:
     """Return the name of the same architecture with an output projection."""
-    return f"{name.removesuffix('Model').removesuffix(CLASSIFICATION)}ForCausalLM"
+    return f"{name.removesuffix('Model').removesuffix(CLASSIFICATION[0])}ForCausalLM"

@@ -144,6 +144,9 @@ class Norm:
     weight: Array
     """[H] or [d], prepared by `Ops.prepare_vector`."""
     eps: float
+    bias: Array | None = None
+    """[H], prepared likewise, for a layer norm: it subtracts the mean of x first and adds the bias last. Encoders have
+    such norms, in any place but those of heads; see `Ops.normalize`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,8 @@ class Heads:
     joint_widths: tuple[int, int] | None = None
     """Elements of the query heads and of the key heads of all ranks, if each kind is normalized together, before rope,
     with weights [heads, d]."""
+    causal: bool = True
+    """False if a token attends likewise to the tokens after it, up to the end of its row: see `Ops.encodes`."""
 
     @property
     def usual_norms(self) -> bool:
@@ -389,6 +394,9 @@ class Ops(abc.ABC):
     warm_up_tokens: int | None = None
     """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
+    encodes: bool = False
+    """True if it computes encoders: attention in both directions, and layer norms. A pack that overrides
+    `paged_attention` or a fusion that calls it must redefine it."""
     any_norms: bool = False
     """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
     of heads after rope and of all heads together. Else models compose such layers of primitives."""
@@ -551,6 +559,13 @@ class Ops(abc.ABC):
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         """Normalize the last axis, of activations or of the residual stream."""
 
+    def layer_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize the last axis with a norm that has a bias.
+
+        Only encoders need it. Raises `ConfigError` by default.
+        """
+        raise ConfigError(f"the operations of {self.name} do not compute encoders", field="--backend")
+
     @abc.abstractmethod
     def linear(self, x: Array, weight: Array) -> Array:
         """[T, in] -> [T, out], with the bias that was prepared with the weight."""
@@ -596,7 +611,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
-        """Causal attention of q [T, nh, d] over each row's blocks; returns [T, nh * d].
+        """Attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Causal unless `heads` are not.
 
         Softmax in float32, of scores of any finite size.
         """
@@ -707,6 +722,16 @@ class Ops(abc.ABC):
 
     # Compositions that primitives and models share --------------------------------------------------------
 
+    def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
+        """Add rows of a table of positions: [T, H] + table[positions] -> [T, H]. May write into `x`."""
+        return self.add(x, self.embedding(table, positions))
+
+    def normalize(self, x: Array, norm: Norm | None) -> Array:
+        """Normalize activations or the residual stream, with a norm of either kind; without one, settle them."""
+        if norm is None:
+            return self.settle(x)
+        return self.rms_norm(x, norm) if norm.bias is None else self.layer_norm(x, norm)
+
     def gate_up(self, x: Array, weight: Array) -> Array:
         """[T, in] -> [T, 2 I], gate first, of a weight prepared as gated; a pack that interleaves them restores the
         order."""
@@ -750,7 +775,7 @@ class Ops(abc.ABC):
         lora: Lora | None = None,
     ) -> Array:
         """Compute `attention_inputs` from primitives, for any order of norms and without one; no pack overrides it."""
-        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
+        normed = self.normalize(x, norm)
         projected = self.linear(normed, qkv)
         if lora is not None:
             projected = self.lora(projected, normed, lora)
@@ -797,7 +822,7 @@ class Ops(abc.ABC):
         self, x: Array, norm: Norm | None, gate_up: Array, activation: Activation, lora: Lora | None = None
     ) -> Array:
         """Compute `mlp_inputs` from primitives, also without a norm; no pack overrides it."""
-        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
+        normed = self.normalize(x, norm)
         if lora is None:
             return self.gated_linear(normed, gate_up, activation)
         return self.gate(self.lora(self.gate_up(normed, gate_up), normed, lora), activation)
@@ -806,7 +831,7 @@ class Ops(abc.ABC):
         self, x: Array, norm: Norm | None, up: Array, activation: PlainActivation, lora: Lora | None = None
     ) -> Array:
         """Norm, up projection, activation: [T, H] -> [T, I]."""
-        normed = self.settle(x) if norm is None else self.rms_norm(x, norm)
+        normed = self.normalize(x, norm)
         projected = self.linear(normed, up)
         return self.activate(projected if lora is None else self.lora(projected, normed, lora), activation)
 

@@ -279,6 +279,8 @@ class Runner:
             self._admit(admission)
         batch.grant(plan)
         rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
+        if self.limits.whole_prompts and not (plan.samples & (plan.starts == 0)).all():
+            raise RuntimeError(f"step {plan.step} computes a part of a prompt, but this model attends to all of it")
         masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
         work = self._gather(plan, rows)
         if not self.ops.on_host:
@@ -431,7 +433,7 @@ class Runner:
             forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()
-            if scored is not None or pooled:
+            if scored is not None or pooled or self.limits.whole_prompts:
                 states = states_of(inputs, self.cache)
                 read = (
                     None if scored is None else self._scorer.score(states, self._head, scored, self.batch.tokens),

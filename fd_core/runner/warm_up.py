@@ -12,11 +12,14 @@ from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepP
 
 
 def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) -> tuple[StepPlan, ...]:
-    """Return a prefill of `length` tokens in slot 0 and a decode after it, then the steps that a pack requests.
+    """Return a prefill of `length` tokens in slot 0 and, unless prompts are whole, a decode after it, then the steps
+    that a pack requests.
 
     All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are omitted.
     """
     plans = list(_plans((WarmUpRow(length),), 0, limits))
+    if limits.whole_prompts:
+        return tuple(plans)
     plans.append(decode_plan(1, plans[0].slots, plans[0].gens, starts=plans[0].num_tokens))
     for rows in more:
         if _fits(rows, limits):

@@ -124,7 +124,8 @@ class Scheduler(abc.ABC):
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Unsupported features, with reasons: `prefix_caching` (shares no KV), `storage` (stores no KV outside the
-    device), `pairs` (works with no other prefill or decode worker). Sections 1 to 4 are mandatory in full."""
+    device), `pairs` (works with no other prefill or decode worker), `whole_prompts` (divides prompts, so it serves no
+    encoders). Sections 1 to 4 are mandatory in full."""
     groups_layers: ClassVar[bool] = False
     """True if it keeps block tables for each of `Limits.groups`; otherwise there is always one group."""
     envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()

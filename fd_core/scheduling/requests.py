@@ -22,7 +22,16 @@ from fd_core.deprecations import accept_old_names
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.running.tokens import TokenBuffer
-from fd_core.types import FinishReason, IntArray, Phase, PrefillOutcome, PromptLogprobRows, RequestSpec, TokenLogprobs
+from fd_core.types import (
+    FinishReason,
+    IntArray,
+    Phase,
+    Pooling,
+    PrefillOutcome,
+    PromptLogprobRows,
+    RequestSpec,
+    TokenLogprobs,
+)
 
 __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
@@ -159,7 +168,7 @@ class Request:
         if top_n is not None and not spec.delivered:
             self.prompt_logprobs = PromptLogprobs(self.prompt_len, top_n)
         if spec.pooling is not None:
-            self.pooled = PooledState(mean=spec.pooling.kind == "mean")
+            self.pooled = PooledState(spec.pooling)
         self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
 
     @property
@@ -171,7 +180,7 @@ class Request:
     @property
     def needs_every_position(self) -> bool:
         """Return True if every prompt position must be computed here, even if its KV is available."""
-        return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.mean)
+        return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.pooling.reads_all)
 
     @property
     def num_generated(self) -> int:
@@ -238,16 +247,18 @@ class PromptLogprobs:
 
 
 class PooledState:
-    """The vector of a request's prompt; a mean restarts where the prompt does, as after a preemption."""
+    """The vector of a request's prompt; one of several tokens restarts where the prompt does, as after a preemption."""
 
-    def __init__(self, *, mean: bool) -> None:
-        self.mean = mean
+    def __init__(self, pooling: Pooling) -> None:
+        self.pooling = pooling
         self._sum: npt.NDArray[np.float64] = np.zeros(0)
         self._count = 0
 
     def take(self, start: int, count: int, value: npt.NDArray[np.float32]) -> None:
         """Add a step's result for `count` tokens, the first of them at position `start`."""
-        if self.mean and start:
+        if self.pooling.kind == "all":
+            self._sum, self._count = np.concatenate((self._sum, value)) if start else value.astype(np.float64), 1
+        elif self.pooling.kind == "mean" and start:
             self._sum = self._sum + value
             self._count += count
         else:

@@ -157,6 +157,14 @@ class PromptReader:
             for each in given
         ]
 
+    def pair(self, first: str, second: str, field: str, second_text: int) -> PromptText:
+        """Return two texts as one prompt, see `Tokenizer.encode`; raises `BadRequest` as `text` does."""
+        size = len(first) + len(second)
+        if self._max_chars is not None and size > self._max_chars:
+            raise self._too_long(size, field)
+        ids = self._tokenizer.encode((first, second), second_text=second_text)
+        return PromptText(self._checked_ids(_not_empty(field, ids), field), None)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

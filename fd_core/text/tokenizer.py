@@ -79,21 +79,25 @@ class Tokenizer:
         """The text of the end-of-sequence token."""
         return None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str | tuple[str, str], add_special: bool = True, second_text: int = 0) -> list[int]:
         """Return the ids of `text`; `add_special` adds the model's special tokens, such as BOS.
 
-        Control tokens written out in the text become their ids: rendered chat templates rely on it.
-        Raises `BadRequest` for text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
+        Two texts are joined as the tokenizer does, and `second_text` is added to the ids of the second one. Control
+        tokens written out in the text become their ids: rendered chat templates rely on it. Raises `BadRequest` for
+        text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
         try:
             # The call for a single text would hold the GIL until it returns.
-            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+            found = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it contains a lone surrogate") from error
         except BaseException as error:
             if not _panicked(error):
                 raise
             raise BadRequest(f"the model's tokenizer failed on this text: {error}") from error
+        if not second_text:
+            return list(found.ids)
+        return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -180,10 +184,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def _from_json(source: JsonTokenizerSource) -> Tokenizer:
     description = parse_json_object(source.content, str(source.origin))
-    decoding = decoding_of(description.get("decoder"))
+    model = description.get("model")
+    kind = model.get("type") if isinstance(model, Mapping) else None
+    decoding = Decoding(word_piece, drops_first_space=True) if kind == "WordPiece" else None
+    decoding = decoding or decoding_of(description.get("decoder"))
     if decoding is None:
         raise ModelError(
-            f"{source.origin}: its decoder is neither byte-level nor SentencePiece-style", field="tokenizer"
+            f"{source.origin}: its decoder is neither byte-level nor SentencePiece-style, and its model no WordPiece",
+            field="tokenizer",
         )
     try:
         backend = tokenizers.Tokenizer.from_buffer(source.content)
@@ -269,8 +277,8 @@ _SPACE = "\u2581"
 class Decoding:
     """Conversion of tokens to bytes, so that text can be decoded token by token.
 
-    `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
-    loses one leading space, which the encoder put there.
+    `to_bytes` is `byte_level`, `sentencepiece` or `word_piece`. With `drops_first_space`, a text that begins at the
+    first token loses one leading space, which the encoder put there.
     """
 
     to_bytes: Callable[[str], bytes]
@@ -297,6 +305,11 @@ def sentencepiece(token: str) -> bytes:
     if byte:
         return bytes([int(byte.group(1), 16)])
     return token.replace(_SPACE, " ").encode("utf-8", "replace")
+
+
+def word_piece(token: str) -> bytes:
+    """Return the bytes of a WordPiece token: `##` continues a word, other tokens follow a space."""
+    return (token[2:] if token.startswith("##") else f" {token}").encode("utf-8", "replace")
 
 
 def decoding_of(decoder: Any) -> Decoding | None:

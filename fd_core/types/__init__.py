@@ -139,10 +139,16 @@ def choice_seed(seed: int, index: int) -> int:
 class Pooling(msgspec.Struct, frozen=True):
     """Parameters of a request for one vector of its prompt instead of generated text."""
 
-    kind: Literal["last", "mean", "tokens"]
-    """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
-    projection takes them. `tokens`: the log-probabilities of `token_ids` after the prompt."""
+    kind: Literal["last", "cls", "mean", "all", "tokens"]
+    """`last`, `cls`, `mean` and `all`: the final hidden state of the last token, of the first, the mean of all, or that
+    of each in order, normalized as the output projection takes them. `tokens`: the log-probabilities of `token_ids`
+    after the prompt."""
     token_ids: tuple[int, ...] = ()
+
+    @property
+    def reads_all(self) -> bool:
+        """True if tokens before the last one contribute."""
+        return self.kind in ("cls", "mean", "all")
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
@@ -368,7 +374,7 @@ class PooledRows:
     counts: IntArray
     """int32[n], tokens that went into the vector."""
     values: tuple[npt.NDArray[np.float32], ...]
-    """n vectors; for a mean the sum of this step's tokens."""
+    """n vectors; for a mean the sum of this step's tokens, for all tokens their states one after another."""
 
 
 @dataclass(frozen=True, slots=True)

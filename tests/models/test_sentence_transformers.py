@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ sentence_transformers = pytest.importorskip("sentence_transformers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer  # noqa: E402
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer  # noqa: E402
+
+from tests.models.encoders.small import written  # noqa: E402
 
 TEXTS = ["hello", "a much longer text about nothing at all", "naïve 東京", "x" * 100]
 
@@ -60,3 +63,21 @@ def test_embeddings_equal_sentence_transformers(
         np.testing.assert_allclose(llm.embed(TEXTS), right, atol=1e-5)
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean"])
+@pytest.mark.parametrize("name", ["bert", "embeddinggemma"])
+def test_dense_layers_of_an_encoder_equal_sentence_transformers(tmp_path: Path, name: str, mode: str) -> None:
+    written(tmp_path / "base", name)
+    (tmp_path / "base" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|end|>", "model_max_length": 220}'
+    )
+    torch.manual_seed(1)
+    dense = [Dense(64, 96, activation_function=torch.nn.Identity()), Dense(96, 32, bias=False)]
+    modules = [Transformer(str(tmp_path / "base")), Pooling(64, pooling_mode=mode), *dense, Normalize()]
+    model = sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
+    model.save_pretrained(str(tmp_path / "whole"))
+    right = model.encode(TEXTS)
+    with closing(LLM(str(tmp_path / "whole"), backend="cpu", dtype="float32")) as llm:
+        np.testing.assert_allclose(llm.embed(TEXTS), right, atol=1e-5)
+        assert llm.embed(TEXTS, dimensions=8).shape == (len(TEXTS), 8)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from fd_core.backends.contract import cache_shape
+from fd_core.backends.contract import cache_shape, whole_prompts
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort, LockedKVCache
+from fd_core.engine.building.encoders import encoder_settings
 from fd_core.engine.building.kv_offload import (
     KVStorage,
     kv_identity,
@@ -36,7 +37,7 @@ from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.classifier import read_classifier
-from fd_core.models.loading.config import VectorSettings, read_vector_settings
+from fd_core.models.loading.vector_settings import VectorSettings, read_vector_settings
 from fd_core.ops.contract import KVShape
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
 from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
@@ -66,6 +67,7 @@ def load_engine(
     progress on something not submitted; `admitted` is called with the ids of requests that enter a slot, before a step
     computes them; `first_step` numbers the first one. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
+    config = encoder_settings(config, path)
     builder = _EngineBuilder(config, path, epoch, progress=progress, first_step=first_step)
     try:
         return builder.build(wake, admitted)
@@ -206,12 +208,16 @@ class _EngineBuilder:
     @cached_property
     def _vectors(self) -> VectorSettings:
         """Pooling of embeddings, from the settings or the checkpoint."""
-        found = read_vector_settings(self._path)
+        encodes = whole_prompts(self._computing.model)
+        found = read_vector_settings(self._path, causal=not encodes)
         if (classifier := read_classifier(self._path)) is not None:
-            return msgspec.structs.replace(found, pooling="last", classifier=classifier)
+            whole = classifier.pooling if classifier.pooling != "all" else found.pooling
+            pairs = encodes and classifier.pooling != "all" and len(classifier.labels) == 1
+            second = getattr(self._computing.model, "ids_of_type", 0) if pairs else None
+            return msgspec.structs.replace(found, pooling=whole, classifier=classifier, second_text=second)
         if self._config.pooling == "auto":
             return found
-        return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")
+        return msgspec.structs.replace(found, pooling=self._config.pooling)
 
     @cached_property
     def _limits(self) -> Limits:
@@ -219,6 +225,12 @@ class _EngineBuilder:
         tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
         ops, backend = self._computing.ops, self._computing.backend
         backend.halvings = max(rank.halvings for rank in self._loaded)
+        if whole_prompts(model) and "whole_prompts" in self._scheduler_class.lacks:
+            raise ConfigError(
+                f"the scheduler {self._config.scheduler} divides prompts, but {self._config.model} is an encoder",
+                field="--scheduler",
+                hint="use --scheduler continuous",
+            )
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
             self._config,
@@ -226,6 +238,7 @@ class _EngineBuilder:
             vocab_size=model.vocab_size,
             bytes_per_block=tightest.bytes_per_block,
             free_bytes=tightest.free_memory - reserved,
+            whole_prompts=whole_prompts(model),
             groups=self._computing.layer_groups,
             **backend.default_sizes,
         )
@@ -302,7 +315,7 @@ class _EngineBuilder:
             weight_formats=tuple(sorted(ops.weight_formats)),
             kv_dtype=ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             vocab_size=limits.vocab_size,
-            state_size=model.state_size,
+            state_size=self._vectors.layers[-1].outs if self._vectors.layers else model.state_size,
             vectors=self._vectors,
             generates=model.generates,
             eos_token_ids=model.eos_token_ids,

@@ -14,7 +14,7 @@ from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.models.loading.config import VectorSettings
+from fd_core.models.loading.vector_settings import VectorSettings
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.weights import WeightUse
 from fd_core.runner.observing import ObserverStats

@@ -247,7 +247,7 @@ ROUTES: Final[dict[str, Route]] = {
     "/v1/responses": _WORK,
     "/v1/responses/{response_id}": Route("key", ("DELETE", "GET"), forwarded=True),
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"), _WORK),
-    **dict.fromkeys(("/v1/classify", "/classify", "/tokenize", "/detokenize"), _WORK),
+    **dict.fromkeys(("/v1/classify", "/classify", "/pooling", "/tokenize", "/detokenize"), _WORK),
     **dict.fromkeys(("/tokenizer_info", "/get_model_info"), Route("key", _GET, forwarded=True)),
     **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), Route("key", _GET)),
     **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/show"), _WORK),

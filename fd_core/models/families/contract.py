@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,14 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
 
 __all__ = [
+    "DenseLayer",
     "Family",
     "Gguf",
     "LinearSpec",
     "ModelConfig",
     "MoeSpec",
     "NormSpec",
+    "OutputLayers",
     "RopeSpec",
     "StoredTensors",
     "Traits",
@@ -47,6 +50,26 @@ __all__ = [
     "scaled_rope_spec",
     "separate_experts",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A layer after pooling: `name.weight`, `name.bias` if the checkpoint has it, an activation, a layer norm."""
+
+    name: str
+    activation: str = "identity"
+    """`identity`, `tanh`, `relu`, `gelu`, `silu` or `sigmoid`."""
+    norm: str = ""
+    """Name of the norm; empty without one."""
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayers:
+    """Output of a model that classifies texts: the tokens that it reads, and its layers; the last yields the labels."""
+
+    pooling: Literal["last", "cls", "mean", "all"]
+    layers: tuple[DenseLayer, ...]
 
 
 class Family(abc.ABC):
@@ -67,6 +90,10 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""
+
+    def outputs(self, config: ModelConfig, architecture: str) -> OutputLayers | None:
+        """Return the output of an architecture that classifies texts, by default by the last token; else None."""
+        return OutputLayers("last", (DenseLayer("score"),))
 
     @classmethod
     def reference(cls, folder: Path) -> Callable[[Sequence[int]], npt.NDArray[np.float32]] | None:

@@ -287,8 +287,11 @@ class AttentionSpec(_Parts):
     joint_norms: bool
     """True if all heads of the queries, and all of the keys, are normalized together."""
     window: int | None
+    causal: bool
     softcap: float | None
     post_norm: NormSpec | None
+    stream_norm: NormSpec | None
+    """Of the residual stream, after the output is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +303,7 @@ class MlpSpec(_Parts):
     """Gate and up, or up alone."""
     down: LinearSpec
     post_norm: NormSpec | None = None
+    stream_norm: NormSpec | None = None
 
     @property
     def gated(self) -> bool:
@@ -355,8 +359,17 @@ class DecoderSpec(_Parts):
     architecture: str
     embedding: VectorSpec
     embedding_scale: float
+    types: VectorSpec | None
+    """[types, H], added to the embedding: a token id counts as one of type id // vocabulary."""
+    positions: VectorSpec | None
+    """[rows, H], added to the embedding by position."""
+    first_position: int
+    """Row of position 0."""
+    embedding_norm: NormSpec | None
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None
+    causal: bool
+    """False for an encoder, whose tokens attend to later ones, and which has no output projection."""
     head: VectorSpec | None
     """Output projection; None if it is the embedding."""
     head_bias: VectorSpec | None
@@ -366,13 +379,20 @@ class DecoderSpec(_Parts):
     parallel: bool
     """True if both blocks of a layer read the same input, and the stream gets the sum of their outputs."""
     centred: bool
-    """True if norms subtract the mean: layer norms."""
+    """True if norms subtract the mean, which is folded into what the stream is made of; an encoder has real layer
+    norms."""
+    layer_norm: bool
     eps: float
     norm_offset: float
     softcap: float | None
     max_positions: int
     ignored: tuple[str, ...]
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that the model takes, of all types."""
+        return self.embedding.shape[0] * (1 if self.types is None else self.types.shape[0])
 
     def adaptable(self) -> dict[str, tuple[int, int]]:
         """Return the linears that adapters may change: name to (out, in).
@@ -391,7 +411,7 @@ class DecoderSpec(_Parts):
         attention = [layer.attention for layer in self.layers]
         experts = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeSpec)]
         return {
-            "vocab_size": self.embedding.shape[0],
+            "vocab_size": self.num_ids,
             "hidden": self.embedding.shape[1],
             "inner": max(down.ins for layer in self.layers for down in layer.feed_forward.downs),
             "head_dim": max(each.head_dim for each in attention),
@@ -420,8 +440,21 @@ class Traits:
     """Of the output projection."""
     head_norms: Literal["", "before rope", "after rope", "joint"] = ""
     """Place of the norms of query and key heads, if there are any; `joint` is one norm of all heads before rope."""
-    norms: Literal["before", "after", "around"] = "before"
-    """Place of the norms of attention and feed-forward: their input, their output before it is added, or both."""
+    norms: Literal["before", "after", "around", "stream"] = "before"
+    """Place of the norms of attention and feed-forward: their input, their output before it is added, or both; or the
+    residual stream after it is added, which an encoder may have instead of a final norm."""
+    causal: bool = True
+    """False for an encoder."""
+    types: str = ""
+    """Table of token types, `type_vocab_size` of them; empty without one."""
+    positions: str = ""
+    """Table of positions; empty without one."""
+    first_position: int = 0
+    """Row of the first position."""
+    embedding_norm: str = ""
+    """Norm of the sum of these tables; empty without one."""
+    unnormed: tuple[int, ...] = ()
+    """Layers whose attention reads its input without a norm."""
     layer_norm: bool = False
     """True if norms subtract the mean."""
     norm_bias: bool = False
@@ -435,7 +468,8 @@ class Traits:
     gated: bool = True
     """False for feed-forward blocks of up and down alone."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names in a layer that differ from Llama's: Llama's, such as `mlp.up_proj`, to the stored one."""
+    """Names that differ from Llama's: Llama's, such as `mlp.up_proj` of a layer, or `model.layers`, to the stored
+    one."""
     fused: Mapping[str, str] = field(default_factory=dict)
     """Linears of a layer that are stored as one: `qkv` or `gate_up` to the name."""
     embedding_scale: float = 1.0
@@ -492,7 +526,8 @@ def decoder_spec(
     """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
-    tied = config.flag("tie_word_embeddings")
+    tied = config.flag("tie_word_embeddings") or architecture.endswith("Model") or not traits.causal
+    names = traits.names
     layers, count = [], 0
     for index in range(num_layers):
         layers.append(_layer(config, traits, index))
@@ -502,22 +537,36 @@ def decoder_spec(
     activation = config.activation(traits.activation)
     if activation not in get_args(Activation) and any(_is_gated(layer) for layer in layers):
         raise ModelError(f"{config.origin}: a gated feed-forward block cannot use the activation {activation}")
+    positions = config.count("max_position_embeddings")
+    if positions <= traits.first_position:
+        raise ModelError(f"{config.origin}: max_position_embeddings must exceed {traits.first_position}")
+
+    def table(name: str, rows: int) -> VectorSpec:
+        return VectorSpec(f"{names.get(name, name)}.weight", (rows, hidden))
+
     return DecoderSpec(
         architecture=architecture,
-        embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
+        embedding=table("model.embed_tokens", vocab),
         embedding_scale=traits.embedding_scale / traits.residual_scale,
+        types=table(traits.types, config.count("type_vocab_size", 2)) if traits.types else None,
+        positions=table(traits.positions, positions) if traits.positions else None,
+        first_position=traits.first_position,
+        embedding_norm=_norm(traits.embedding_norm, hidden, traits) if traits.embedding_norm else None,
         layers=tuple(layers),
-        final_norm=_norm("model.norm", hidden, traits),
+        final_norm=None if traits.norms == "stream" else _norm(names.get("model.norm", "model.norm"), hidden, traits),
+        causal=traits.causal,
         head=None if tied else VectorSpec("lm_head.weight", (vocab, hidden)),
         head_bias=VectorSpec("lm_head.bias", (vocab,)) if traits.head_bias else None,
         head_scale=traits.head_scale,
         activation=activation,
         parallel=traits.parallel,
-        centred=traits.layer_norm,
+        centred=traits.layer_norm and traits.causal,
+        layer_norm=traits.layer_norm,
         eps=config.number(traits.eps, 1e-6 if traits.eps == "rms_norm_eps" else 1e-5) / traits.residual_scale**2,
         norm_offset=traits.norm_offset,
         softcap=traits.softcap,
-        max_positions=config.count("max_position_embeddings"),
+        # A text of an encoder may take all positions: the token that ends its request is never computed.
+        max_positions=positions if traits.causal else positions - traits.first_position + 1,
         ignored=(r"\.rotary_emb\.inv_freq$", *((r"^lm_head\.weight$",) if tied else ()), *traits.ignored),
     )
 
@@ -533,7 +582,7 @@ def _norm(name: str, width: int, traits: Traits) -> NormSpec:
 
 
 def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
-    prefix = f"model.layers.{layer}"
+    prefix = f"{traits.names.get('model.layers', 'model.layers')}.{layer}"
     hidden = config.count("hidden_size")
 
     def named(name: str) -> str:
@@ -542,9 +591,11 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     def norm(name: str) -> NormSpec:
         return _norm(named(name), hidden, traits)
 
-    before, after = traits.norms != "after", traits.norms != "before"
-    first = norm("input_layernorm") if before else None
-    attention = _attention(config, traits, layer, named, first, norm("post_attention_layernorm") if after else None)
+    before, after = traits.norms in ("before", "around"), traits.norms in ("after", "around")
+    stream = traits.norms == "stream"
+    first = norm("input_layernorm") if before and layer not in traits.unnormed else None
+    places = tuple(norm("post_attention_layernorm") if each else None for each in (after, stream))
+    attention = _attention(config, traits, layer, named, first, places)
     second = first
     if not traits.parallel:
         name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
@@ -559,8 +610,8 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     names = (traits.fused["gate_up"],) if "gate_up" in traits.fused else parts
     gate_up = LinearSpec(tuple(map(named, names)), (inner,) * len(parts), hidden, bias=traits.mlp_bias)
     down = LinearSpec((named("mlp.down_proj"),), (hidden,), inner, bias=traits.mlp_bias)
-    post_norm = norm("post_feedforward_layernorm") if after else None
-    return LayerSpec(attention, MlpSpec(second, gate_up, down, post_norm=post_norm))
+    places = tuple(norm("post_feedforward_layernorm") if each else None for each in (after, stream))
+    return LayerSpec(attention, MlpSpec(second, gate_up, down, *places))
 
 
 def _attention(
@@ -569,7 +620,7 @@ def _attention(
     layer: int,
     named: Callable[[str], str],
     norm: NormSpec | None,
-    post_norm: NormSpec | None,
+    places: tuple[NormSpec | None, ...],
 ) -> AttentionSpec:
     hidden, d = config.count("hidden_size"), head_dim_of(config)
     nh = config.count("num_attention_heads")
@@ -599,8 +650,10 @@ def _attention(
         norms_rotated=traits.head_norms == "after rope",
         joint_norms=joint,
         window=traits.window(layer),
+        causal=traits.causal,
         softcap=traits.attention_softcap,
-        post_norm=post_norm,
+        post_norm=places[0],
+        stream_norm=places[1],
     )
 
 

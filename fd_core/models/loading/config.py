@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.files import read_json_object, read_limited
 from fd_core.ops.contract import PlainActivation
 
-_ACTIVATIONS: Mapping[str, PlainActivation] = {
+ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -127,9 +124,9 @@ class ModelConfig:
     def activation(self, field: str = "hidden_act") -> PlainActivation:
         """Return the activation of the feed-forward layers; by default silu, or tanh-approximated gelu for Gemma."""
         name = self.text(field, "gelu_pytorch_tanh" if field == "hidden_activation" else "silu")
-        if name not in _ACTIVATIONS:
-            raise self._wrong(field, f"one of {', '.join(_ACTIVATIONS)}", name)
-        return _ACTIVATIONS[name]
+        if name not in ACTIVATIONS:
+            raise self._wrong(field, f"one of {', '.join(ACTIVATIONS)}", name)
+        return ACTIVATIONS[name]
 
     def refuse(self, field: str, why: str) -> None:
         """Raise if the field is truthy."""
@@ -149,78 +146,3 @@ class ModelConfig:
     def _wrong(self, field: str, expected: str, value: object) -> ModelError:
         found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
         return ModelError(f"{self.origin}: {self.prefix}{field} must be {expected}; {found}")
-
-
-_MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-
-
-class Classifier(msgspec.Struct, frozen=True, kw_only=True):
-    """Output layer of a model that classifies texts by the state of their last token."""
-
-    labels: tuple[str, ...]
-    weight: bytes
-    """float32[labels, H], little-endian."""
-    activation: Literal["softmax", "sigmoid", "none"]
-
-
-class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling method by which a model embeds a text."""
-
-    pooling: Literal["last", "mean"] = "last"
-    normalize: bool = True
-    """True if vectors are normalized to length 1."""
-    judge: tuple[str, str] | None = None
-    """Tokens for no and yes of a reranker, which scores the relevance of a document."""
-    classifier: Classifier | None = None
-
-
-def read_vector_settings(path: Path | None) -> VectorSettings:
-    """Read the modules of a model's folder, else return the default; `ModelError` for unsupported modules."""
-    if path is None or not path.is_dir():
-        return VectorSettings()
-    config = read_json_object(path / "config.json") if (path / "config.json").is_file() else {}
-    judge = config.get("classifier_from_token")
-    if judge is not None and not (
-        isinstance(judge, list) and len(judge) == 2 and all(isinstance(each, str) for each in judge)
-    ):
-        raise ModelError(f"{path}/config.json: classifier_from_token must be two tokens: no and yes")
-    labels = tuple(judge) if judge is not None else None
-    modules = path / "modules.json"
-    if not modules.is_file():
-        return VectorSettings(judge=labels)
-    pooling: Literal["last", "mean"] | None = None
-    normalize = False
-    try:
-        listed = msgspec.json.decode(read_limited(modules), type=list[dict[str, Any]])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelError(f"{modules} is not a list of modules: {error}") from error
-    for module in listed:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind == "Pooling":
-            pooling = _pooling(path / str(module.get("path", "")).replace("\0", "?") / "config.json", path)
-        elif kind == "Normalize":
-            normalize = True
-        elif kind != "Transformer":
-            raise ModelError(
-                f"{modules}: the module {kind[:40]!r} is not served",
-                hint="served are Transformer, Pooling and Normalize",
-            )
-    if pooling is None:
-        raise ModelError(f"{modules} names no module for pooling")
-    return VectorSettings(pooling=pooling, normalize=normalize, judge=labels)
-
-
-def _pooling(file: Path, folder: Path) -> Literal["last", "mean"]:
-    if folder.resolve() not in file.resolve().parents:
-        raise ModelError(f"{folder}/modules.json names a folder outside the model's")
-    settings: dict[str, Any] = read_json_object(file)
-    prefix = "pooling_mode_"
-    modes = [name.removeprefix(prefix) for name, on in settings.items() if name.startswith(prefix) and on is True]
-    if isinstance(named := settings.get("pooling_mode"), str):
-        modes = [named]
-    if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(
-            f"{file}: pooling by {' and '.join(modes) or 'no method'} is not served",
-            hint="served are the last token and the mean",
-        )
-    return _MODES[modes[0]]

@@ -96,6 +96,7 @@ def _bad(path: Path, what: str) -> ModelError:
     )
 
 
+_ENCODER_TABLES: Final = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -113,6 +114,10 @@ class SafetensorsCheckpoint(Checkpoint):
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
+        table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
+        if table is not None:  # an encoder, whose names have the prefix of its output layer, or not
+            prefix = table.partition("embeddings.")[0]
+            views = {_encoder_name(name.removeprefix(prefix)): view for name, view in views.items()}
         super().__init__(folder, config, views, tensors.values())
 
     @cached_property
@@ -131,6 +136,11 @@ class SafetensorsCheckpoint(Checkpoint):
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             hint=f"supported are {', '.join(RAW_TYPES)}, and the formats of quantization_config in config.json",
         )
+
+
+def _encoder_name(name: str) -> str:
+    """Return the present name of a tensor; old files name the parts of a layer norm gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:

@@ -28,7 +28,9 @@ class AttentionShape(Structure):
 
     _fields_ = (
         *_all(
-            c_int, "heads", "kv_heads", "d", "window", "half", "interleaved", "norms_rotated", "joint_norms", "table"
+            c_int,
+            *("heads", "kv_heads", "d", "window", "half", "interleaved"),
+            *("causal", "norms_rotated", "joint_norms", "table"),
         ),
         *_all(c_float, "scale", "softcap"),
     )
@@ -134,6 +136,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
     "fd_program_seconds": (c_double, (c_void_p, c_int)),
     "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int)),
+    "fd_add_positions": (c_int, (c_void_p, c_void_p, c_int, c_int, c_int)),
+    "fd_add_norm": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
     "fd_add_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_attention_inputs": (
         c_int,

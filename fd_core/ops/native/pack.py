@@ -171,6 +171,28 @@ class NativeOps(TorchOps):
         recorder.add("embedding", recorder.pointer(table), len(table), width, factor, centred, buffer)
         return x
 
+    def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
+        """Add to the residual stream, in place while recording."""
+        if not isinstance(x, ProgramSymbol):
+            return super().add_positions(x, table, positions)
+        width = table.shape[1]
+        buffer, y = x.recorder.inout(x, width)
+        x.recorder.add("positions", x.recorder.pointer(table), len(table), width, buffer)
+        return y
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize; while recording, only the residual stream."""
+        return self.layer_norm(x, norm) if isinstance(x, ProgramSymbol) else super().rms_norm(x, norm)
+
+    def layer_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize the residual stream, with either kind of norm."""
+        width = len(norm.weight)
+        with self._call(x) as call:
+            source = call.input(x, width, True)
+            buffer, y = call.output(x, width, True)
+            call.add("norm", source, *_norm(call, norm), call.pointer(norm.bias), width, buffer)
+        return y
+
     def linear(self, x: Array, weight: NativeLinear) -> Array:
         return self._product(x, weight)
 
@@ -435,6 +457,10 @@ class NativeOps(TorchOps):
         """Return a forward that is recorded on its first call and then replayed."""
         return ProgramForward(self.runtime, forward)
 
+    def compile_states(self, states: Forward) -> Forward:
+        """Record the states likewise; encoders compute nothing else."""
+        return self.compile(states)
+
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
         """Record a forward whose operations apply the adapters of a step's rows."""
         return self.compile(forward)
@@ -538,6 +564,7 @@ def _geometry(heads: Heads, table: int) -> AttentionShape:
         heads.window or 0,
         heads.rope.cos.shape[1],
         heads.rope.interleaved,
+        heads.causal,
         heads.norms_rotated,
         heads.joint_widths is not None,
         table,

@@ -72,6 +72,7 @@ class NumpyOps(NumpySampling, Ops):
     framework = "numpy"
     dtype = "float32"
     on_host = True
+    encodes = True
     weight_formats = WEIGHT_FORMATS
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
@@ -118,6 +119,10 @@ class NumpyOps(NumpySampling, Ops):
     def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         mean_square = np.square(x).mean(axis=-1, keepdims=True)
         normalized: Floats = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight
+        return normalized
+
+    def layer_norm(self, x: Floats, norm: Norm) -> Floats:
+        normalized: Floats = self.rms_norm(x - x.mean(axis=-1, keepdims=True), norm) + np.asarray(norm.bias)
         return normalized
 
     def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
@@ -212,6 +217,8 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads) -> Floats:
     if heads.softcap is not None:
         scores = _softcap(scores, heads.softcap)
     distance = np.arange(context - count, context)[:, None] - np.arange(context)
+    if not heads.causal:
+        distance = np.abs(distance)
     hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
     scores[..., hidden] = -np.inf
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -97,6 +97,7 @@ class OnnxOps(NumpyOps):
     groups_layers = False
     dtype = "float32"
     kv_dtypes = ()
+    encodes = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider

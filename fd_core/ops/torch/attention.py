@@ -110,10 +110,12 @@ class _TorchGroup:
     """int64[n * Q], the step's tokens of these rows; None for all tokens in order."""
     kv_slots: Array
     """int64[n * L]"""
-    masks: dict[tuple[int | None, Any], Array]
-    """Mask [n, 1, Q, L] per window and dtype, 0 if a token attends to a key, else -inf."""
+    masks: dict[tuple[int | None, bool, Any], Array]
+    """Mask [n, 1, Q, L] per window, direction and dtype, 0 if a token attends to a key, else -inf."""
     distance: Array
     """int64[n, Q, L], distance from a key to a token; negative if the key is later."""
+    absent: Array
+    """bool[n, 1, L], True for places beyond the context of a row."""
 
 
 class TorchAttentionPlan:
@@ -143,7 +145,8 @@ class TorchAttentionPlan:
         query = context - count + torch.arange(count, device=device)
         begins = step.query_start.long()[index, None]
         tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
-        return _TorchGroup(tokens, kv_slots=slots.flatten(), masks={}, distance=query[:, :, None] - place)
+        distance, absent = query[:, :, None] - place, (place >= context)[:, None]
+        return _TorchGroup(tokens, kv_slots=slots.flatten(), masks={}, distance=distance, absent=absent)
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""
@@ -167,9 +170,9 @@ class TorchAttentionPlan:
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
         grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)
-        mask = self._mask(group, heads.window, q.dtype)
+        mask = self._mask(group, heads, q.dtype)
         folded = grouped.flatten(2, 3)
-        mask = mask.repeat(1, 1, grouped.shape[2], 1) if count > 1 else mask
+        mask = mask.repeat(1, 1, grouped.shape[2], 1) if mask.shape[2] > 1 else mask
         if heads.softcap is None:
             result = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=heads.scale)
         else:
@@ -178,12 +181,13 @@ class TorchAttentionPlan:
             result = weights.to(q.dtype) @ values
         return result.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4).reshape(n * count, -1)
 
-    def _mask(self, group: _TorchGroup, window: int | None, dtype: Any) -> Array:
-        mask = group.masks.get((window, dtype))
+    def _mask(self, group: _TorchGroup, heads: Heads, dtype: Any) -> Array:
+        window, key = heads.window, (heads.window, heads.causal, dtype)
+        mask = group.masks.get(key)
         if mask is None:
-            hidden = group.distance < 0
+            hidden = group.distance < 0 if heads.causal else group.absent
             if window is not None:
-                hidden |= group.distance >= window
+                hidden = hidden | ((group.distance if heads.causal else group.distance.abs()) >= window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            mask = group.masks[window, dtype] = mask[:, None]
+            mask = group.masks[key] = mask[:, None]
         return mask

@@ -72,6 +72,7 @@ class TorchOps(TorchSampling, Ops):
     groups_layers = True
     framework = "torch"
     kv_dtypes: Collection[str] = ("int8",)
+    encodes = True
     _group: RankGroup | None = None
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
@@ -151,6 +152,9 @@ class TorchOps(TorchSampling, Ops):
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
         return (wide * inverse * norm.weight).to(x.dtype)
+
+    def layer_norm(self, x: Array, norm: Norm) -> Array:
+        return functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
 
     def linear(self, x: Array, weight: Any) -> Array:
         return functional.linear(x, weight.weight, weight.bias)

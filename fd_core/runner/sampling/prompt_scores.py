@@ -117,7 +117,8 @@ class PooledParts:
             for part, (begin, end) in zip(group, pairwise(ends), strict=True):
                 value = np.asarray(array[begin:end], np.float64)
                 if part.pooling.kind != "tokens":
-                    value = (value if self.shift is None else value + self.shift).sum(axis=0)
+                    value = value if self.shift is None else value + self.shift
+                    value = value.reshape(-1) if part.pooling.kind == "all" else value.sum(axis=0)
                 values.append(value.astype(np.float32))
         columns = zip(*((part.slot, part.start, len(part.places)) for part in self.parts), strict=True)
         slots, starts, counts = (np.array(column, np.int32) for column in columns)
@@ -149,8 +150,8 @@ class Pooler:
                 continue
             prompt_len, pooling = self.wanted[slot]
             begin, start, count = int(begins[index]), int(spans.starts[index]), int(spans.counts[index])
-            last = prompt_len - 1 - start
-            first = 0 if pooling.kind == "mean" else last
+            last = -start if pooling.kind == "cls" else prompt_len - 1 - start
+            first = 0 if pooling.kind in ("mean", "all") else last
             places = np.arange(max(first, 0), min(last + 1, count), dtype=np.int32)
             if len(places):
                 found.append(PooledPart(slot, start, begin + places, pooling=pooling))

@@ -125,6 +125,8 @@ class AdmissionPlanner:
                 matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
                 continue
+            if self._limits.whole_prompts and request.num_tokens > builder.budget.left:
+                break
             first, end = matched.shape[-1], -(-request.num_tokens // size)
             needed = groups.whole * (end - first)
             known = matched.T[matched.T >= 0]

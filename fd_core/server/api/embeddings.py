@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank: one engine request for each text."""
+"""POST /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /pooling: one engine request for each text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import PromptState
 from fd_core.server.schemas import pooling
 from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest, TextsRequest
-from fd_core.server.schemas.unsupported import POOLED
+from fd_core.server.schemas.unsupported import POOLED, POOLING
 from fd_core.server.state import ServerState
 from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
 from fd_core.text.prompt_reader import PromptText
@@ -52,6 +52,7 @@ EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 CLASSIFY: Final = BodyFormat(pooling.ClassificationRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
+POOL: Final = BodyFormat(pooling.PoolingRequest, POOLING)
 _AT_ONCE: Final = 16
 """Vectors that are encoded without yielding to the event loop."""
 
@@ -122,9 +123,10 @@ class PooledTexts:
 
     async def classes(self, prompts: Sequence[PromptText], field: str) -> list[pooling.Classification]:
         """Return the classes of each prompt. Raises `BadRequest` for a model without a classification layer."""
-        classifier = require_classifier(self._state.client.info.vectors)
-        pooled = await self._pool([each.ids for each in prompts], Pooling("last"), field)
-        found = [probabilities_of(each, classifier).tolist() for each in pooled]
+        settings = self._state.client.info.vectors
+        classifier = require_classifier(settings, of_tokens=False)
+        pooled = await self._pool([each.ids for each in prompts], Pooling(classifier.pooling), field)
+        found = [probabilities_of(each, classifier)[0].tolist() for each in pooled]
         return [
             pooling.Classification(
                 index=index, label=classifier.labels[probs.index(max(probs))], probs=probs, num_classes=len(probs)
@@ -132,19 +134,41 @@ class PooledTexts:
             for index, probs in enumerate(found)
         ]
 
+    async def tokens(self, prompts: Sequence[PromptText], field: str, *, classes: bool) -> list[Floats]:
+        """Return a vector, or the probabilities of `classes`, of each token of each prompt: float32[tokens, *]."""
+        info = self._state.client.info
+        classifier = require_classifier(info.vectors, of_tokens=True) if classes else None
+        found = await self._pool([each.ids for each in prompts], Pooling("all"), field)
+        if classifier is not None:
+            return [probabilities_of(each, classifier) for each in found]
+        pairs = zip(found, prompts, strict=True)
+        return [np.frombuffer(each, "<f4").reshape(len(prompt.ids), -1) for each, prompt in pairs]
+
     async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
         """Return a score for each pair: the probability of yes from a model that scores pairs, else a cosine."""
-        judge = self._state.client.info.vectors.judge
+        settings = self._state.client.info.vectors
+        judge = settings.judge
         if judge is not None:
             return await self._judged(pairs, judge, field, instruction=instruction or INSTRUCTION)
         if instruction is not None:
             raise invalid(
-                "instruction is only supported by models that score pairs; this model compares vectors", "instruction"
+                "instruction is only supported by models that judge by it; this model compares texts", "instruction"
             )
+        if settings.second_text is not None:
+            return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
+
+    async def _classified(self, pairs: Sequence[tuple[str, str]], second_text: int, field: str) -> list[float]:
+        """Return the output of a classifier with one class for each pair."""
+        classifier = require_classifier(self._state.client.info.vectors, of_tokens=False)
+        reader = self._state.prompt_reader
+        size = _require_size(pairs, "", field)
+        read = reader.run(size, lambda: [reader.pair(*pair, field, second_text).ids for pair in pairs])
+        pooled = await self._pool(await cancel_on_disconnect(self._request, read), Pooling(classifier.pooling), field)
+        return [float(probabilities_of(each, classifier)[0, 0]) for each in pooled]
 
     async def _judged(
         self, pairs: Sequence[tuple[str, str]], judge: tuple[str, str], field: str, instruction: str
@@ -153,13 +177,7 @@ class PooledTexts:
             ids = judging_tokens(self._state.tokenizer, judge, self._state.client.info.vocab_size)
         except ModelError as error:
             raise ApiError(500, error.message, kind="server_error") from None
-        size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
-        if size > _MAX_PAIR_CHARS:
-            raise invalid(
-                f"{field}: the rendered pairs have {size:,} characters; at most {_MAX_PAIR_CHARS:,} are allowed per "
-                "request",
-                field,
-            )
+        _require_size(pairs, instruction, field)
         texts = [judged_prompt(*pair, instruction) for pair in pairs]
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, texts, field, add_special=False))
         pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", ids), field)
@@ -233,6 +251,17 @@ class PooledTexts:
         return vector
 
 
+def _require_size(pairs: Sequence[tuple[str, str]], instruction: str, field: str) -> int:
+    """Return the characters of rendered pairs. Raises `ApiError` (400) for too many."""
+    size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
+    if size > _MAX_PAIR_CHARS:
+        raise invalid(
+            f"{field}: the pairs have {size:,} characters; at most {_MAX_PAIR_CHARS:,} are allowed per request",
+            field,
+        )
+    return size
+
+
 @router.post(
     "/v1/embeddings",
     **endpoint("Create embeddings", pooling.EmbeddingRequest, pooling.EmbeddingAnswer, example={"input": "a text"}),
@@ -273,6 +302,46 @@ async def create_classification(request: Request) -> Response:
         usage=texts.usage,
     )
     return json_response(answer, headers)
+
+
+@router.post(
+    "/pooling",
+    **endpoint("Pool texts", pooling.PoolingRequest, pooling.PoolingAnswer, example={"input": "a text"}),
+)
+async def create_pooling(request: Request) -> Response:
+    """Return a vector or the classes of each text, or of each of its tokens."""
+    state, body, headers = await POOL.read(request)
+    texts = PooledTexts(state, request, body)
+    classifier = state.client.info.vectors.classifier
+    task = body.task or (
+        "embed" if classifier is None else "classify" if classifier.pooling != "all" else "token_classify"
+    )
+    prompts = await texts.read(body)
+    found: list[Any]
+    if task == "classify":
+        found = [each.probs for each in await texts.classes(prompts, "input")]
+    elif task == "embed":
+        found = await texts.vectors(prompts, "input")
+    else:
+        found = await texts.tokens(prompts, "input", classes=task == "token_classify")
+    answer = pooling.PoolingAnswer(
+        id=f"pool-{request.state.request_id}",
+        created=int(time.time()),
+        model=texts.model,
+        data=[await _pooled(index, values) for index, values in enumerate(found)],
+        usage=texts.usage,
+    )
+    return json_response(answer, headers)
+
+
+async def _pooled(index: int, values: Floats | list[float]) -> Any:
+    """Encode the result of one text, a few rows at a time."""
+    rows = []
+    for begin in range(0, len(values), _AT_ONCE if np.ndim(values) > 1 else len(values)):
+        some = values[begin : begin + _AT_ONCE] if np.ndim(values) > 1 else values
+        rows.append(msgspec.json.encode(np.asarray(some).tolist())[1:-1])
+        await asyncio.sleep(0)
+    return pooling.Pooled(index=index, data=cast(Any, msgspec.Raw(b"[" + b",".join(rows) + b"]")))
 
 
 @router.post(

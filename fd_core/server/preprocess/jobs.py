@@ -426,7 +426,8 @@ async def conversation_job(
         calls = None if tools is None else required_constraint(state, tools, reading, form=form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)
-        prompt = await chat_prompt(state, body, tools)
+        # A model that generates no text may have no chat template; `build_job` refuses it.
+        prompt = await chat_prompt(state, body, tools) if state.client.info.generates else ()
         return build_job(
             state,
             request,

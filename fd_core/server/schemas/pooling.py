@@ -41,6 +41,13 @@ class ClassificationRequest(TextsRequest, kw_only=True):
     """The body of /v1/classify."""
 
 
+class PoolingRequest(TextsRequest, kw_only=True):
+    """The body of /pooling."""
+
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+    """By default `classify` or `token_classify` for a model that classifies, else `embed`."""
+
+
 class ScoreRequest(PooledRequest, kw_only=True):
     """The body of /v1/score: one text with several, or pairs."""
 
@@ -94,6 +101,27 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
+    usage: PooledUsage
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    """Result of one text."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]]
+    """Of the text, or of each of its tokens: a vector, or the probabilities of the classes."""
+
+
+class PoolingAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /pooling."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    """Unix time, seconds."""
+    model: str
+    data: list[Pooled]
     usage: PooledUsage
 
 

@@ -162,7 +162,7 @@ def beside_chats(own: Mapping[str, Refusal]) -> Mapping[str, Refusal]:
     return {**_FROM_CHATS, **own}
 
 
-POOLED: Mapping[str, Refusal] = {
+_POOLED: Mapping[str, Refusal] = {
     "stream": Refusal("embeddings and scores cannot be streamed", (False,)),
     "messages": Refusal("use /v1/chat/completions for conversations", ([],)),
     "truncate_prompt_tokens": Refusal("texts are never truncated; shorten them", ()),
@@ -170,7 +170,6 @@ POOLED: Mapping[str, Refusal] = {
     "max_tokens_per_doc": Refusal("texts are never truncated; shorten them"),
     "rank_fields": Refusal("documents must be texts"),
     "input_type": Refusal("prepend the instruction to the text, in the format of the model"),
-    "task": Refusal("prepend the instruction to the text, in the format of the model"),
     "prompt_name": Refusal("prepend the instruction to the text, in the format of the model"),
     "pooling_type": Refusal("pooling is set when the server starts, with --pooling"),
     "embed_dtype": Refusal("vectors are float32", ("float32",)),
@@ -179,4 +178,12 @@ POOLED: Mapping[str, Refusal] = {
     "normalize": Refusal("the checkpoint decides if vectors are normalized"),
     "activation": Refusal("the model decides the activation of scores"),
     "use_activation": Refusal("the model decides the activation of scores", (True,)),
+}
+POOLING: Mapping[str, Refusal] = {
+    **_POOLED,
+    **dict.fromkeys(("encoding_format", "dimensions"), Refusal("use /v1/embeddings", ("float",))),
+}
+POOLED: Mapping[str, Refusal] = {
+    **_POOLED,
+    "task": Refusal("prepend the instruction to the text, in the format of the model"),
 }

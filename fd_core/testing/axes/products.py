@@ -94,9 +94,10 @@ _NORM: Final = (
     Axis("size", (1.0, 1e-3, 300.0)),
     Axis("odd", (None, "zeros", "nan")),
     Axis("weight", ("about 1", "about 0"), ("Norm.weight",)),
+    Axis("bias", (False, True), ("Norm.bias",), needs="encoders"),
 )
 """`heads` 0 is a norm of activations, others of heads; `size` is that of the elements, which eps exceeds or not;
-`odd`: one row is zeros or NaN."""
+`odd`: one row is zeros or NaN; activations alone have norms with a bias."""
 
 
 def check_norm(ops: Ops, case: Case) -> None:
@@ -109,9 +110,10 @@ def check_norm(ops: Ops, case: Case) -> None:
     if case["odd"] is not None and rows > 1:
         x[rows // 2], well[rows // 2] = (0.0, True) if case["odd"] == "zeros" else (np.nan, False)
     device = heads_on(ops, x.reshape(rows, count, width))[0] if count else activations(ops, x)
-    norm = Norm(ops.prepare_vector(weight), float(case["eps"] or 0))
-    expected = ORACLE.rms_norm(x.reshape(rows, -1, width), Norm(weight, norm.eps))[well]
-    found = np.asarray(ops.to_host(ops.rms_norm(device, norm)), np.float32).reshape(rows, -1, width)[well]
+    bias = make(width) if case["bias"] and not count else None
+    norm = Norm(ops.prepare_vector(weight), float(case["eps"] or 0), None if bias is None else ops.prepare_vector(bias))
+    expected = ORACLE.normalize(x.reshape(rows, -1, width), Norm(weight, norm.eps, bias))[well]
+    found = np.asarray(ops.to_host(ops.normalize(device, norm)), np.float32).reshape(rows, -1, width)[well]
     assert_near(ops, ops.from_host(found), expected)
 
 

@@ -9,6 +9,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
+    "encoders": "attention in both directions, and layer norms",
     "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
     "joint_norms": "one norm of all query heads and one of all key heads",
@@ -24,5 +25,10 @@ ABILITIES: Final[Mapping[str, str]] = {
 }
 """Keys of `Backend.limits`, with the feature that tests require."""
 
-OPTIONAL: Final[Mapping[str, str]] = {"ungated": "activate", "shared_gate": "weigh", "joint_norms": "joint_norm"}
-"""Abilities that a pack has if it implements this operation of `Ops`."""
+OPTIONAL: Final[Mapping[str, str]] = {
+    "ungated": "activate",
+    "shared_gate": "weigh",
+    "joint_norms": "joint_norm",
+    "encoders": "encodes",
+}
+"""Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

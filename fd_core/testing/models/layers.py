@@ -52,6 +52,7 @@ class Geometry:
     rotary: int | None = None
     interleaved: bool = False
     window: int | None = None
+    causal: bool = True
     softcap: float | None = None
     head_norms: bool = False
     norms_rotated: bool = False
@@ -167,6 +168,7 @@ class LayerOn:
             g.softcap,
             norms_rotated=g.norms_rotated and not g.joint_norms,
             joint_widths=(g.heads * g.d, g.kv_heads * g.d) if g.joint_norms else None,
+            causal=g.causal,
         )
         self.output = linear((g.hidden, g.heads * g.d))
         self.post_norm = norm(g.hidden) if g.post_norm else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import Model, cache_shape
+from fd_core.backends.contract import Model, cache_shape, whole_prompts
 from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import on_device, step_input
@@ -45,7 +45,9 @@ class PagedDriver:
         states: bool = False,
         stage_before: PagedDriver | None = None,
     ) -> None:
-        """`places`: adapter slot of each row, for a model with adapters.
+        """A model without an output projection yields states in place of logits.
+
+        `places`: adapter slot of each row, for a model with adapters.
 
         `last_only`: compute logits of each row's last position in a step, as an engine does, not of every position.
         `states`: compute the states of all tokens first, as an engine does for scores of prompts. `stage_before`:
@@ -55,9 +57,11 @@ class PagedDriver:
         self.ops = ops
         self.places = places
         self.stage_before = stage_before
-        compiled = ops.compile_adapted if places is not None else ops.compile_states if states else ops.compile
-        compute = self.forward = compiled(model.states if states else model.forward)
-        if states:
+        self.whole = whole_prompts(model)
+        bare = not model.generates  # its states are compared
+        compiled = ops.compile_adapted if places is not None else ops.compile_states if states or bare else ops.compile
+        compute = self.forward = compiled(model.states if states or bare else model.forward)
+        if states and not bare:
             self.forward = lambda step, cache: model.head(ops.gather_rows(compute(step, cache), step.logits_rows))
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
@@ -98,7 +102,9 @@ class PagedDriver:
         return output
 
     def generate(self, count: int, chunk: int | None = None) -> None:
-        """Generate `count` greedy tokens in every row."""
+        """Generate `count` greedy tokens in every row; an encoder computes its prompts, whole."""
+        if self.whole:
+            count, chunk = 1, None
         while self.advance(count, chunk):
             pass
 

@@ -81,6 +81,7 @@ class CudaOps(TorchOps):
     groups_layers = False  # graphs capture the tables of one group
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
+    encodes = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""

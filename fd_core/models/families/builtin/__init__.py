@@ -11,7 +11,9 @@ FD_CONTRACT = 1
 def fd_register_models() -> list[Entry]:
     """Offer the built-in families."""
     families = "fd_core.models.families.builtin"
+    encoders = "fd_core.models.families.encoders"
     return [
+        Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
         Entry("ernie4_5", f"{families}.ernie:Ernie", "ERNIE 4.5"),
         Entry("ernie4_5_moe", f"{families}.ernie:ErnieMoe", "ERNIE 4.5, mixtures of experts"),
@@ -19,6 +21,7 @@ def fd_register_models() -> list[Entry]:
         Entry("gemma", f"{families}.gemma:Gemma", "Gemma 1"),
         Entry("gemma2", f"{families}.gemma:Gemma2", "Gemma 2"),
         Entry("gemma3", f"{families}.gemma:Gemma3", "Gemma 3, text"),
+        Entry("gemma3_embedding", f"{encoders}.gemma:EmbeddingGemma", "EmbeddingGemma"),
         Entry("glm", f"{families}.glm:Glm", "GLM-4-9B"),
         Entry("glm4", f"{families}.glm:Glm4", "GLM-4-0414, GLM-Z1"),
         Entry("granite", f"{families}.granite:Granite", "Granite 3"),
@@ -29,6 +32,7 @@ def fd_register_models() -> list[Entry]:
         Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
         Entry("mistral", f"{families}.llama:Mistral", "Mistral"),
         Entry("mixtral", f"{families}.mixtral:Mixtral", "Mixtral"),
+        Entry("modernbert", f"{encoders}.modernbert:ModernBert", "ModernBERT"),
         Entry("nemotron", f"{families}.layer_norms:Nemotron", "Nemotron 4 and Minitron"),
         Entry("olmo2", f"{families}.olmo:Olmo2", "OLMo 2"),
         Entry("olmo3", f"{families}.olmo:Olmo3", "OLMo 3"),
@@ -38,8 +42,10 @@ def fd_register_models() -> list[Entry]:
         Entry("qwen2_moe", f"{families}.qwen:Qwen2Moe", "Qwen1.5 and Qwen2, mixtures of experts"),
         Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),
         Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
+        Entry("roberta", f"{encoders}.bert:Roberta", "RoBERTa"),
         Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),
         Entry("smollm3", f"{families}.llama:SmolLm3", "SmolLM3"),
         Entry("stablelm", f"{families}.layer_norms:StableLm", "StableLM 2"),
         Entry("starcoder2", f"{families}.layer_norms:StarCoder2", "StarCoder2"),
+        Entry("xlm_roberta", f"{encoders}.bert:XlmRoberta", "XLM-RoBERTa, BGE-M3 and multilingual E5"),
     ]

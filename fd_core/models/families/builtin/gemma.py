@@ -135,27 +135,32 @@ class Gemma3(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a text model. Raises `ModelError` for attention in both directions."""
         config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
-        num_layers = config.count("num_hidden_layers")
-        types = config.layer_types(num_layers)
-        if types is None:
-            pattern = config.count("sliding_window_pattern", _PATTERN)
-            types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
-        full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
-        window = config.count("sliding_window")
-        bias = config.flag("attention_bias")
-        return Traits(
-            rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
-            window=lambda layer: window if types[layer] == "sliding_attention" else None,
-            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            qkv_bias=bias,
-            output_bias=bias,
-            head_norms="before rope",
-            norms="around",
-            norm_offset=1.0,
-            embedding_scale=math.sqrt(config.count("hidden_size")),
-            activation="hidden_activation",
-            softcap=config.optional_number("final_logit_softcapping"),
-        )
+        return gemma3_traits(config)
+
+
+def gemma3_traits(config: ModelConfig) -> Traits:
+    """Describe a text model of Gemma 3, whose tokens attend to earlier ones."""
+    num_layers = config.count("num_hidden_layers")
+    types = config.layer_types(num_layers)
+    if types is None:
+        pattern = config.count("sliding_window_pattern", _PATTERN)
+        types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
+    full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
+    window = config.count("sliding_window")
+    bias = config.flag("attention_bias")
+    return Traits(
+        rope=lambda layer: sliding if types[layer] == "sliding_attention" else full,
+        window=lambda layer: window if types[layer] == "sliding_attention" else None,
+        scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        head_norms="before rope",
+        norms="around",
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(config.count("hidden_size")),
+        activation="hidden_activation",
+        softcap=config.optional_number("final_logit_softcapping"),
+    )
 
 
 def ropes_of_kinds(config: ModelConfig, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:

@@ -377,11 +377,14 @@ struct Recording {
         program.exchanging(with, rows * columns.stride(), 0);
         return columns;
     }
-    AttentionPlan* plan(int group, int kv_heads, int block_size, int table) {
+    AttentionPlan* plan(const AttentionShape& shape, int block_size) {
+        const int group = shape.group(), kv_heads = shape.kv_heads, table = shape.table;
         for (auto& p : plans)
-            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size && p->table == table)
+            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size && p->table == table &&
+                p->plan.causal == bool(shape.causal))
                 return &p->plan;
         plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, table, {}}));
+        plans.back()->plan.causal = shape.causal;
         return &plans.back()->plan;
     }
 };
@@ -457,6 +460,19 @@ int fd_add_embedding(void* program, const void* table, int rows, int width, floa
     });
 }
 
+/// Likewise for positions.
+int fd_add_positions(void* program, const void* table, int rows, int width, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        lower(recording(program).program.limits.positions, rows);
+        return new AddPositions<E>(static_cast<const E*>(table), width, out);
+    });
+}
+
+int fd_add_norm(void* program, int in, const float* norm, float eps, const float* bias, int width, int out) {
+    return add(program, [&](auto) -> Operation* { return new StreamNorm(in, out, width, {norm, eps}, bias); });
+}
+
 /// `activation` is one of Activation, which multiplies up in a gated linear; without one, those are two columns.
 int fd_add_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
                   const void* lora, int out) {
@@ -495,7 +511,7 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
         lower(limits.blocks, layout.blocks);
         limits.block_size = layout.block_size;
         limits.tables = std::max(limits.tables, shape->table + 1);
-        AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size, shape->table);
+        AttentionPlan* plan = recording(program).plan(*shape, layout.block_size);
         return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });
 }

@@ -29,6 +29,23 @@ struct Embedding : Operation {
     void run(const Context& context) override;
 };
 
+/// out += table[position].
+template <class E>
+struct AddPositions : Operation {
+    const E* table;
+    int width, out;
+    AddPositions(const E* table, int width, int out) : table(table), width(width), out(out) {}
+    const char* name() const override { return "positions"; }
+    void run(const Context& context) override {
+        const Range r = context.share(context.step.tokens);
+        for (int t = r.begin; t < r.end; t++) {
+            const E* from = table + size_t(context.step.positions[t]) * width;
+            float* to = context.row<float>(out, t);
+            for (int i = 0; i < width; i++) to[i] += to_float(from[i]);
+        }
+    }
+};
+
 /// The rows that a product multiplies: those of `in` or their norm, rounded to E, or quantized where the weights are
 /// packed. Part of the operations that multiply.
 template <class E>
@@ -60,6 +77,24 @@ struct NormRows {
     int in, out, width;
     NormWeights norm;
     void run(const Context& context, int count) const;
+};
+
+/// out = the norm of the float32 rows of `in`: a layer norm where there is a bias.
+struct StreamNorm : Operation {
+    int in, out, width;
+    NormWeights norm;
+    const float* bias;
+    StreamNorm(int in, int out, int width, NormWeights norm, const float* bias)
+        : in(in), out(out), width(width), norm(norm), bias(bias) {}
+    const char* name() const override { return "norm"; }
+    void run(const Context& context) override {
+        const Range r = context.share(context.step.tokens);
+        for (int i = r.begin; i < r.end; i++) {
+            const float* x = context.row<float>(in, i);
+            float* y = context.row<float>(out, i);
+            bias ? layer_norm(x, norm.weight, bias, width, norm.eps, y) : rms_norm(x, norm.weight, width, norm.eps, y);
+        }
+    }
 };
 
 /// Rows of which each rank holds some columns. Each number is computed by one rank, as one rank alone computes it: the

@@ -213,6 +213,7 @@ FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     "/v1/responses": responses.BODY,
     "/v1/embeddings": embeddings.EMBEDDINGS,
     **dict.fromkeys(("/v1/classify", "/classify"), embeddings.CLASSIFY),
+    "/pooling": embeddings.POOL,
     **dict.fromkeys(("/v1/score", "/score"), embeddings.SCORE),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), embeddings.RERANK),
     "/api/chat": ollama.CHAT_BODY,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fd_core.models.families.contract import Family
 from fd_core.testing.models.arrays import Floats, Values
 from fd_core.testing.models.checkpoints import SIZES, write_config
 
 Logits = Callable[[Sequence[int]], Floats]
-"""Returns the logits of each token, float32[tokens, V]."""
+"""Returns the logits of each token, float32[tokens, V]; of a model without an output projection the states."""
+_GENERATES: Final = "ForCausalLM"
 
 
 def is_known(family: Family) -> bool:
@@ -56,9 +57,9 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_of(family, fields), attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        whole = family.architectures[0].endswith(_GENERATES)
+        kind = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
+        model = kind.from_config(config_of(family, fields), attn_implementation="eager", dtype=torch.float32).eval()
     values = Values(seed=seed)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
@@ -70,7 +71,8 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
 
     def logits(tokens: Sequence[int]) -> Floats:
         with torch.no_grad():
-            found: Floats = model(torch.tensor([list(tokens)])).logits[0].numpy()
+            output = model(torch.tensor([list(tokens)]))
+        found: Floats = (output.logits if whole else output.last_hidden_state)[0].numpy()
         return found
 
     return logits

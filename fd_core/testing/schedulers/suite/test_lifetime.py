@@ -88,6 +88,25 @@ def test_counters_grow_beyond_sixteen_bits(target: SchedulerTarget) -> None:
     require(blocks == 16, "3.6", f"after {_LIFE} requests, one that needs all 16 blocks gets {blocks}")
 
 
+@pytest.mark.law("2.1")
+def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
+    if "whole_prompts" in target.lacks:
+        pytest.skip(target.lacks["whole_prompts"])
+    run = _run(target, max_num_seqs=8, max_num_batched_tokens=20, whole_prompts=True)
+    lengths = (12, 9, 20, 3, 18, 1)
+    for number, length in enumerate(lengths):
+        run.perform(run.scheduler.add(greedy(f"text {number}", range(40 * number, 40 * number + length), 1)).operations)
+    ended = 0
+    for _ in range(4 * len(lengths)):
+        plan, deltas = run.step()
+        if plan is not None:
+            whole = [len(admission.token_ids) for admission in plan.admissions]
+            computed = plan.num_tokens.tolist()
+            require(computed == whole, "2.1", f"prompts of {whole} tokens are computed in parts: {computed}")
+        ended += sum(each.finish_reason is not None for each in deltas)
+    require(ended == len(lengths), "1.1", f"{ended} of {len(lengths)} texts ended")
+
+
 def _abort(run: ScriptedRun, first: int, upto: int) -> None:
     """Abort every other request while it waits, the others after their first token."""
     for number in range(first, upto):

@@ -197,8 +197,8 @@ void Attention<E>::plan_unit(const Context& context, const TilePart& part, int h
         if (from >= to) return;
         int low = to, high = 0;
         for (int i = first; i < end; i++) {
-            low = std::min(low, shape_.window ? std::max(0, queries[i].position + 1 - shape_.window) : 0);
-            high = std::max(high, queries[i].position + 1);
+            low = std::min(low, queries[i].low(shape_.window));
+            high = std::max(high, queries[i].high(shape_.window));
         }
         high = std::min(high, to);
         const int32_t* table = context.step.block_tables + size_t(queries[first].row) * context.step.max_blocks;
@@ -210,7 +210,7 @@ void Attention<E>::plan_unit(const Context& context, const TilePart& part, int h
     unit.passes.clear();
     add_pass(0, tile.count, 0, tile.shared);
     for (int i = 0; i < tile.count; i++)
-        if (queries[i].position >= tile.shared) add_pass(i, i + 1, tile.shared, queries[i].position + 1);
+        if (queries[i].end > tile.shared) add_pass(i, i + 1, tile.shared, queries[i].end);
 }
 
 template <class E>
@@ -378,8 +378,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     const int span = layout.block_k == layout.block_size ? blocks : 1;
     const int span_tokens = span * layout.block_size, columns = s.columns, group = shape_.group();
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
-        const int high = s.queries[row / group].position + 1;
-        const int low = shape_.window ? std::max(0, high - shape_.window) : 0;
+        const int low = s.queries[row / group].low(shape_.window), high = s.queries[row / group].high(shape_.window);
         float* const scores = s.scores + size_t(row) * columns;
         E* const weights = s.weights + size_t(row) * columns;
         // f(column, vector of it, first lane that is seen, end of those that are)

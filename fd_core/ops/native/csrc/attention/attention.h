@@ -11,6 +11,7 @@ struct AttentionShape {
     int window;       // 0 sees all
     int half;         // of the elements of a head that rope turns
     int interleaved;  // whether rope turns neighbours, not element i with i + half
+    int causal;       // whether a token sees no later one
     int norms_rotated;  // whether the norms of heads follow rope
     int joint_norms;    // whether all heads of q, and all of k, have one norm
     int table;          // group of layers whose KV places it uses

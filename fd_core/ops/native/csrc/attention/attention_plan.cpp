@@ -36,7 +36,7 @@ void AttentionPlan::cut_tiles(int block_size, int heads_per_kv, int kv_heads, in
         auto inside = [&](int from, int to) { return int64_t(std::max(0, std::min(to, end) - std::max(from, begin))); };
         int64_t cost = inside(0, tile.shared) * (8 + tile.count * heads_per_kv);
         for (int i = tile.first; i < tile.first + tile.count; i++)
-            cost += (inside(tile.shared, queries[i].position + 1) + chunk) * (8 + heads_per_kv);
+            cost += (inside(tile.shared, queries[i].end) + chunk) * (8 + heads_per_kv);
         return TilePart{index, begin, end, cost};
     };
     int64_t total = 0;
@@ -44,7 +44,7 @@ void AttentionPlan::cut_tiles(int block_size, int heads_per_kv, int kv_heads, in
     split.clear();
     for (int i = 0; i < int(tiles.size()); i++) {
         int end = 0;
-        for (int j = tiles[i].first; j < tiles[i].first + tiles[i].count; j++) end = std::max(end, queries[j].position + 1);
+        for (int j = tiles[i].first; j < tiles[i].first + tiles[i].count; j++) end = std::max(end, queries[j].end);
         parts.push_back(part_of(i, 0, end));
         total += parts.back().cost;
     }
@@ -70,9 +70,11 @@ void AttentionPlan::add_prefill(const Step& step, int row) {
     const int end = step.query_start[row + 1];
     for (int token = step.query_start[row]; token < end; token += tile_queries) {
         QueryTile tile{int(queries.size()), std::min(tile_queries, end - token), 0, 0, 0};
-        for (int i = token; i < token + tile.count; i++)
-            queries.push_back({i, row, step.context_len[row] - (end - i)});
-        tile.shared = queries.back().position + 1;
+        for (int i = token; i < token + tile.count; i++) {
+            const int position = step.context_len[row] - (end - i);
+            queries.push_back({i, row, position, causal ? position + 1 : step.context_len[row]});
+        }
+        tile.shared = queries.back().end;
         tiles.push_back(tile);
     }
 }
@@ -100,7 +102,7 @@ void AttentionPlan::add_decodes(const Step& step, int block_size, std::vector<in
             int shared = step.context_len[first];
             for (int j = part.begin; j < part.end; j++) {
                 const int row = rows[begin + j];
-                queries.push_back({step.query_start[row], row, step.context_len[row] - 1});
+                queries.push_back({step.query_start[row], row, step.context_len[row] - 1, step.context_len[row]});
                 if (j > part.begin) shared = std::min(shared, common_blocks(step, block_size, first, row) * block_size);
             }
             tile.shared = shared;

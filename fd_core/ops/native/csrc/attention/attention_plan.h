@@ -9,9 +9,12 @@ namespace fd {
 
 struct Step;
 
-/// One token of the step that asks: it sees the positions up to its own, in the blocks of its row.
+/// One token of the step that asks: it sees positions before `end`, in the blocks of its row: those up to its own, or
+/// all. A window is as wide on both sides.
 struct Query {
-    int token, row, position;
+    int token, row, position, end;
+    int low(int window) const { return window ? std::max(0, position + 1 - window) : 0; }
+    int high(int window) const { return window ? std::min(end, position + window) : end; }
 };
 
 /// Queries that read the same blocks up to `shared` tokens; beyond, each goes on alone through its own row's blocks.
@@ -48,6 +51,7 @@ struct AttentionPlan {
     int chunk_blocks = 0;          // blocks of a chunk
     int span_blocks = 0;
     int tile_queries = 0;          // largest number of queries of a tile
+    bool causal = true;
 
     void build(const Step& step, int block_size, int heads_per_kv, int kv_heads, int threads);
 

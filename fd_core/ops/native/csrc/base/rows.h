@@ -24,7 +24,23 @@ void rms_norm(const float* x, const float* weight, int n, float eps, E* y) {
     for (; i < n; i++) put(y + i, x[i] * scale * weight[i]);
 }
 
-/// The same norm in pieces: `load(first, count, y)` writes `count` of its values from the first-th on to y.
+/// y = (x - mean) / deviation * weight + bias; x and y may be the same.
+inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, float* y) {
+    V parts = vset(0.0f);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) parts = parts + vload(x + i);
+    float mean = vsum(parts);
+    for (; i < n; i++) mean += x[i];
+    mean /= float(n);
+    for (i = 0; i + kLanes <= n; i += kLanes) vstore(y + i, vload(x + i) - vset(mean));
+    for (; i < n; i++) y[i] = x[i] - mean;
+    const float scale = inverse_rms(y, n, eps);
+    for (i = 0; i + kLanes <= n; i += kLanes)
+        vstore(y + i, vfma(vload(y + i) * vset(scale), vload(weight + i), vload(bias + i)));
+    for (; i < n; i++) y[i] = y[i] * scale * weight[i] + bias[i];
+}
+
+/// The same RMS norm in pieces: `load(first, count, y)` writes `count` of its values from the first-th on to y.
 inline auto normed(const float* x, const float* weight, int n, float eps) {
     const float scale = inverse_rms(x, n, eps);
     return [=](int first, int count, float* y) {

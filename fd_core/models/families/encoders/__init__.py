@@ -1,0 +1,1 @@
+"""Families of encoders: models of texts that are computed whole, for vectors, classes and scores."""

@@ -1,0 +1,1 @@
+"""Encoders against transformers, on small random checkpoints."""

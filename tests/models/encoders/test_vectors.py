@@ -1,0 +1,112 @@
+"""Vectors of encoders equal those of transformers, and do not depend on the batch."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fd_core import LLM
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.errors import BadRequest, ConfigError, ModelError
+from fd_core.ops.numpy.ops import NumpyOps
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.models.encoders.small import CONFIGS, pooled_by, states_of, written  # noqa: E402
+
+LENGTHS = (1, 7, 200, 64, 130, 2, 33)
+PACKS: dict[str, dict[str, Any]] = {
+    "numpy": {"backend": "reference"},
+    "native": {"backend": "cpu"},
+    "torch": {"backend": "cpu", "native_kernels": False},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Return texts of token ids of uneven lengths."""
+    rng = np.random.default_rng(7)
+    return [rng.integers(5, 300, length).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_vectors_equal_transformers(tmp_path: Path, name: str, pack: str) -> None:
+    model = written(tmp_path, name)
+    pooled_by(tmp_path, "cls_token" if name == "roberta" else "mean_tokens")
+    states = [states_of(model, ids) for ids in prompts()]
+    right = [(each[0] if name == "roberta" else each.mean(0)).numpy() for each in states]
+    with closing(LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=256, **PACKS[pack])) as llm:
+        found = llm.embed(prompts())
+        np.testing.assert_allclose(found, right, atol=1e-5)
+        if pack == "native":
+            np.testing.assert_array_equal(found, np.concatenate([llm.embed([each]) for each in prompts()]))
+
+
+def test_long_text_takes_a_whole_step(tmp_path: Path) -> None:
+    written(tmp_path, "bert")
+    longest = [[7] * 220]
+    with closing(LLM(str(tmp_path), backend="reference", max_num_seqs=4)) as llm:
+        whole = llm.embed(longest)
+        with pytest.raises(BadRequest, match="context length"):
+            llm.embed([[7] * 221])
+    with closing(LLM(str(tmp_path), backend="reference", max_num_batched_tokens=100)) as llm:
+        assert llm.embed([[7] * 100]).shape == whole.shape
+        with pytest.raises(BadRequest, match="context length"):
+            llm.embed([[7] * 101])
+    with pytest.raises(ConfigError, match="less than a text of 219 tokens"):
+        LLM(str(tmp_path), backend="reference", max_num_batched_tokens=100, max_model_len=220)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_store": "memory:"},
+        {"role": "decode"},
+        {"kv_cache_dtype": "int8"},
+        {"lora_folder": "."},
+        {"pipeline_parallel_size": 2},
+        {"speculative": SpeculativeConfig(method="ngram")},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_setting_of_generation_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+    written(tmp_path, "bert")
+    with pytest.raises(ConfigError, match=r"is an encoder.*does not apply"):
+        load_engine(EngineConfig(model="m", backend="reference", **settings), tmp_path, progress=lambda *_: None)
+
+
+def test_ranks_compute_the_same_vectors(tmp_path: Path) -> None:
+    written(tmp_path, "modernbert")
+    settings: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "num_threads": 1}
+    with closing(LLM(str(tmp_path), **settings)) as llm:
+        alone = llm.embed(prompts())
+    with closing(LLM(str(tmp_path), tensor_parallel_size=2, **settings)) as llm:
+        np.testing.assert_array_equal(llm.embed(prompts()), alone)
+
+
+def test_pack_without_encoders_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "bert")
+    monkeypatch.setattr(NumpyOps, "encodes", False)
+    with pytest.raises(ModelError, match="the numpy pack does not compute encoders such as BertModel"):
+        LLM(str(tmp_path), backend="reference")
+
+
+def test_names_of_old_files_are_read(tmp_path: Path) -> None:
+    """They have the prefix of an output layer, and norms of other names."""
+    written(tmp_path, "bert")
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        right = llm.embed(prompts())
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma"): each for name, each in load_file(file).items()
+    }
+    save_file({name.replace("LayerNorm.bias", "LayerNorm.beta"): each for name, each in tensors.items()}, file)
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        np.testing.assert_array_equal(llm.embed(prompts()), right)
