@@ -78,7 +78,7 @@ def test_serve_without_a_model_lists_models_if_not_interactive(tmp_path: Path) -
         env={**os.environ, "FD_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)},
     )
     assert ended.returncode == 2
-    assert "smollm2 (98 MB, fetched on first use) (run `fdcore serve smollm2`" in ended.stderr
+    assert "smollm2 (98 MB, fetched on first use)" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -91,11 +91,11 @@ MUTANTS = (
     mutant(
         "matching-evicts-the-matched-blocks",
         "3.3: matching a prefix never evicts the matched blocks",
-        (ADMISSIONS, "            pool.acquire(matched)\n            fits", "            fits"),
+        (ADMISSIONS, "            pool.acquire(known)\n", ""),
         (
             ADMISSIONS,
-            "            if blocks is None:\n                pool.release(matched, -1)\n",
-            "            if blocks is not None:\n                pool.acquire(matched)\n            else:\n",
+            "            if blocks is None:\n                pool.release(known, -1)\n",
+            "            if blocks is not None:\n                pool.acquire(known)\n            else:\n",
         ),
     ),
     mutant(
@@ -121,7 +121,7 @@ MUTANTS = (
     mutant(
         "fenced-blocks-are-ignored-when-choosing-a-victim",
         "3.4: fenced blocks are counted before another victim is chosen: no cascade",
-        (PLANNER, "while blocks is None and len(stalled) >= self._pool.num_fenced:", "while blocks is None:"),
+        (PLANNER, "pool.num_free + pool.num_fenced + (slots", "pool.num_free + (slots"),
     ),
     mutant(
         "admission-in-a-pass-with-preemption",

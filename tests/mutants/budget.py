@@ -157,9 +157,9 @@ MUTANTS = (
         "2.1: the chunk is charged after the cached prefix",
         (
             ADMISSIONS,
-            "        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))\n",
+            "        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))\n",
             "        builder.budget.take(cached)\n"
-            "        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))\n",
+            "        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))\n",
         ),
     ),
     mutant(

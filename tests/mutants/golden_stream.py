@@ -29,8 +29,8 @@ MUTANTS = (
         "4: the KV of a position is read where it was written",
         (
             BATCH,
-            "self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks",
-            "self.tables[grant.slot, max(grant.offset - 1, 0) :][: len(grant.blocks)] = grant.blocks",
+            "self.tables[grant.group, grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks",
+            "self.tables[grant.group, grant.slot, max(grant.offset - 1, 0) :][: len(grant.blocks)] = grant.blocks",
         ),
     ),
     mutant(

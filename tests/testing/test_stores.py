@@ -37,13 +37,13 @@ class Kit:
 
     def fails(self, test, arguments):
         """Return the text of the failure; None if the store passes."""
+        method = None if test.startswith("store:") else getattr(self.suite, test)
         try:
-            if test.startswith("store:"):
+            if method is None:
                 elsewhere = self.suite.elsewhere(self.location)
                 place = StorePlace(self.store, self.make_store, elsewhere, self.back_door)
                 STORES.case(test.removeprefix("store:")).check(place, "pytest")
             else:
-                method = getattr(self.suite, test)
                 fixtures = {name: getattr(self, name) for name in inspect.signature(method).parameters
                             if name not in arguments}  # fmt: skip
                 method(**fixtures, **arguments)

@@ -8,6 +8,7 @@ import msgspec
 
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, ModelError
+from fd_core.models.loading.vector_settings import read_longest_text
 from fd_core.models.registry import spec_of_config
 
 
@@ -17,10 +18,13 @@ def encoder_settings(config: EngineConfig, path: Path | None) -> EngineConfig:
     Raises `ConfigError` for those that it cannot follow.
     """
     try:
-        if path is None or not (path / "config.json").is_file() or spec_of_config(path).causal:
+        if path is None or not (path / "config.json").is_file() or (spec := spec_of_config(path)).causal:
             return config
+        longest = read_longest_text(path)
     except ModelError:  # reported when the model is loaded
         return config
+    if config.max_model_len is None and longest is not None:
+        config = msgspec.structs.replace(config, max_model_len=min(longest + 1, spec.max_positions))
     for field, wanted in (
         ("--speculative-config", config.speculative is not None),
         ("--kv-store", config.kv_store is not None),

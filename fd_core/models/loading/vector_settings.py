@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
 import msgspec
@@ -154,12 +154,19 @@ def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSet
     return VectorSettings(pooling=pooling, layers=tuple(layers), normalize=normalize, judge=labels)
 
 
+def read_longest_text(folder: Path) -> int | None:
+    """Return the most tokens of a text that the authors of an embedding model embed; None if they set no limit."""
+    file = folder / "sentence_bert_config.json"
+    longest = read_json_object(file).get("max_seq_length") if file.is_file() else None
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
 def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
     """Return the folder of a module. Raises `ModelError` if it is not in the model's."""
-    found = folder / str(module.get("path", "")).replace("\0", "?")
-    if folder.resolve() not in found.resolve().parents:
+    path = PurePosixPath(str(module.get("path", "")).replace("\0", "?"))
+    if path.is_absolute() or ".." in path.parts:
         raise ModelError(f"{folder}/modules.json names a folder outside the model's")
-    return found
+    return folder / path
 
 
 def _dense(folder: Path, width: Any) -> Dense:

@@ -50,7 +50,12 @@ AXES: Final = (
     Axis("hidden", (128, 38, 256, 1000), rare=({"hidden": 4104}, {"hidden": 8192})),
     Axis("inner", (128, 50, 260, 4104), rare=({"inner": 28_672},)),
     Axis("block_size", (8, 1, 5, 16, 32, 64, 128), ("KVShape.block_size", "StepInput.block_tables")),
-    Axis("spare_blocks", (0, 1, 999), ("StepInput.kv_slots",), rare=({"spare_blocks": 9000},)),
+    Axis(
+        "spare_blocks",
+        (0, 1, 999),
+        ("StepInput.kv_slots",),
+        rare=({"spare_blocks": 9000}, {"spare_blocks": 40_000, "block_size": 1}),
+    ),
     Axis("rotary", (1.0, 0.5), ("Heads.rope", "Rope.cos", "Rope.sin")),
     Axis("interleaved", (False, True), ("Rope.interleaved",), needs="interleaved_rope"),
     Axis("window", (None, 1, 7, 128, 1030), ("Heads.window",), needs="window"),

@@ -118,7 +118,7 @@ class CudaOps(TorchOps):
     def alone(self, kernels: Kernels) -> CudaOps:
         """Return a pack for the same arrays with other kernels and without ranks."""
         other = copy.copy(self)
-        other._kernels, other._group, other._planned = kernels, None, None
+        other._kernels, other._group, other._planned = kernels, None, {}
         return other
 
     def join(self, group: RankGroup) -> None:

@@ -529,6 +529,8 @@ class ModelTrial:
             z = plain.settle(plain.project_residual(inner, block.down, y.clone(), block.post_norm))
             other = ops.project_residual(inner, block.down, y.clone(), block.post_norm)
         law: Literal["near", "experts"] = "experts" if isinstance(block, Moe) else "near"
+        if norm is None:
+            return
         expected = plain.rms_norm(z, norm)
         yield Compared("the norm after the feed-forward block", ops.rms_norm(other, norm), expected, law)
         if model.decoder.head is not None:

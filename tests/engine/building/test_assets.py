@@ -74,10 +74,10 @@ def test_unusable_generation_config_is_named(folder: Path, text: str, message: s
 
 def test_unknown_architecture_is_named_before_the_tokenizer_is_read(folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "architectures": ["BertModel"]}))
+    (folder / "config.json").write_text(json.dumps({**values, "architectures": ["T5EncoderModel"]}))
     for text in ("{}", None):
         (folder / "tokenizer.json").write_text(text) if text else (folder / "tokenizer.json").unlink()
-        with pytest.raises(ModelError, match=r"config\.json: unsupported architecture 'BertModel'"):
+        with pytest.raises(ModelError, match=r"config\.json: unsupported architecture 'T5EncoderModel'"):
             defaults(folder)
 
 

@@ -64,6 +64,20 @@ def test_long_text_takes_a_whole_step(tmp_path: Path) -> None:
         LLM(str(tmp_path), backend="reference", max_num_batched_tokens=100, max_model_len=220)
 
 
+def test_longest_text_is_that_of_the_authors_unless_a_setting_allows_more(tmp_path: Path) -> None:
+    written(tmp_path, "bert")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 50}')
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        assert len(llm.embed([[7] * 50])) == 1
+        with pytest.raises(BadRequest, match="context length"):
+            llm.embed([[7] * 51])
+    with closing(LLM(str(tmp_path), backend="reference", max_model_len=101)) as llm:
+        assert len(llm.embed([[7] * 100])) == 1
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 4096}')
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        assert len(llm.embed([[7] * 220])) == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [

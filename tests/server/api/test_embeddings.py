@@ -133,7 +133,7 @@ def test_rerank_returns_the_best_first(server: LiveServer) -> None:
         (PATH, {"input": "a", "stream": True}, "stream", "streamed"),
         ("/v1/score", {"text_1": "a"}, "text_2", "either"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "equal numbers"),
-        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "score pairs"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "models that judge by it"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", ">= 1"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "truncated"),
     ],

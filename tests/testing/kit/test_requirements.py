@@ -33,7 +33,7 @@ def imported(path):
 def test_kit_imports_nothing_beyond_its_extra():
     extras = PROJECT["optional-dependencies"]
     known = names([*PROJECT["dependencies"], *extras["conformance"]])
-    of_families = names([*extras["families"], *extras["torch"]]) - known
+    of_families = names([*extras["families"], *extras["transformers"], *extras["torch"]]) - known
     found = {name for path in KIT for name in imported(path)} - set(sys.stdlib_module_names) - {"fd_core"} - of_families
     assert found <= known
     assert set(requirements.PACKAGES) == found - names(PROJECT["dependencies"])

@@ -764,7 +764,7 @@ class _OtherNames(DiskReservations):
         return f"{name}.tmp", *rest
 
 
-@found_by("test_values_that_appear_are_found")
+@found_by("store:count=65,before=timed out")
 class RemembersMissingKeys(MemoryStore):
     """Knows which keys it lacks; a call that puts several values corrects the first one."""
 

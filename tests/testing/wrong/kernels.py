@@ -1308,7 +1308,7 @@ class SumsSixteenThousandInputs(NumpyOps):
         return super().linear(x[..., : 2**14], replace(weight, weight=weight.weight[:, : 2**14]))
 
 
-@shown_by("layer", decodes=257, context=1025, block_size=1)
+@shown_by("layer", spare_blocks=40_000, block_size=1)
 class KeepsBlocksInSixteenBits(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
         return super().paged_attention(q, layer, heads, replace(step, block_tables=step.block_tables.astype(np.int16)))

@@ -25,8 +25,8 @@ class StopsAt(Changed):
         return ids
 
     def change(self):
-        def occupy(slots, right, slot, request, matched, blocks):
-            right(slot, request, matched, blocks)
+        def occupy(slots, right, slot, request, *given, **more):
+            right(slot, request, *given, **more)
             ids = slots.stops[slot].copy()
             params, eos = request.spec.params, request.spec.eos_token_ids
             known = self.stops(params.stop_token_ids, () if params.ignore_eos else eos)
@@ -354,8 +354,8 @@ class RemembersEveryRequest(Changed):
 @breaks("1.5", "lifetime:test_counters_grow_beyond_sixteen_bits")
 class CountsGensInFifteenBits(Changed):
     def change(self):
-        def occupy(slots, right, slot, request, matched, blocks):
-            right(slot, request, matched, blocks)
+        def occupy(slots, right, slot, request, *given, **more):
+            right(slot, request, *given, **more)
             slots.gen[slot] = slots.delivering_gen[slot] = max(int(slots.gen[slot]) & 0x7FFF, 1)
 
         instead(self._slots, "occupy", occupy)
@@ -588,7 +588,8 @@ class KeepsBlocksInReserve(Changed):
             pool, slots = self._pool, self._slots
 
             class Wary:
-                num_fenced, num_free = (property(lambda _, name=name: getattr(pool, name)) for name in NUMBERS)
+                num_fenced = property(lambda _: pool.num_fenced)
+                num_free = property(lambda _: pool.num_free - 2 if slots.running.sum() > 1 else pool.num_free)
 
                 def allocate(self, count):
                     enough = pool.num_free - count >= 2 or slots.running.sum() < 2
@@ -600,9 +601,6 @@ class KeepsBlocksInReserve(Changed):
             return rows
 
         instead(self._planner, "_grow", grow)
-
-
-NUMBERS = ("num_fenced", "num_free")
 
 
 @breaks("1.7", "lifetime:test_id_of_a_request_that_ended_while_it_drains_is_free")

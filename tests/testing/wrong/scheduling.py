@@ -191,8 +191,8 @@ class MatchesRowsBySlotOnly(Changed):
 @breaks("1.5", "schedule:plain")
 class KeepsTheGen(Changed):
     def change(self):
-        def occupy(slots, right, slot, request, matched, blocks):
-            right(slot, request, matched, blocks)
+        def occupy(slots, right, slot, request, *given, **more):
+            right(slot, request, *given, **more)
             slots.gen[slot] = 1
 
         instead(self._slots, "occupy", occupy)
@@ -441,9 +441,9 @@ class SharesRejectedDrafts(Changed):
     """Registers blocks once they are computed, even if their drafts were rejected."""
 
     def change(self):
-        def settle(running_batch, right, rows, upto):
+        def settle(running_batch, right, rows, upto, step):
             ahead = np.minimum(upto + 4, self._slots.num_tokens[rows])
-            right(rows, ahead.astype(np.int32))
+            right(rows, ahead.astype(np.int32), step)
 
         instead(self._running_batch, "settle", settle)
 
