@@ -105,7 +105,7 @@ class AdaptableModel(Model, Protocol):
 
 
 def whole_prompts(model: Model) -> bool:
-    """Return True for an encoder, which computes each prompt in one step; models of plugins may not say."""
+    """Return True for an encoder, which computes each prompt in one step; a model without `causal` is none."""
     return not getattr(model, "causal", True)
 
 

@@ -15,14 +15,14 @@ from fd_core.models.registry import spec_of_config
 def encoder_settings(config: EngineConfig, path: Path | None) -> EngineConfig:
     """Return the settings, for an encoder without those that only matter for generated text and for KV.
 
-    Raises `ConfigError` for those that it cannot follow.
+    Raises `ConfigError` for those that it cannot follow, and `ModelError` for an unreadable file.
     """
     try:
         if path is None or not (path / "config.json").is_file() or (spec := spec_of_config(path)).causal:
             return config
-        longest = read_longest_text(path)
     except ModelError:  # reported when the model is loaded
         return config
+    longest = read_longest_text(path)
     if config.max_model_len is None and longest is not None:
         config = msgspec.structs.replace(config, max_model_len=min(longest + 1, spec.max_positions))
     for field, wanted in (

@@ -158,7 +158,7 @@ def read_longest_text(folder: Path) -> int | None:
     """Return the most tokens of a text that the authors of an embedding model embed; None if they set no limit."""
     file = folder / "sentence_bert_config.json"
     longest = read_json_object(file).get("max_seq_length") if file.is_file() else None
-    return longest if isinstance(longest, int) and longest > 0 else None
+    return longest if type(longest) is int and longest > 0 else None
 
 
 def _inside(folder: Path, module: Mapping[str, Any]) -> Path:

@@ -486,7 +486,16 @@ class Auditor:
         if groups.sliding:
             begin = groups.first_read(computed, self.limits.block_size)
         tables = [[-1] * self._first_entry(group, begin) for group in range(groups.count)]
-        occupancy = Occupancy(request, slot, admission.gen, tables, len(told), computed, len(told), begin=begin)
+        occupancy = Occupancy(
+            request,
+            slot,
+            admission.gen,
+            tables,
+            num_planned=len(told),
+            num_computed=computed,
+            length=len(told),
+            begin=begin,
+        )
         for grant in [grant for grant in plan.grants if grant.slot == slot]:
             self._grant(grant, touched, occupancy, own=[] if loaded is None else loaded.blocks.tolist())
         self.occupancies[slot], request.occupancy = occupancy, occupancy

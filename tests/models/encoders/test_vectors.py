@@ -73,6 +73,9 @@ def test_longest_text_is_that_of_the_authors_unless_a_setting_allows_more(tmp_pa
             llm.embed([[7] * 51])
     with closing(LLM(str(tmp_path), backend="reference", max_model_len=101)) as llm:
         assert len(llm.embed([[7] * 100])) == 1
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": ')
+    with pytest.raises(ModelError, match=r"sentence_bert_config\.json"):
+        LLM(str(tmp_path), backend="reference")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 4096}')
     with closing(LLM(str(tmp_path), backend="reference")) as llm:
         assert len(llm.embed([[7] * 220])) == 1

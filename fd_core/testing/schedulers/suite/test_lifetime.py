@@ -90,8 +90,7 @@ def test_counters_grow_beyond_sixteen_bits(target: SchedulerTarget) -> None:
 
 @pytest.mark.law("2.1")
 def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
-    if "whole_prompts" in target.lacks:
-        pytest.skip(target.lacks["whole_prompts"])
+    target.require("whole_prompts")
     run = _run(target, max_num_seqs=8, max_num_batched_tokens=20, whole_prompts=True)
     lengths = (12, 9, 20, 3, 18, 1)
     for number, length in enumerate(lengths):
