@@ -21,7 +21,7 @@ _clear_names: Final[Callable[[], None]] = next(
 
 
 def require_bounded(use: Callable[[int], object], count: int, what: str, rule: str = "3.6") -> None:
-    """Fail if each of three rounds of calls of `use` with ever other numbers leaves memory; the first has `count`.
+    """Fail if each of four rounds of calls of `use` with ever other numbers leaves memory; the first has `count`.
 
     Each round doubles the number of calls: a table grows in each of them, a cache with a limit is full before the last
     one, and other threads allocate seldom. Counts what Python and numpy allocate, also for classes and modules.
@@ -37,11 +37,11 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
 
     with _traced():
         held = held_after(count)
-        for calls in (count, 2 * count, 4 * count):
+        for calls in (count, 2 * count, 4 * count, 8 * count):
             before, held = held, held_after(calls)
             if held - before <= calls * _MAX_BYTES:
                 return
-    broken(rule, f"after {8 * count:,} {what} the process holds {held - before:,} bytes more than after half of them")
+    broken(rule, f"after {16 * count:,} {what} the process holds {held - before:,} bytes more than after half of them")
 
 
 @contextmanager
