@@ -6,6 +6,7 @@ every step, keeps up, and leaves neither threads nor descriptors after `close`.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Final
 
@@ -68,8 +69,7 @@ class ObserverSuite:
         """Steps of one epoch, or each of another one."""
         self.bounded.require()
         observer = self.new_observer()
-
-        steps = steps_of({**OBSERVED.case("requests=1").values, "steps": 8 * _ROUND})
+        steps = steps_of({**OBSERVED.case("requests=1").values, "steps": sys.maxsize})
 
         def use(number: int) -> None:
             step = next(steps)

@@ -378,20 +378,25 @@ class StoreSuite:
         if writers != "the same object":
             self.sharing.require()
         writing = {"the same object": [store], "another object": [make_store()]}.get(writers)
+        writing = writing or [make_store(), make_store()]
         keys = [key_of(number) for number in range(4)]
         whole = {key: versions_of(key) for key in keys}
+        rounds = [0] * len(writing)
         enough = threading.Event()
 
-        def write(writer: KVStore) -> None:
+        def write(at: int) -> None:
             while not enough.is_set():
                 for version in range(len(_VERSIONS)):
-                    assert writer.put([(key, [whole[key][version]]) for key in keys], TIMEOUT) == len(keys)
-                assert writer.delete(keys[::2], TIMEOUT) <= 2
+                    assert writing[at].put([(key, [whole[key][version]]) for key in keys], TIMEOUT) == len(keys)
+                assert writing[at].delete(keys[::2], TIMEOUT) <= 2
+                rounds[at] += 1
 
-        with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(write, writer) for writer in writing or [make_store(), make_store()]]
+        with ThreadPoolExecutor(len(writing)) as pool:
+            running = [pool.submit(write, at) for at in range(len(writing))]
             try:
-                for number in range(40):
+                for number in itertools.count():
+                    if number >= 40 and min(rounds) >= 4 or any(writer.done() for writer in running):
+                        break
                     found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
                     assert all(value in (None, *whole[key]) for key, value in zip(keys, found, strict=True))
                     if number % 4 == 0 and writers != "the same object":
