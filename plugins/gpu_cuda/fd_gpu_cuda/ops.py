@@ -82,6 +82,8 @@ class CudaOps(TorchOps):
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False
+    chunks = False
+    any_experts = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""

@@ -86,6 +86,20 @@ class NormalizesHeadsBeforeRope(NumpyOps):
         return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
 
 
+@shown_by("layer", query_rope=True)
+class RotatesQueriesAsKeys(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        return super().attention_inputs(x, norm, qkv, replace(heads, query_rope=None), layer, step, lora)
+
+
+@shown_by("layer", window=7, chunked=True)
+class SlidesEveryWindow(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, replace(heads, chunked=False), step)
+
+
 @shown_by("layer", joint_norms=True)
 class NormalizesHeadsOneByOne(NumpyOps):
     def joint_norm(self, x, norm, width):
@@ -251,6 +265,18 @@ class LimitsTheTokensOfAnExpert(NumpyOps):
         crowded = np.flatnonzero(scores.argmax(axis=1) == np.bincount(scores.argmax(axis=1)).argmax())
         out[crowded[128:]] = 0
         return out
+
+
+@shown_by("moe", scoring="sigmoid")
+class ScoresBySoftmax(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, scoring="softmax"), activation)
+
+
+@shown_by("moe", weighs_inputs=True)
+class WeighsOutputs(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, weighs_inputs=False), activation)
 
 
 @shown_by("moe", normalize=True, norm_floor=0.7)
