@@ -197,21 +197,20 @@ class _Reader:
         final = spec.final_norm
         shift = None if final is None or final.bias is None else self.values(final.bias)
         change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
-        if head is None and bias is None and shift is None and tokens is None and table is not None:
-            # A pack may use one format for lookup and another for multiplication.
-            weight = self._computed(spec.embedding.name, form, change)
-            if isinstance(weight, PackedTensor):
-                self.count(spec.embedding.name, weight)
-            return self.ops.tied_head(table, weight)
+        tied = head is None and tokens is None and table is not None
         name = spec.embedding.name if head is None else head.name
         weight = self._computed(name, form, change)
-        self.count(name, weight)
+        # A pack may use one format for lookup and another for multiplication.
+        if not tied or isinstance(weight, PackedTensor):
+            self.count(name, weight)
         if head is not None:
             self._report(weight)
         if shift is not None:
             bias = _through(weight, shift, bias)
         rows = tokens or slice(None)
         biases = None if bias is None else [RawTensor("F32", bias[rows])]
+        if tied:
+            return self.ops.tied_head(table, weight, *(biases or ()))
         return self.ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def attention(self, spec: AttentionSpec) -> Attention:

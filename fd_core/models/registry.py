@@ -47,7 +47,8 @@ def load_model(
     spec = spec_of(checkpoint)
     if max_positions is None:
         max_positions = spec.max_positions
-        pairs = sum(len(rope.inverse_frequencies) for rope in {layer.attention.rope for layer in spec.layers})
+        ropes = {layer.attention.rope for layer in spec.layers}
+        pairs = sum(len(rope.inverse_frequencies) * (1 if rope.growth is None else 2) for rope in ropes)
         needed = max_positions * pairs * 8
         if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
             raise ModelError(

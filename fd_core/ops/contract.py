@@ -560,9 +560,9 @@ class Ops(abc.ABC):
         """
         return deltas if any(delta is not None for delta in deltas) else None
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Array:
-        """Return the output projection of a model that ties it to its embedding."""
-        return self.prepare_linear([weight])
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Array:
+        """Return the output projection of a model that ties it to its embedding, with a bias [V] of its own."""
+        return self.prepare_linear([weight], None if bias is None else [bias])
 
     # Memory -----------------------------------------------------------------------------------------------
 

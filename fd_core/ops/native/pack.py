@@ -151,9 +151,9 @@ class NativeOps(TorchOps):
         """Pack without blocks of zeros."""
         return pack_lora(self.runtime, self._arena, parts, outs=outs, gated=gated)
 
-    def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
-        return self.prepare_linear([weight])
+        return self.prepare_linear([weight], None if bias is None else [bias])
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NativeKVCache(self.runtime, shape, num_blocks)

@@ -107,9 +107,11 @@ class NumpyOps(NumpySampling, Ops):
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
-    def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
+    def tied_head(self, embedding: Floats, weight: Weight, bias: RawTensor | None = None) -> NumpyLinear:
         """Share the embedding unless the projection was quantized separately."""
-        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
+        if isinstance(weight, PackedTensor):
+            return self.prepare_linear([weight], None if bias is None else [bias])
+        return NumpyLinear(embedding, None if bias is None else bias.to_float32())
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         return NumpyKVCache(shape, num_blocks)

@@ -128,9 +128,11 @@ class TorchOps(TorchSampling, Ops):
     ) -> Any:
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Any:
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Any:
         """Share the embedding unless the projection is packed."""
-        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else TorchLinear(embedding, None)
+        if isinstance(weight, PackedTensor):
+            return super().tied_head(embedding, weight, bias)
+        return TorchLinear(embedding, None if bias is None else self._stack([bias]))
 
     def _stack(self, parts: Sequence[Weight]) -> Array:
         rows = sum(part.shape[0] for part in parts)

@@ -986,8 +986,14 @@ class ReadsBiasesAsFloat16(NumpyOps):
 class ProjectsWithTheTable(NumpyOps):
     """A tied head shares the embedding, although it was quantized separately."""
 
-    def tied_head(self, embedding, weight):
-        return NumpyLinear(embedding, None)
+    def tied_head(self, embedding, weight, bias=None):
+        return NumpyLinear(embedding, None if bias is None else bias.to_float32())
+
+
+@shown_by("logits_of", tied="with a bias")
+class LeavesOutTheBiasOfATiedHead(NumpyOps):
+    def tied_head(self, embedding, weight, bias=None):
+        return super().tied_head(embedding, weight)
 
 
 @shown_by("logits_of", wild=True)
@@ -1263,10 +1269,11 @@ class ReadsExpertsThroughAPointer(NumpyOps):
 class ReadsTiedHalvesAsBfloat16(NumpyOps):
     """The head that shares the table is packed from its bits: 2 bytes are taken for bfloat16."""
 
-    def tied_head(self, embedding, weight):
+    def tied_head(self, embedding, weight, bias=None):
         if isinstance(weight, RawTensor) and weight.data.itemsize == 2:
-            return self.prepare_linear([RawTensor("BF16", weight.data.view(np.uint16))])
-        return super().tied_head(embedding, weight)
+            weight = RawTensor("BF16", weight.data.view(np.uint16))
+            return self.prepare_linear([weight], None if bias is None else [bias])
+        return super().tied_head(embedding, weight, bias)
 
 
 class _HandedOver(HostCopies):
