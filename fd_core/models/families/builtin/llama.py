@@ -8,7 +8,16 @@ from typing import Any, ClassVar
 
 from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, gate_up_down, head_dim_of, rope_spec
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
 
 LLAMA3_ROPE = {
@@ -19,6 +28,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_PROJECTIONS = ("gate", "up", "down")
 
 
 def _llama_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
@@ -170,6 +180,31 @@ class InternLm3(Family):
         )
 
 
+_LLAMA4_TENSORS = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{each}": f"feed_forward.{each}_proj" for each in _PROJECTIONS},
+    **{f"ffn_{each}_exps": f"feed_forward.experts.{{}}.{each}_proj" for each in _PROJECTIONS},
+    **{f"ffn_{each}_shexp": f"feed_forward.shared_expert.{each}_proj" for each in _PROJECTIONS},
+}
+
+
+def _llama4_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the fields that a file has; llama.cpp assumes the others."""
+    layers, whole = range(shape.count("block_count")), shape.values.get("attention.sliding_window") == 0
+    return {
+        "attention_chunk_size": None if whole else 8192,
+        "no_rope_layers": [int(whole or layer % 4 != 3) for layer in layers],
+        "moe_layers": [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in tensors],
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": shape.count("expert_count") != 128,  # Maverick, unlike Scout, has no norms of heads
+        "num_local_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "intermediate_size": shape.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": shape.count("feed_forward_length"),
+        "separate_experts": True,
+    }
+
+
 class Llama4(Family):
     """`Llama4ForCausalLM`: attention within chunks, or without rope; experts whose inputs are weighed.
 
@@ -206,6 +241,7 @@ class Llama4(Family):
         },
         "whole": {"attention_chunk_size": None, "num_local_experts": 3, "intermediate_size": 32},
     }
+    gguf: ClassVar = {"llama4": Gguf(config=_llama4_config, tensors=_LLAMA4_TENSORS)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a text model; the layers without rope attend to everything, unless `layer_types` differs."""
@@ -235,11 +271,15 @@ class Llama4(Family):
             if layer not in sparse:
                 return None
             block = f"{prefix}.feed_forward"
-            stacked = partial(gate_up_down, f"{block}.experts", hidden, inner, names=("gate_up_proj", "down_proj"))
+            if config.flag("separate_experts"):
+                experts = separate_experts(f"{block}.experts", count, hidden, inner)
+            else:
+                stacked = partial(gate_up_down, f"{block}.experts", hidden, inner, names=("gate_up_proj", "down_proj"))
+                experts = tuple(stacked(stack=(index, count), transposed=True) for index in range(count))
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.router.weight", (count, hidden)),
-                experts=tuple(stacked(stack=(index, count), transposed=True) for index in range(count)),
+                experts=experts,
                 top_k=config.count("num_experts_per_tok", 1),
                 normalize=False,
                 scoring="sigmoid",
@@ -256,7 +296,7 @@ class Llama4(Family):
             qkv_bias=bias,
             output_bias=bias,
             head_norms="rotated" if config.flag("use_qk_norm", True) else "",
-            names={f"mlp.{each}_proj": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+            names={f"mlp.{each}_proj": f"feed_forward.{each}_proj" for each in _PROJECTIONS},
             inner="intermediate_size_mlp",
             ignored=(r"^(vision_model|multi_modal_projector)\.",),
         )
