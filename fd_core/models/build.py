@@ -126,7 +126,7 @@ class _Reader:
 
     @cached_property
     def total(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.spec.tensors())
+        return sum(map(math.prod, dict(self.spec.tensors()).values()))
 
     def read(self, name: str) -> RawTensor:
         """Read a tensor and report progress in bytes of the files, in proportion to its elements."""
@@ -197,21 +197,20 @@ class _Reader:
         final = spec.final_norm
         shift = None if final is None or final.bias is None else self.values(final.bias)
         change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
-        if head is None and bias is None and shift is None and tokens is None and table is not None:
-            # A pack may use one format for lookup and another for multiplication.
-            weight = self._computed(spec.embedding.name, form, change)
-            if isinstance(weight, PackedTensor):
-                self.count(spec.embedding.name, weight)
-            return self.ops.tied_head(table, weight)
+        tied = head is None and tokens is None and table is not None
         name = spec.embedding.name if head is None else head.name
         weight = self._computed(name, form, change)
-        self.count(name, weight)
+        # A pack may use one format for lookup and another for multiplication.
+        if not tied or isinstance(weight, PackedTensor):
+            self.count(name, weight)
         if head is not None:
             self._report(weight)
         if shift is not None:
             bias = _through(weight, shift, bias)
         rows = tokens or slice(None)
         biases = None if bias is None else [RawTensor("F32", bias[rows])]
+        if tied:
+            return self.ops.tied_head(table, weight, *(biases or ()))
         return self.ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def attention(self, spec: AttentionSpec) -> Attention:
@@ -223,13 +222,15 @@ class _Reader:
             num_kv_heads=kv.stop - kv.start,
             head_dim=spec.head_dim,
             scale=spec.scale,
-            rope=self.rope(spec.rope),
+            rope=self.rope(replace(spec.rope, growth=None)),
+            query_rope=None if spec.rope.growth is None else self.rope(spec.rope),
             q_norm=self.head_norm(spec.q_norm, queries, spec),
             k_norm=self.head_norm(spec.k_norm, kv, spec),
             norms_rotated=spec.norms_rotated,
             joint_widths=(spec.num_heads * spec.head_dim, each_kv * spec.head_dim) if spec.joint_norms else None,
             # A window as long as the longest sequence masks nothing.
             window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
+            chunked=spec.chunked,
             causal=spec.causal,
             softcap=spec.softcap,
         )
@@ -267,6 +268,8 @@ class _Reader:
             normalize=spec.normalize,
             correction_bias=None if bias is None else self.ops.prepare_vector(self.values(bias).reshape(-1)),
             norm_floor=spec.norm_floor,
+            scoring=spec.scoring,
+            weighs_inputs=spec.weighs_inputs,
             shared_gate_up=shared[0],
             shared_down=shared[1],
             shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
@@ -329,8 +332,8 @@ class _Reader:
     def weights(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[Weight]:
         change: Change | None = _centred if centred else None
         if spec.stack is not None:
-            change = partial(_picked, index=spec.stack[0])
-        weights = parts_of(spec, [self.read_weight(f"{name}.weight", change) for name in spec.names], _cut)
+            change = partial(_picked, index=spec.stack[0], transposed=spec.transposed)
+        weights = parts_of(spec, [self.read_weight(spec.tensor(name), change) for name in spec.names], _cut)
         if self.ops.parallel.size == 1:
             return weights
         if share.columns is not None:
@@ -338,7 +341,7 @@ class _Reader:
         return _shared(weights, share.rows)
 
     def values(self, spec: VectorSpec) -> Floats:
-        return self.read(spec.name).to_float32()
+        return self.read(spec.name).to_float32() if spec.name else np.ones(spec.shape, np.float32)
 
 
 def _cut(weight: Any, rows: slice) -> Any:
@@ -350,10 +353,10 @@ def _shared(parts: Sequence[Any], rows: Sequence[slice] | None) -> list[Any]:
     return list(parts) if rows is None else [each.take_rows(mine) for each, mine in zip(parts, rows, strict=True)]
 
 
-def _picked(stacked: Weight, index: int) -> RawTensor:
-    """Return one weight [out, in] of [n, out, in]."""
+def _picked(stacked: Weight, index: int, *, transposed: bool) -> RawTensor:
+    """Return one weight [out, in] of [n, out, in], or of [n, in, out] if `transposed`."""
     raw = stacked.expanded()
-    return RawTensor(raw.dtype, raw.data[index])
+    return RawTensor(raw.dtype, raw.data[index].T if transposed else raw.data[index])
 
 
 def _centred(tensor: Weight) -> RawTensor:

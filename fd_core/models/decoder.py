@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.models.families.spec import (
+    AttentionSpec,
     DecoderSpec,
     LinearShare,
     LinearSpec,
@@ -236,11 +237,11 @@ class DecoderModel:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
         if not self.spec.causal:
             return ONE_GROUP
-        return divide_layers([layer.attention.window for layer in self.spec.layers], longest)
+        return divide_layers([_slides(layer.attention) for layer in self.spec.layers], longest)
 
     def _places(self, groups: LayerGroups, stage: Stage) -> Sequence[tuple[int, int]]:
         """Return the group of each layer of a stage, and its index there; all layers of an encoder share one."""
-        windows = tuple(layer.attention.window for layer in self.spec.layers[stage_layers(self.spec, stage)])
+        windows = tuple(_slides(layer.attention) for layer in self.spec.layers[stage_layers(self.spec, stage)])
         return places_of(windows, groups) if self.spec.causal else [(0, 0)] * len(windows)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
@@ -315,6 +316,11 @@ class DecoderModel:
     def _before_fusion(self, x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         """Return activations, or the stream with a norm that fusions compute: a layer norm is computed before them."""
         return (x, norm) if norm is None or norm.bias is None else (self.ops.layer_norm(x, norm), None)
+
+
+def _slides(attention: AttentionSpec | Heads) -> int | None:
+    """Return the window of a layer whose blocks before it are freed; those before a chunk are kept."""
+    return None if attention.chunked else attention.window
 
 
 def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:

@@ -13,9 +13,9 @@ from fd_core.models.build import ProgressSink, build_decoder, check_tensors
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
-from fd_core.models.families.spec import DecoderSpec, decoder_spec
+from fd_core.models.families.spec import DecoderSpec, MoeSpec, decoder_spec
 from fd_core.models.loading.checkpoint import Checkpoint
-from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.models.loading.files import read_json_object
 from fd_core.ops.contract import Ops
 
@@ -42,12 +42,13 @@ def load_model(
     `quantization` is a format that `ops` computes, or `auto` to leave weights as they are stored.
 
     Raises `ModelError` if the architecture is unknown, the config is invalid or the tensors do not match it, before any
-    weight is read; `ConfigError` if `max_positions` exceeds the model's limit.
+    weight is read; `ConfigError` if `max_positions` exceeds the model's limit, or `ops` lack something that it needs.
     """
     spec = spec_of(checkpoint)
     if max_positions is None:
         max_positions = spec.max_positions
-        pairs = sum(len(rope.inverse_frequencies) for rope in {layer.attention.rope for layer in spec.layers})
+        ropes = {layer.attention.rope for layer in spec.layers}
+        pairs = sum(len(rope.inverse_frequencies) * (1 if rope.growth is None else 2) for rope in ropes)
         needed = max_positions * pairs * 8
         if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
             raise ModelError(
@@ -56,12 +57,7 @@ def load_model(
             )
     require_positions(max_positions, spec.max_positions)
     num_parameters = check_tensors(spec, checkpoint)
-    if not spec.causal and not ops.encodes:
-        raise ModelError(
-            f"{checkpoint.path}: the {ops.name} pack does not compute encoders such as {spec.architecture}",
-            field="--backend",
-            hint="use --backend cpu",
-        )
+    _require_operations(spec, checkpoint, ops, max_positions)
     shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
@@ -80,6 +76,24 @@ def load_model(
     )
 
 
+def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
+    """Raise `ConfigError` if a pack lacks something optional that a model needs."""
+    experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
+    sigmoid = any(each.scoring != "softmax" or each.weighs_inputs for each in experts)
+    chunks = {layer.attention.window or 0 for layer in spec.layers if layer.attention.chunked}
+    needed = {
+        "encoders": (not spec.causal, ops.encodes),
+        "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
+        "experts with sigmoid scores": (sigmoid, ops.any_experts),
+    }
+    for what in (what for what, (needs, has) in needed.items() if needs and not has):
+        raise ConfigError(
+            f"{checkpoint.path}: the {ops.name} pack does not compute {what}, which {spec.architecture} needs",
+            field="--backend",
+            hint="use --backend cpu",
+        )
+
+
 def require_positions(max_positions: int, most: int) -> None:
     """Raise `ConfigError` for a context that is longer than the `most` tokens of a model."""
     if max_positions > most:
@@ -96,7 +110,7 @@ def spec_of_config(path: Path) -> DecoderSpec:
     Raises `ModelError` if it cannot be read or its architecture is unknown.
     """
     file = path / "config.json" if path.is_dir() else path
-    return describe(ModelConfig(read_json_object(file), origin=str(file)))
+    return describe(ModelConfig(text_part(read_json_object(file)), origin=str(file)))
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:

@@ -183,11 +183,24 @@ class Heads:
     with weights [heads, d]."""
     causal: bool = True
     """False if a token attends likewise to the tokens after it, up to the end of its row: see `Ops.encodes`."""
+    chunked: bool = False
+    """True if `window` is the size of chunks instead, of which a token attends to its own: see `Ops.chunks`."""
+    query_rope: Rope | None = None
+    """Tables of the queries, of the same shape, if they are not those of the keys."""
 
     @property
     def usual_norms(self) -> bool:
-        """True if every pack's `attention_inputs` computes the norms."""
-        return not self.norms_rotated and self.joint_widths is None
+        """True if every pack's `attention_inputs` computes the norms and the rope."""
+        return not self.norms_rotated and self.joint_widths is None and self.query_rope is None
+
+    def first_key(self, position: Any) -> Any:
+        """Return the first position that a token at `position` attends to; before 0 if a window begins there.
+
+        Integers, or arrays of any framework.
+        """
+        if self.window is None:
+            return position * 0
+        return position - (position % self.window if self.chunked else self.window - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +208,7 @@ class Experts:
     """A mixture-of-experts block."""
 
     router: Array
-    """[experts, H] prepared by `prepare_vector`; routing is a softmax over all experts, computed in float32."""
+    """[experts, H] prepared by `prepare_vector`; a token's product with it, in float32, yields the scores of all."""
     gate_up: Array
     """Prepared by `prepare_experts(..., gated=True)`."""
     down: Array
@@ -212,6 +225,10 @@ class Experts:
     shared_gate: Array | None = None
     """[H] prepared by `prepare_vector`: the sigmoid of its product with a token multiplies the output of the shared
     experts (Qwen2-MoE)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the products; the largest `top_k` scores are chosen and are the weights: see `Ops.any_experts`."""
+    weighs_inputs: bool = False
+    """True if a weight multiplies the input of the expert instead of its output (Llama 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,9 +414,16 @@ class Ops(abc.ABC):
     encodes: bool = False
     """True if it computes encoders: attention in both directions, and layer norms. A pack that overrides
     `paged_attention` or a fusion that calls it must redefine it."""
+    chunks: bool = False
+    """True if it computes attention within chunks. A pack that overrides `paged_attention` or a fusion that calls it
+    must redefine it."""
+    any_experts: bool = False
+    """True if `moe` computes sigmoid scores, and weights of inputs. A pack that overrides `moe` or `moe_residual` must
+    redefine it."""
     any_norms: bool = False
     """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
-    of heads after rope and of all heads together. Else models compose such layers of primitives."""
+    of heads after rope and of all heads together, and `Heads.query_rope`. Else models compose such layers of
+    primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -536,9 +560,9 @@ class Ops(abc.ABC):
         """
         return deltas if any(delta is not None for delta in deltas) else None
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Array:
-        """Return the output projection of a model that ties it to its embedding."""
-        return self.prepare_linear([weight])
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Array:
+        """Return the output projection of a model that ties it to its embedding, with a bias [V] of its own."""
+        return self.prepare_linear([weight], None if bias is None else [bias])
 
     # Memory -----------------------------------------------------------------------------------------------
 
@@ -781,7 +805,7 @@ class Ops(abc.ABC):
             projected = self.lora(projected, normed, lora)
         q, k, v = self.split_heads(projected, heads)
         q_width, k_width = heads.joint_widths or (None, None)
-        q = self._placed(q, heads.q_norm, q_width, heads, step)
+        q = self._placed(q, heads.q_norm, q_width, replace(heads, rope=heads.query_rope or heads.rope), step)
         k = self._placed(k, heads.k_norm, k_width, heads, step)
         self.write_kv(layer, k, v, step.kv_slots)
         return q

@@ -13,6 +13,9 @@ from gguf.constants import GGMLQuantizationType
 
 from fd_core.errors import ModelError
 from fd_core.models.families.builtin.cohere import Cohere2
+from fd_core.models.families.builtin.ernie import Ernie
+from fd_core.models.families.builtin.layer_norms import StarCoder2
+from fd_core.models.families.contract import Family
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
@@ -107,9 +110,9 @@ def test_unquantizable_weight_is_named(tmp_path: Path) -> None:
         load_model(checkpoint, Quantizing(), 64, quantization="int8")
 
 
-def test_scaled_and_centred_table_is_held_once(tmp_path: Path) -> None:
-    case = {**SIZES, **Cohere2.cases["mixed"], "architectures": ["Cohere2ForCausalLM"]}
-    write_config(case, tmp_path, seed=1)
+@pytest.mark.parametrize(("family", "case"), [(Cohere2, "mixed"), (StarCoder2, "biases"), (Ernie, "biases")])
+def test_table_with_a_scale_or_a_bias_is_held_once(family: type[Family], case: str, tmp_path: Path) -> None:
+    write_config({**SIZES, **family.cases[case], "architectures": family.architectures[:1]}, tmp_path, seed=1)
     with open_checkpoint(tmp_path) as checkpoint:
         decoder = load_model(checkpoint, TorchOps(), 64).decoder
     assert decoder.head.weight is decoder.embedding

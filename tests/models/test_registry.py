@@ -1,15 +1,19 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from fd_core.errors import ConfigError, ModelError
+from fd_core.models.families.builtin.llama import Llama4
 from fd_core.models.families.installed import installed_families
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.registry import load_model, spec_of
+from fd_core.models.registry import describe, load_model, spec_of, spec_of_config
 from fd_core.ops.contract import KVShape
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.checkpoints import SIZES, write_config
 from tests.models.tiny import CASES
 
 
@@ -167,6 +171,43 @@ def test_more_experts_per_token_than_experts_are_rejected(tiny, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit_config(tmp_path, num_experts_per_tok=7)
     assert "each token uses 7 experts, but there are 6" in refusal(tmp_path)
+
+
+def written_llama4(folder):
+    config = {**SIZES, **Llama4.cases["plain"], "architectures": ["Llama4ForCausalLM"]}
+    write_config(config, folder, seed=5)
+    return config
+
+
+def test_text_part_of_a_multimodal_model_is_served(tmp_path):
+    config = written_llama4(tmp_path)
+    expected = load(tmp_path)
+
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_model.class_embedding"] = np.zeros(3, np.float32)
+
+    edit_tensors(tmp_path, wrap)
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {**config, "architectures": None}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    model = load(tmp_path)
+    assert replace(model.spec, architecture=expected.architecture) == expected.spec
+    assert model.num_parameters == expected.num_parameters
+    assert spec_of_config(tmp_path) == model.spec
+
+
+def test_many_experts_in_one_tensor_are_described():
+    config = {**SIZES, "architectures": ["Llama4ForCausalLM"], "num_local_experts": 128, "num_hidden_layers": 48}
+    assert describe(ModelConfig(config), num_tensors=48 * 12).sizes()["experts"] == 128
+
+
+@pytest.mark.parametrize(("ability", "words"), [("chunks", "attention within chunks"), ("any_experts", "sigmoid")])
+def test_pack_that_lacks_an_operation_refuses_by_name(tmp_path, monkeypatch, ability, words):
+    written_llama4(tmp_path)
+    monkeypatch.setattr(NumpyOps, ability, False)
+    with pytest.raises(ConfigError, match=f"the numpy pack does not compute .*{words}.*Llama4ForCausalLM"):
+        load(tmp_path)
 
 
 OLDER_CONFIGS = {

@@ -5,12 +5,13 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.models.families.spec import stage_layers
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.registry import load_model, spec_of
+from fd_core.models.registry import describe, load_model, spec_of
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Stage
 from fd_core.ops.torch.ops import TorchOps
-from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.checkpoints import SIZES, write_checkpoint
 from tests.models.paged import PagedDriver
 
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
@@ -82,6 +83,13 @@ def test_stages_have_balanced_weight_sizes(layers, vocabulary, count, expected, 
     shares = [stage_layers(spec, Stage(index, count)) for index in range(count)]
     assert [share.stop - share.start for share in shares] == expected
     assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
+
+
+def test_experts_in_one_tensor_count_once_for_stages(tmp_path):
+    more = {"num_hidden_layers": 4, "moe_layers": [0], "num_local_experts": 16, "intermediate_size": 6}
+    config = {**SIZES, "architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 96, "vocab_size": 16, **more}
+    spec = describe(ModelConfig(config))
+    assert stage_layers(spec, Stage(0, 2)) == slice(0, 2)
 
 
 def test_more_stages_than_layers_are_rejected(tmp_path):

@@ -39,6 +39,8 @@ class RopeSpec:
     long: tuple[float, ...] = ()
     """Frequencies if more than `original` positions are served; empty if they are the same."""
     original: int = 0
+    growth: tuple[int, float] | None = None
+    """(step, slope): the queries are multiplied by 1 + slope * log1p(floor((position + 1) / step))."""
 
     @property
     def unrotated(self) -> RopeSpec:
@@ -115,8 +117,12 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
     """
     longer = spec.long and max_positions > spec.original
     frequencies = np.array(spec.long if longer else spec.inverse_frequencies, np.float32)
-    angles = np.arange(max_positions, dtype=np.float32)[:, None] * frequencies
-    cos, sin = (ops.prepare_vector(turned * np.float32(spec.amplitude)) for turned in (np.cos(angles), np.sin(angles)))
+    positions = np.arange(max_positions, dtype=np.float32)[:, None]
+    angles, amplitude = positions * frequencies, np.float32(spec.amplitude)
+    if spec.growth is not None:
+        step, slope = (np.float32(each) for each in spec.growth)
+        amplitude = amplitude * (1 + slope * np.log1p(np.floor((positions + 1) / step)))
+    cos, sin = (ops.prepare_vector(turned * amplitude) for turned in (np.cos(angles), np.sin(angles)))
     return Rope(cos, sin, spec.interleaved)
 
 
@@ -195,11 +201,13 @@ class VectorSpec:
     """A norm weight or table in float32."""
 
     name: str
+    """Empty for ones that no tensor holds."""
     shape: tuple[int, ...]
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from."""
-        yield self.name, self.shape
+        if self.name:
+            yield self.name, self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +223,12 @@ class LinearSpec:
     bias: bool = False
     stack: tuple[int, int] | None = None
     """Index in a tensor [n, out, in] of several linears, and n."""
+    transposed: bool = False
+    """True if that tensor is [n, in, out], and its name has no `.weight`."""
+
+    def tensor(self, name: str) -> str:
+        """Return the name of the tensor for one of `names`."""
+        return name if self.transposed else f"{name}.weight"
 
     @property
     def stored(self) -> tuple[tuple[str, int], ...]:
@@ -225,7 +239,8 @@ class LinearSpec:
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from."""
         for name, out in self.stored:
-            yield f"{name}.weight", (out, self.ins) if self.stack is None else (self.stack[1], out, self.ins)
+            shape = (self.ins, out) if self.transposed else (out, self.ins)
+            yield self.tensor(name), shape if self.stack is None else (self.stack[1], *shape)
             if self.bias:
                 yield f"{name}.bias", (out,)
 
@@ -287,6 +302,8 @@ class AttentionSpec(_Parts):
     joint_norms: bool
     """True if all heads of the queries, and all of the keys, are normalized together."""
     window: int | None
+    chunked: bool
+    """True if `window` is the size of chunks."""
     causal: bool
     softcap: float | None
     post_norm: NormSpec | None
@@ -326,6 +343,8 @@ class MoeSpec(_Parts):
     top_k: int
     normalize: bool
     norm_floor: float = 0.0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weighs_inputs: bool = False
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
     shared_gate: VectorSpec | None = None
@@ -429,6 +448,8 @@ class Traits:
     """For each layer."""
     window: Callable[[int], int | None] = lambda layer: None
     """For each layer: the size of the attention window in tokens, including the token itself; None for all."""
+    chunked: bool = False
+    """True if these are sizes of chunks, of which a token attends to its own."""
     moe: Callable[[int, str, NormSpec], MoeSpec | None] = lambda layer, prefix, norm: None
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
     scale: float | None = None
@@ -438,8 +459,9 @@ class Traits:
     mlp_bias: bool = False
     head_bias: bool = False
     """Of the output projection."""
-    head_norms: Literal["", "before rope", "after rope", "joint"] = ""
-    """Place of the norms of query and key heads, if there are any; `joint` is one norm of all heads before rope."""
+    head_norms: Literal["", "before rope", "after rope", "joint", "rotated"] = ""
+    """Place of the norms of query and key heads, if there are any; `joint` is one norm of all heads before rope,
+    `rotated` norms without weights after rope, in layers that have one."""
     norms: Literal["before", "after", "around", "stream"] = "before"
     """Place of the norms of attention and feed-forward: their input, their output before it is added, or both; or the
     residual stream after it is added, which an encoder may have instead of a final norm."""
@@ -479,6 +501,8 @@ class Traits:
     """Factor on the logits."""
     activation: str = "hidden_act"
     """Field of the config that names the activation."""
+    inner: str = "intermediate_size"
+    """Field of the config with the inner width of dense layers."""
     attention_softcap: float | None = None
     softcap: float | None = None
     """Of the logits."""
@@ -499,13 +523,16 @@ def gate_up_down(
     intermediate: int,
     bias: bool = False,
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-    stack: tuple[int, int] | None = None,
+    **stacking: Any,
 ) -> tuple[LinearSpec, LinearSpec]:
-    """Return the two linears of a gated feed-forward block, by default under Hugging Face's names."""
+    """Return the two linears of a gated feed-forward block, by default under Hugging Face's names.
+
+    `stacking` are the fields `stack` and `transposed` of both.
+    """
     *ups, down = (f"{prefix}.{name}" for name in names)
     return (
-        LinearSpec(tuple(ups), (intermediate, intermediate), hidden, bias=bias, stack=stack),
-        LinearSpec((down,), (hidden,), intermediate, bias=bias, stack=stack),
+        LinearSpec(tuple(ups), (intermediate, intermediate), hidden, bias=bias, **stacking),
+        LinearSpec((down,), (hidden,), intermediate, bias=bias, **stacking),
     )
 
 
@@ -531,7 +558,7 @@ def decoder_spec(
     layers, count = [], 0
     for index in range(num_layers):
         layers.append(_layer(config, traits, index))
-        count += sum(1 for _ in layers[-1].tensors())
+        count += len(dict(layers[-1].tensors()))
         if most_tensors is not None and count > most_tensors:
             raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
     activation = config.activation(traits.activation)
@@ -605,7 +632,7 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
         if moe.top_k > len(moe.experts):
             raise ModelError(f"{config.origin}: each token uses {moe.top_k} experts, but there are {len(moe.experts)}")
         return LayerSpec(attention, moe)
-    inner = config.count("intermediate_size")
+    inner = config.count(traits.inner)
     parts = ("mlp.gate_proj", "mlp.up_proj") if traits.gated else ("mlp.up_proj",)
     names = (traits.fused["gate_up"],) if "gate_up" in traits.fused else parts
     gate_up = LinearSpec(tuple(map(named, names)), (inner,) * len(parts), hidden, bias=traits.mlp_bias)
@@ -629,12 +656,12 @@ def _attention(
         raise ModelError(f"{config.origin}: {nh} query heads are not a multiple of {nkv} key and value heads")
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     names = (traits.fused["qkv"],) if "qkv" in traits.fused else parts
-    joint = traits.head_norms == "joint"
+    joint, unweighted, rope = traits.head_norms == "joint", traits.head_norms == "rotated", traits.rope(layer)
     q_norm, k_norm = (
-        NormSpec(VectorSpec(f"{named(f'self_attn.{each}_norm')}.weight", (count * d if joint else d,)))
-        if traits.head_norms
+        NormSpec(VectorSpec("" if unweighted else f"{named(f'self_attn.{each}_norm')}.weight", (width,)))
+        if traits.head_norms and (any(rope.inverse_frequencies) or not unweighted)
         else None
-        for each, count in (("q", nh), ("k", nkv))
+        for each, width in (("q", nh * d if joint else d), ("k", nkv * d if joint else d))
     )
     return AttentionSpec(
         norm=norm,
@@ -644,12 +671,13 @@ def _attention(
         num_kv_heads=nkv,
         head_dim=d,
         scale=d**-0.5 if traits.scale is None else traits.scale,
-        rope=traits.rope(layer),
+        rope=rope,
         q_norm=q_norm,
         k_norm=k_norm,
-        norms_rotated=traits.head_norms == "after rope",
+        norms_rotated=traits.head_norms in ("after rope", "rotated"),
         joint_norms=joint,
         window=traits.window(layer),
+        chunked=traits.chunked and traits.window(layer) is not None,
         causal=traits.causal,
         softcap=traits.attention_softcap,
         post_norm=places[0],
@@ -750,7 +778,7 @@ def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
             field="--pipeline-parallel-size",
             hint=f"use at most {count}",
         )
-    sizes = [sum(math.prod(shape) for _, shape in layer.tensors()) for layer in spec.layers]
+    sizes = [sum(map(math.prod, dict(layer.tensors()).values())) for layer in spec.layers]
     reached = list(accumulate(sizes, initial=0))
     each = (reached[-1] + math.prod(spec.embedding.shape)) / stage.count
     ends = [0]

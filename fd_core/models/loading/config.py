@@ -25,6 +25,12 @@ ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
 _MAX_COUNT = 1 << 31
 
 
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the fields of its text model, if it is that of a multimodal one."""
+    text = config.get("text_config")
+    return {**config, **text, "architectures": config.get("architectures")} if isinstance(text, Mapping) else {**config}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Content of config.json or of GGUF metadata, or a nested part of it; null counts as absent."""
@@ -111,12 +117,12 @@ class ModelConfig:
             raise self._wrong(field, "a list of strings", value)
         return value
 
-    def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
-        """Return the attention type of each layer, or None if the config does not list it."""
+    def layer_types(self, num_layers: int, local: str = "sliding_attention") -> tuple[str, ...] | None:
+        """Return the attention type of each layer, full or `local`, or None if the config does not list it."""
         value = self._get("layer_types")
         if value is None:
             return None
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", local)
         if not isinstance(value, list | tuple) or len(value) != num_layers or not set(value) <= set(known):
             raise self._wrong("layer_types", f"a list of {num_layers} values from {' and '.join(known)}", value)
         return tuple(value)

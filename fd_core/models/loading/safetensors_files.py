@@ -19,6 +19,7 @@ import msgspec
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.config import text_part
 from fd_core.models.loading.files import MappedFile, StoredTensor, read_json_object
 from fd_core.models.loading.quantized_tensors import quantized_views
 from fd_core.models.loading.tokenizer_source import TokenizerSource, read_tokenizer_folder
@@ -108,12 +109,15 @@ class SafetensorsCheckpoint(Checkpoint):
         config_path = folder / "config.json"
         if not config_path.is_file():
             raise ModelError(f"{folder} has no config.json")
-        config = read_json_object(config_path)
+        whole = read_json_object(config_path)
+        config = text_part(whole)
         tensors = _open_shards(folder)
         # The names of a model that was saved without its output projection lack the prefix `model.`.
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
+        if "text_config" in whole:
+            views = {name.removeprefix("language_model."): view for name, view in views.items()}
         table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
         if table is not None:  # an encoder, whose names have the prefix of its output layer, or not
             prefix = table.partition("embeddings.")[0]

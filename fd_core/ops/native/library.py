@@ -29,7 +29,7 @@ class AttentionShape(Structure):
     _fields_ = (
         *_all(
             c_int,
-            *("heads", "kv_heads", "d", "window", "half", "interleaved"),
+            *("heads", "kv_heads", "d", "window", "chunked", "half", "interleaved"),
             *("causal", "norms_rotated", "joint_norms", "table"),
         ),
         *_all(c_float, "scale", "softcap"),
@@ -57,7 +57,7 @@ class PackedForm(Structure):
 class MoeGeometry(Structure):
     """Parameters of a mixture of experts."""
 
-    _fields_ = (*_all(c_int, "experts", "top_k", "normalize"), ("norm_floor", c_float))
+    _fields_ = (*_all(c_int, "experts", "top_k", "normalize", "sigmoid", "weighs_inputs"), ("norm_floor", c_float))
 
 
 class SampleRows(Structure):
@@ -143,7 +143,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int,
         (
             *(c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM),
-            *(c_void_p, c_void_p, c_int, c_void_p, c_int, *_LORA),
+            *(c_void_p,) * 4,
+            *(c_int, c_void_p, c_int, *_LORA),
         ),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),

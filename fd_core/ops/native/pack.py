@@ -151,9 +151,9 @@ class NativeOps(TorchOps):
         """Pack without blocks of zeros."""
         return pack_lora(self.runtime, self._arena, parts, outs=outs, gated=gated)
 
-    def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
-        return self.prepare_linear([weight])
+        return self.prepare_linear([weight], None if bias is None else [bias])
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NativeKVCache(self.runtime, shape, num_blocks)
@@ -345,6 +345,7 @@ class NativeOps(TorchOps):
     ) -> Array:
         if heads.joint_widths is not None and self.runtime.group is not None:
             return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
+        queries = heads.query_rope or heads.rope
         with self._call(x, step) as call:
             call.keep(qkv)
             source = call.input(x, qkv.inputs, True)
@@ -357,8 +358,7 @@ class NativeOps(TorchOps):
                 ctypes.byref(_geometry(heads, call.table(step))),
                 *_norm(call, heads.q_norm),
                 *_norm(call, heads.k_norm),
-                call.pointer(heads.rope.cos),
-                call.pointer(heads.rope.sin),
+                *(call.pointer(each) for rope in (heads.rope, queries) for each in (rope.cos, rope.sin)),
                 len(heads.rope.cos),
                 layer.cache.handle,
                 layer.index,
@@ -422,7 +422,9 @@ class NativeOps(TorchOps):
         width = experts.gate_up[0].inputs
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
         down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
-        geometry = MoeGeometry(len(experts.gate_up), experts.top_k, experts.normalize, experts.norm_floor)
+        sigmoid, weighs_inputs = experts.scoring == "sigmoid", experts.weighs_inputs
+        routing = experts.top_k, experts.normalize, sigmoid, weighs_inputs
+        geometry = MoeGeometry(len(experts.gate_up), *routing, experts.norm_floor)
         shared = (experts.shared_gate_up, experts.shared_down)
         gated = [experts.gate_up[0], experts.shared_gate_up]
         widths = [*(None if part is None else part.width for part in gated), experts.down[0].width]
@@ -562,6 +564,7 @@ def _geometry(heads: Heads, table: int) -> AttentionShape:
         heads.num_kv_heads,
         heads.head_dim,
         heads.window or 0,
+        heads.chunked,
         heads.rope.cos.shape[1],
         heads.rope.interleaved,
         heads.causal,

@@ -73,6 +73,8 @@ class NumpyOps(NumpySampling, Ops):
     dtype = "float32"
     on_host = True
     encodes = True
+    chunks = True
+    any_experts = True
     weight_formats = WEIGHT_FORMATS
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
@@ -105,9 +107,11 @@ class NumpyOps(NumpySampling, Ops):
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
-    def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
+    def tied_head(self, embedding: Floats, weight: Weight, bias: RawTensor | None = None) -> NumpyLinear:
         """Share the embedding unless the projection was quantized separately."""
-        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
+        if isinstance(weight, PackedTensor):
+            return self.prepare_linear([weight], None if bias is None else [bias])
+        return NumpyLinear(embedding, None if bias is None else bias.to_float32())
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         return NumpyKVCache(shape, num_blocks)
@@ -169,12 +173,12 @@ class NumpyOps(NumpySampling, Ops):
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             # Blocks before the window may be those of others, whose NaN no weight of 0 hides.
-            first = 0 if heads.window is None else max(0, context - (tokens.stop - tokens.start) - heads.window + 1)
+            first = max(0, heads.first_key(context - (tokens.stop - tokens.start)))
             blocks = step.block_tables[row, first // block_size : -(-context // block_size)]
             held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])
             held = held[:, first % block_size :][:, : context - first]
             k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
-            output[tokens] = _attend(q[tokens], k, v, heads=heads)
+            output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first)
         return output
 
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
@@ -183,8 +187,10 @@ class NumpyOps(NumpySampling, Ops):
         for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
             tokens, places = np.nonzero(chosen == expert)
             if len(tokens):
-                y = self.linear(self.gated_linear(x[tokens], gate_up, activation), down)
-                output[tokens] += y * weights[tokens, places, None]
+                given, weight = x[tokens], weights[tokens, places, None]
+                given = given * weight if experts.weighs_inputs else given
+                y = self.linear(self.gated_linear(given, gate_up, activation), down)
+                output[tokens] += y if experts.weighs_inputs else y * weight
         shared: Floats = self.add_shared(output, x, experts, activation)
         return shared
 
@@ -209,18 +215,19 @@ class NumpyOps(NumpySampling, Ops):
         return logits if softcap is None else _softcap(logits, softcap)
 
 
-def _attend(q: Floats, k: Floats, v: Floats, heads: Heads) -> Floats:
-    """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d] -> [Q, nh * d]."""
-    count, context = len(q), len(k)
+def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats:
+    """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d] -> [Q, nh * d].
+
+    `first` is the position of the first key.
+    """
+    count, keys = len(q), np.arange(first, first + len(k))
     grouped = q.reshape(count, heads.num_kv_heads, -1, heads.head_dim)
     scores = np.einsum("qhgd,lhd->hgql", grouped, k, optimize=True) * np.float32(heads.scale)
     if heads.softcap is not None:
         scores = _softcap(scores, heads.softcap)
-    distance = np.arange(context - count, context)[:, None] - np.arange(context)
-    if not heads.causal:
-        distance = np.abs(distance)
-    hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
-    scores[..., hidden] = -np.inf
+    positions = keys[len(k) - count :, None]
+    later = keys > positions if heads.causal else heads.first_key(keys) > positions
+    scores[..., later | (keys < heads.first_key(positions))] = -np.inf
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     output: Floats = np.einsum("hgql,lhd->qhgd", scores, v, optimize=True).reshape(count, -1)
@@ -229,10 +236,14 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads) -> Floats:
 
 def _route(x: Floats, experts: Experts) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the chosen experts of each token and their weights, both [T, top_k]."""
-    scores = x @ experts.router.T
-    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
-    scores /= scores.sum(axis=1, keepdims=True)
-    ranked = scores if experts.correction_bias is None else scores + experts.correction_bias
+    products = x @ experts.router.T
+    if experts.scoring == "sigmoid":
+        scores = np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * products))  # cannot overflow
+    else:
+        scores = np.exp(products - products.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    # Scores of large products round to 1, but differ.
+    ranked = products if experts.correction_bias is None else scores + experts.correction_bias
     chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : experts.top_k]
     weights = np.take_along_axis(scores, chosen, axis=1)
     if experts.normalize:

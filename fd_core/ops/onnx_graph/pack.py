@@ -98,6 +98,8 @@ class OnnxOps(NumpyOps):
     dtype = "float32"
     kv_dtypes = ()
     encodes = False
+    chunks = False
+    any_experts = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider

@@ -373,9 +373,9 @@ class PaddleOps(Ops):
     ) -> Any:
         return PaddleLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Any:
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Any:
         """Share the embedding; a pack with another format of linear weights overrides this as well."""
-        return PaddleLinear(embedding, None)
+        return PaddleLinear(embedding, None if bias is None else self._stack([bias]))
 
     def _stack(self, parts: Sequence[Weight]) -> Array:
         tensors = [self.from_host(part.to_float32()).astype(self.paddle_dtype) for part in parts]

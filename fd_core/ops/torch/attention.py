@@ -110,10 +110,12 @@ class _TorchGroup:
     """int64[n * Q], the step's tokens of these rows; None for all tokens in order."""
     kv_slots: Array
     """int64[n * L]"""
-    masks: dict[tuple[int | None, bool, Any], Array]
-    """Mask [n, 1, Q, L] per window, direction and dtype, 0 if a token attends to a key, else -inf."""
-    distance: Array
-    """int64[n, Q, L], distance from a key to a token; negative if the key is later."""
+    masks: dict[tuple[int | None, bool, bool, Any], Array]
+    """Mask [n, 1, Q, L] per window or chunk, direction and dtype, 0 if a token attends to a key, else -inf."""
+    positions: Array
+    """int64[n, Q, 1], of the tokens."""
+    keys: Array
+    """int64[L], positions of the keys."""
     absent: Array
     """bool[n, 1, L], True for places beyond the context of a row."""
 
@@ -145,8 +147,8 @@ class TorchAttentionPlan:
         query = context - count + torch.arange(count, device=device)
         begins = step.query_start.long()[index, None]
         tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
-        distance, absent = query[:, :, None] - place, (place >= context)[:, None]
-        return _TorchGroup(tokens, kv_slots=slots.flatten(), masks={}, distance=distance, absent=absent)
+        absent = (place >= context)[:, None]
+        return _TorchGroup(tokens, slots.flatten(), masks={}, positions=query[:, :, None], keys=place, absent=absent)
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""
@@ -158,12 +160,12 @@ class TorchAttentionPlan:
         return output
 
     def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:
-        n, count, longest = group.distance.shape
+        (n, count, _), longest = group.positions.shape, len(group.keys)
         shape = (n, longest, heads.num_kv_heads, heads.head_dim)
         slots = group.kv_slots
         if heads.window is not None:  # blocks before the window may be those of others as well
             slots = slots.view(n, longest)
-            slots = torch.where(group.distance[:, 0] < heads.window, slots, slots[:, -1:]).flatten()
+            slots = torch.where(group.keys >= heads.first_key(group.positions[:, 0]), slots, slots[:, -1:]).flatten()
         keys, values = (side.index_select(0, slots) for side in (layer.keys, layer.values))
         if layer.quantized:
             keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
@@ -182,12 +184,12 @@ class TorchAttentionPlan:
         return result.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4).reshape(n * count, -1)
 
     def _mask(self, group: _TorchGroup, heads: Heads, dtype: Any) -> Array:
-        window, key = heads.window, (heads.window, heads.causal, dtype)
+        key = heads.window, heads.chunked, heads.causal, dtype
         mask = group.masks.get(key)
         if mask is None:
-            hidden = group.distance < 0 if heads.causal else group.absent
-            if window is not None:
-                hidden = hidden | ((group.distance if heads.causal else group.distance.abs()) >= window)
+            keys, positions = group.keys, group.positions
+            later = keys > positions if heads.causal else group.absent | (heads.first_key(keys) > positions)
+            hidden = later | (keys < heads.first_key(positions))
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             mask = group.masks[key] = mask[:, None]
         return mask

@@ -73,6 +73,8 @@ class TorchOps(TorchSampling, Ops):
     framework = "torch"
     kv_dtypes: Collection[str] = ("int8",)
     encodes = True
+    chunks = True
+    any_experts = True
     _group: RankGroup | None = None
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
@@ -126,9 +128,11 @@ class TorchOps(TorchSampling, Ops):
     ) -> Any:
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Any:
+    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Any:
         """Share the embedding unless the projection is packed."""
-        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else TorchLinear(embedding, None)
+        if isinstance(weight, PackedTensor):
+            return super().tied_head(embedding, weight, bias)
+        return TorchLinear(embedding, None if bias is None else self._stack([bias]))
 
     def _stack(self, parts: Sequence[Weight]) -> Array:
         rows = sum(part.shape[0] for part in parts)
@@ -214,8 +218,10 @@ class TorchOps(TorchSampling, Ops):
         for expert, mine in enumerate(places.split(sizes)):
             if sizes[expert]:
                 tokens = mine // experts.top_k
-                y = self.linear(self.gated_linear(x[tokens], experts.gate_up[expert], activation), experts.down[expert])
-                output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
+                given, weight = x[tokens], weights.flatten()[mine, None].to(x.dtype)
+                given = given * weight if experts.weighs_inputs else given
+                y = self.linear(self.gated_linear(given, experts.gate_up[expert], activation), experts.down[expert])
+                output.index_add_(0, tokens, y if experts.weighs_inputs else y * weight)
         return self.add_shared(output, x, experts, activation)
 
     def weigh(self, y: Array, x: Array, gate: Array) -> Array:
@@ -241,8 +247,9 @@ class TorchOps(TorchSampling, Ops):
 
 def route(x: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
-    scores = functional.linear(x.float(), experts.router).softmax(dim=-1)
-    ranked = scores if experts.correction_bias is None else scores + experts.correction_bias
+    products = functional.linear(x.float(), experts.router)
+    scores = products.sigmoid() if experts.scoring == "sigmoid" else products.softmax(dim=-1)
+    ranked = products if experts.correction_bias is None else scores + experts.correction_bias
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
     weights = scores.gather(1, chosen)
     if experts.normalize:

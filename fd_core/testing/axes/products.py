@@ -26,6 +26,7 @@ from fd_core.testing.models.arrays import (
     generator,
     heads_on,
     packed_weight,
+    raw,
     stored_weight,
 )
 
@@ -264,8 +265,13 @@ _HEAD: Final = (
     Axis("rows", (3, 0, 1, 2, 8, 33, 65, 129, 257)),
     Axis("hidden", (128, 1, 7, 16, 33, 129, 256, 1000, 4104)),
     Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_208)),
-    Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
-    Axis("tied", (False, True)),
+    Axis(
+        "softcap",
+        (None, 1.5, 30.0),
+        rare=({"softcap": 1.5, "vocabulary": 131_073, "hidden": 33},),
+        needs="softcap",
+    ),
+    Axis("tied", (False, True, "with a bias")),
     Axis("source", ("F32", "F16", "BF16")),
     Axis("stored", STORED),
     Axis(
@@ -292,13 +298,15 @@ def check_head(ops: Ops, case: Case) -> None:
     picked = generator(rows).permutation(2 * rows)[:rows].astype(np.int32)
     packed = None if case["packed"] is None else str(case["packed"])
     weight = _weight(make, (vocabulary, hidden), {**case, "group": None}) if packed else table
+    biases = [raw(make(vocabulary, scale=0.5))] if case["tied"] == "with a bias" else []
     well = np.ones(rows, np.bool_)
     if case["wild"] and rows > 1:
         well[rows // 2] = False
         x[picked[rows // 2] if case["rows_of"] == "some" else rows // 2] = np.nan
     results = []
     for pack in (ops, ORACLE):
-        head = pack.tied_head(pack.prepare_embedding(table), weight) if case["tied"] else pack.prepare_linear([weight])
+        embedding = pack.prepare_embedding(table)
+        head = pack.tied_head(embedding, weight, *biases) if case["tied"] else pack.prepare_linear([weight])
         device = activations(pack, x)
         if case["rows_of"] == "some":
             given = Norm(pack.prepare_vector(norm * np.float32(size)), 1e-5)

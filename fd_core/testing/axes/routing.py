@@ -53,6 +53,8 @@ _MOE: Final = (
     Axis("correction_bias", (False, True)),
     Axis("shared_expert", (False, True)),
     Axis("shared_gate", (False, True), needs="shared_gate"),
+    Axis("scoring", ("softmax", "sigmoid"), needs="any_experts"),
+    Axis("weighs_inputs", (False, True), needs="any_experts"),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
     Axis("inner", (128, 64, 24, 130)),
@@ -73,7 +75,7 @@ _MOE: Final = (
 """`group`: values that share a scale, of formats in which it varies.
 
 `routing` to one expert is the choice of all tokens; `fused` is `moe_residual`, with the norm before. `offset` of all
-scores, which changes no weight, but overflows without the softmax's peak; `wild`: one of the tokens is NaN."""
+scores, which changes no weight of a softmax, but overflows without its peak; `wild`: one of the tokens is NaN."""
 
 
 def check_moe(ops: Ops, case: Case) -> None:
@@ -138,6 +140,7 @@ MOE: Final[Part[Ops]] = operation_part(
     lambda case: (
         int_of(case, "top_k") <= int_of(case, "experts")
         and can_be_stored(case)
+        and not (case["offset"] and case["scoring"] == "sigmoid")
         and not (
             (case["packed"] or case["packed_down"]) and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128)
         )

@@ -7,8 +7,10 @@ from typing import Final
 
 ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
+    "any_experts": "experts with sigmoid scores, or whose inputs are weighed",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
+    "chunks": "attention within chunks",
     "encoders": "attention in both directions, and layer norms",
     "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
@@ -30,5 +32,7 @@ OPTIONAL: Final[Mapping[str, str]] = {
     "shared_gate": "weigh",
     "joint_norms": "joint_norm",
     "encoders": "encodes",
+    "chunks": "chunks",
+    "any_experts": "any_experts",
 }
 """Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,11 +52,15 @@ class Geometry:
     rotary: int | None = None
     interleaved: bool = False
     window: int | None = None
+    chunked: bool = False
+    """The window is the size of chunks."""
     causal: bool = True
     softcap: float | None = None
     head_norms: bool = False
     norms_rotated: bool = False
     """Norms of heads follow rope."""
+    query_rope: bool = False
+    """Queries are rotated by other tables than keys."""
     joint_norms: bool = False
     """All heads of a token have one norm, before rope."""
     pre_norm: bool = True
@@ -73,6 +77,8 @@ class Geometry:
     shared_gate: bool = False
     correction_bias: bool = False
     norm_floor: float = 1e-12
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weighs_inputs: bool = False
     scale: float = 1.0
     """Scale of scores as a multiple of d ** -0.5."""
     eps: float = 1e-5
@@ -149,11 +155,11 @@ class LayerOn:
         longest = max(256, *(context for _, context in rows))
         # Position 0 is rotated, too: no table may be left out.
         angles = (0.4 + np.arange(longest))[:, None] / 100.0 ** (np.arange(half) / half)
-        rope = Rope(
-            ops.prepare_vector(np.cos(angles).astype(np.float32)),
-            ops.prepare_vector(np.sin(angles).astype(np.float32)),
-            g.interleaved,
-        )
+
+        def rope(factor: npt.NDArray[Any]) -> Rope:
+            cos, sin = (ops.prepare_vector((of(angles) * factor).astype(np.float32)) for of in (np.cos, np.sin))
+            return Rope(cos, sin, g.interleaved)
+
         self.norm = norm(g.hidden)
         self.qkv = linear(*[(n * g.d, g.hidden) for n in (g.heads, g.kv_heads, g.kv_heads)])
         self.heads = Heads(
@@ -161,7 +167,7 @@ class LayerOn:
             g.kv_heads,
             g.d,
             g.scale * g.d**-0.5,
-            rope,
+            rope(np.ones(1)),
             head_norm(g.heads),
             head_norm(g.kv_heads),
             g.window,
@@ -169,6 +175,8 @@ class LayerOn:
             norms_rotated=g.norms_rotated and not g.joint_norms,
             joint_widths=(g.heads * g.d, g.kv_heads * g.d) if g.joint_norms else None,
             causal=g.causal,
+            chunked=g.chunked,
+            query_rope=rope(1 + np.arange(longest)[:, None] / longest) if g.query_rope else None,
         )
         self.output = linear((g.hidden, g.heads * g.d))
         self.post_norm = norm(g.hidden) if g.post_norm else None
@@ -261,6 +269,8 @@ class LayerOn:
             shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
             shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
             shared_gate=ops.prepare_vector(make(g.hidden, scale=g.hidden**-0.5)) if g.shared_gate else None,
+            scoring=g.scoring,
+            weighs_inputs=g.weighs_inputs,
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:
@@ -271,8 +281,11 @@ class LayerOn:
         experts = self.experts
         assert experts is not None
         scores = x @ experts.router.T
-        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
+        if experts.scoring == "sigmoid":
+            scores = 1 / (1 + np.exp(-scores))
+        else:
+            scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+            scores /= scores.sum(axis=1, keepdims=True)
         if experts.top_k >= scores.shape[1]:
             return np.ones(len(x), np.bool_)
         total = scores if experts.correction_bias is None else scores + experts.correction_bias

@@ -82,6 +82,8 @@ class CudaOps(TorchOps):
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False
+    chunks = False
+    any_experts = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""
@@ -355,7 +357,7 @@ class CudaOps(TorchOps):
         self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
     ) -> Array:
         kernel = self._kernels.rotate_and_store
-        if kernel is None:
+        if kernel is None or heads.query_rope is not None:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
         normed = self.rms_norm(x, norm)
         projected = self.linear(normed, qkv)

@@ -111,7 +111,7 @@ def test_ranks_compute_the_same_vectors(tmp_path: Path) -> None:
 def test_pack_without_encoders_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, "bert")
     monkeypatch.setattr(NumpyOps, "encodes", False)
-    with pytest.raises(ModelError, match="the numpy pack does not compute encoders such as BertModel"):
+    with pytest.raises(ConfigError, match="the numpy pack does not compute encoders, which BertModel needs"):
         LLM(str(tmp_path), backend="reference")
 
 

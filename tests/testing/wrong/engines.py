@@ -281,9 +281,9 @@ class KeepsTheHeadOfAFormerModel:
 
     heads = None
 
-    def tied_head(self, embedding, weight):
+    def tied_head(self, embedding, weight, bias=None):
         self.heads = {} if self.heads is None else self.heads
-        return self.heads.setdefault(embedding.shape, super().tied_head(embedding, weight))
+        return self.heads.setdefault(embedding.shape, super().tied_head(embedding, weight, bias))
 
 
 class _Buffers(list):

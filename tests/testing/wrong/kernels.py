@@ -86,6 +86,20 @@ class NormalizesHeadsBeforeRope(NumpyOps):
         return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
 
 
+@shown_by("layer", query_rope=True)
+class RotatesQueriesAsKeys(NumpyOps):
+    any_norms = True
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        return super().attention_inputs(x, norm, qkv, replace(heads, query_rope=None), layer, step, lora)
+
+
+@shown_by("layer", window=7, chunked=True)
+class SlidesEveryWindow(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, replace(heads, chunked=False), step)
+
+
 @shown_by("layer", joint_norms=True)
 class NormalizesHeadsOneByOne(NumpyOps):
     def joint_norm(self, x, norm, width):
@@ -251,6 +265,18 @@ class LimitsTheTokensOfAnExpert(NumpyOps):
         crowded = np.flatnonzero(scores.argmax(axis=1) == np.bincount(scores.argmax(axis=1)).argmax())
         out[crowded[128:]] = 0
         return out
+
+
+@shown_by("moe", scoring="sigmoid")
+class ScoresBySoftmax(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, scoring="softmax"), activation)
+
+
+@shown_by("moe", weighs_inputs=True)
+class WeighsOutputs(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, weighs_inputs=False), activation)
 
 
 @shown_by("moe", normalize=True, norm_floor=0.7)
@@ -960,8 +986,14 @@ class ReadsBiasesAsFloat16(NumpyOps):
 class ProjectsWithTheTable(NumpyOps):
     """A tied head shares the embedding, although it was quantized separately."""
 
-    def tied_head(self, embedding, weight):
-        return NumpyLinear(embedding, None)
+    def tied_head(self, embedding, weight, bias=None):
+        return NumpyLinear(embedding, None if bias is None else bias.to_float32())
+
+
+@shown_by("logits_of", tied="with a bias")
+class LeavesOutTheBiasOfATiedHead(NumpyOps):
+    def tied_head(self, embedding, weight, bias=None):
+        return super().tied_head(embedding, weight)
 
 
 @shown_by("logits_of", wild=True)
@@ -1237,10 +1269,11 @@ class ReadsExpertsThroughAPointer(NumpyOps):
 class ReadsTiedHalvesAsBfloat16(NumpyOps):
     """The head that shares the table is packed from its bits: 2 bytes are taken for bfloat16."""
 
-    def tied_head(self, embedding, weight):
+    def tied_head(self, embedding, weight, bias=None):
         if isinstance(weight, RawTensor) and weight.data.itemsize == 2:
-            return self.prepare_linear([RawTensor("BF16", weight.data.view(np.uint16))])
-        return super().tied_head(embedding, weight)
+            weight = RawTensor("BF16", weight.data.view(np.uint16))
+            return self.prepare_linear([weight], None if bias is None else [bias])
+        return super().tied_head(embedding, weight, bias)
 
 
 class _HandedOver(HostCopies):

@@ -30,6 +30,7 @@ def fd_register_models() -> list[Entry]:
         Entry("hunyuan_moe", f"{families}.hunyuan:HunyuanMoe", "Hunyuan, mixtures of experts"),
         Entry("internlm3", f"{families}.llama:InternLm3", "InternLM 3"),
         Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
+        Entry("llama4", f"{families}.llama:Llama4", "Llama 4, text"),
         Entry("mistral", f"{families}.llama:Mistral", "Mistral"),
         Entry("mixtral", f"{families}.mixtral:Mixtral", "Mixtral"),
         Entry("modernbert", f"{encoders}.modernbert:ModernBert", "ModernBERT"),

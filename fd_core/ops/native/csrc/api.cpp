@@ -489,8 +489,8 @@ int fd_add_linear(void* program, int in, const float* norm, float eps, const voi
 /// `cos` and `sin` have a row for each of `positions` positions.
 int fd_add_attention_inputs(void* program, int in, const float* norm, float eps, const void* linear,
                             const AttentionShape* shape, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
-                            const float* cos, const float* sin, int positions, const void* cache, int layer,
-                            const void* lora, int q) {
+                            const float* cos, const float* sin, const float* q_cos, const float* q_sin, int positions,
+                            const void* cache, int layer, const void* lora, int q) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
@@ -500,7 +500,7 @@ int fd_add_attention_inputs(void* program, int in, const float* norm, float eps,
         lower(r.program.limits.kv_slots, layout.slots());
         r.program.limits.tables = std::max(r.program.limits.tables, shape->table + 1);
         return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps, lora), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
-                                      KvLayer<E>(layout, layer), r.scratch(r.qkv, w.n, true), q);
+                                      {q_cos, q_sin}, KvLayer<E>(layout, layer), r.scratch(r.qkv, w.n, true), q);
     });
 }
 
@@ -554,7 +554,7 @@ int fd_add_logits(void* program, int in, const float* norm, float eps, const voi
 }
 
 struct MoeGeometry {
-    int experts, top_k, normalize;
+    int experts, top_k, normalize, sigmoid, weighs_inputs;
     float norm_floor;
 };
 
@@ -578,6 +578,8 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         w.shared_down = static_cast<const Linear*>(shared_down);
         w.top_k = g->top_k;
         w.normalize = g->normalize;
+        w.sigmoid = g->sigmoid;
+        w.weighs_inputs = g->weighs_inputs;
         w.norm_floor = g->norm_floor;
         ExpertColumns columns{r.columns(group, hidden_starts, g->top_k), r.columns(group, shared_starts),
                               r.columns(group, starts)};

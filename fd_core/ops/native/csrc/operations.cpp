@@ -110,21 +110,20 @@ void AttentionInputs<E>::run(const Context& context) {
             rms_norm(values, q_norm.weight, width, q_norm.eps, values);
             rms_norm(values + width, k_norm.weight, shape.kv_heads * d, k_norm.eps, values + width);
         }
-        const float* cos = rope.cos + size_t(step.positions[t]) * shape.half;
-        const float* sin = rope.sin + size_t(step.positions[t]) * shape.half;
-        auto prepare = [&](float* x, const NormWeights& n) {
+        const size_t at = size_t(step.positions[t]) * shape.half;
+        auto prepare = [&](float* x, const NormWeights& n, const RopeTables& tables) {
             const bool each = n.weight && !shape.joint_norms;
             if (each && !shape.norms_rotated) rms_norm(x, n.weight, d, n.eps, x);
-            rotate(x, cos, sin, shape.half, shape.interleaved);
+            rotate(x, tables.cos + at, tables.sin + at, shape.half, shape.interleaved);
             if (each && shape.norms_rotated) rms_norm(x, n.weight, d, n.eps, x);
         };
         for (int h = head * group; h < (head + 1) * group; h++) {
-            prepare(values + h * d, q_norm);
+            prepare(values + h * d, q_norm, q_rope);
             convert(values + h * d, d, context.row<E>(q, t) + h * d);
         }
         float* k = values + (shape.heads + head) * d;
         const float* v = values + (shape.heads + shape.kv_heads + head) * d;
-        prepare(k, k_norm);
+        prepare(k, k_norm, rope);
         layer.write(step.kv_slots[t], head, k, v);
     }
 }

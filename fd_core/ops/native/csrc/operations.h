@@ -173,12 +173,13 @@ struct AttentionInputs : Operation {
     InputRows<E> input;
     AttentionShape shape;
     NormWeights q_norm, k_norm;
-    RopeTables rope;
+    RopeTables rope, q_rope;
     KvLayer<E> layer;
     int qkv, q;  // buffers: float32 scratch, queries
     AttentionInputs(InputRows<E> input, AttentionShape shape, NormWeights q_norm, NormWeights k_norm, RopeTables rope,
-                    KvLayer<E> layer, int qkv, int q)
-        : input(input), shape(shape), q_norm(q_norm), k_norm(k_norm), rope(rope), layer(layer), qkv(qkv), q(q) {}
+                    RopeTables q_rope, KvLayer<E> layer, int qkv, int q)
+        : input(input), shape(shape), q_norm(q_norm), k_norm(k_norm), rope(rope), q_rope(q_rope), layer(layer), qkv(qkv),
+          q(q) {}
     const char* name() const override { return "attention_inputs"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;

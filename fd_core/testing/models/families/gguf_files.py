@@ -19,7 +19,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
-    "feed_forward_length": ("intermediate_size",),
+    "feed_forward_length": ("intermediate_size_mlp", "intermediate_size"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
@@ -104,6 +104,12 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         value = original.read(name).to_float32()
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            block, _, part = name.rpartition(".")
+            turned = np.ascontiguousarray(value.swapaxes(1, 2))
+            named = zip(part.split("_")[:-1], np.split(turned, part.count("_"), axis=1), strict=True)
+            tensors |= {f"{names.get_name(f'{block}.{each}_proj')}.weight": half for each, half in named}
+            continue
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
             index, _, projection = rest.partition(".")
@@ -175,6 +181,10 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {key: values[0]} if values else {}
     if config.get("sliding_window") and config.get("layer_types"):
         found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if "intermediate_size_mlp" in config:
+        found["expert_feed_forward_length"] = config["intermediate_size"]
+    if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
+        found["attention.sliding_window"] = 0
     if (local := (config.get("rope_parameters") or {}).get("sliding_attention")) is not None:
         found["rope.freq_base_swa"] = local["rope_theta"]
     return found | _rope_metadata(_rope(config), config)

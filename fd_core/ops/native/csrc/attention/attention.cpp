@@ -197,8 +197,8 @@ void Attention<E>::plan_unit(const Context& context, const TilePart& part, int h
         if (from >= to) return;
         int low = to, high = 0;
         for (int i = first; i < end; i++) {
-            low = std::min(low, queries[i].low(shape_.window));
-            high = std::max(high, queries[i].high(shape_.window));
+            low = std::min(low, queries[i].low(shape_.window, shape_.chunked));
+            high = std::max(high, queries[i].high(shape_.window, shape_.chunked));
         }
         high = std::min(high, to);
         const int32_t* table = context.step.block_tables + size_t(queries[first].row) * context.step.max_blocks;
@@ -378,7 +378,8 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     const int span = layout.block_k == layout.block_size ? blocks : 1;
     const int span_tokens = span * layout.block_size, columns = s.columns, group = shape_.group();
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
-        const int low = s.queries[row / group].low(shape_.window), high = s.queries[row / group].high(shape_.window);
+        const Query& query = s.queries[row / group];
+        const int low = query.low(shape_.window, shape_.chunked), high = query.high(shape_.window, shape_.chunked);
         float* const scores = s.scores + size_t(row) * columns;
         E* const weights = s.weights + size_t(row) * columns;
         // f(column, vector of it, first lane that is seen, end of those that are)

@@ -9,6 +9,7 @@ namespace fd {
 struct AttentionShape {
     int heads, kv_heads, d;
     int window;       // 0 sees all
+    int chunked;      // whether it is the size of chunks
     int half;         // of the elements of a head that rope turns
     int interleaved;  // whether rope turns neighbours, not element i with i + half
     int causal;       // whether a token sees no later one

@@ -10,11 +10,15 @@ namespace fd {
 struct Step;
 
 /// One token of the step that asks: it sees positions before `end`, in the blocks of its row: those up to its own, or
-/// all. A window is as wide on both sides.
+/// all. A window is as wide on both sides; or it is the size of chunks, of which a token sees its own.
 struct Query {
     int token, row, position, end;
-    int low(int window) const { return window ? std::max(0, position + 1 - window) : 0; }
-    int high(int window) const { return window ? std::min(end, position + window) : end; }
+    int low(int window, bool chunked) const {
+        return !window ? 0 : chunked ? position - position % window : std::max(0, position + 1 - window);
+    }
+    int high(int window, bool chunked) const {
+        return window ? std::min(end, (chunked ? low(window, true) : position) + window) : end;
+    }
 };
 
 /// Queries that read the same blocks up to `shared` tokens; beyond, each goes on alone through its own row's blocks.

@@ -68,18 +68,21 @@ void MoeResidual<E>::route(const Context& context, int token, float* scores) {
         for (; i < width; i++) sum += to_float(x[i]) * w[i];
         return sum;
     };
-    if (experts_.shared_gate) shared_weights_[token] = 1.0f / (1.0f + std::exp(-product(experts_.shared_gate)));
+    auto sigmoid = [](float x) { return 1.0f / (1.0f + std::exp(-x)); };
+    if (experts_.shared_gate) shared_weights_[token] = sigmoid(product(experts_.shared_gate));
     float largest = -3.0e38f;
     for (int e = 0; e < count; e++) {
         scores[e] = product(experts_.router + size_t(e) * width);
         largest = std::max(largest, scores[e]);
     }
-    float sum = 0;
-    for (int e = 0; e < count; e++) sum += scores[e] = std::exp(scores[e] - largest);
     float* ranked = scores + count;
+    std::copy_n(scores, count, ranked);  // scores of large products round to 1, but differ
+    float sum = 0;
+    for (int e = 0; e < count; e++)
+        sum += scores[e] = experts_.sigmoid ? sigmoid(scores[e]) : std::exp(scores[e] - largest);
     for (int e = 0; e < count; e++) {
-        scores[e] /= sum;
-        ranked[e] = scores[e] + (experts_.bias ? experts_.bias[e] : 0.0f);
+        if (!experts_.sigmoid) scores[e] /= sum;
+        if (experts_.bias) ranked[e] = scores[e] + experts_.bias[e];
     }
     float chosen_sum = 0;
     for (int i = 0; i < k; i++) {
@@ -106,9 +109,14 @@ template <class E>
 void MoeResidual<E>::gather(const Context& context) const {
     const int in = norm_.norm.weight ? norm_.out : norm_.in;
     const Range mine = context.share(context.step.tokens);
+    std::vector<E> weighed(experts_.weighs_inputs ? norm_.width : 0);
     for (int t = mine.begin; t < mine.end; t++) {
-        const E* x = context.row<E>(in, t);
         for (int i = t * experts_.top_k; i < (t + 1) * experts_.top_k; i++) {
+            const E* x = context.row<E>(in, t);
+            if (experts_.weighs_inputs) {
+                for (int j = 0; j < norm_.width; j++) put(&weighed[j], to_float(x[j]) * weights_[i]);
+                x = weighed.data();
+            }
             const Linear& w = *experts_.gate_up[chosen_[i]];
             if (w.packed())
                 quantize_row(w, (char*)context.row<float>(quantized_, place_[i]), plain(x));
@@ -116,7 +124,8 @@ void MoeResidual<E>::gather(const Context& context) const {
                 std::memcpy((void*)context.row<E>(gathered_, place_[i]), x, norm_.width * sizeof(E));
         }
         if (shared_quantized_ >= 0)
-            quantize_row(*experts_.shared_gate_up, (char*)context.row<float>(shared_quantized_, t), plain(x));
+            quantize_row(*experts_.shared_gate_up, (char*)context.row<float>(shared_quantized_, t),
+                         plain(context.row<E>(in, t)));
     }
 }
 
@@ -188,7 +197,7 @@ void MoeResidual<E>::combine(const Context& context) const {
         }
         for (int i = 0; i < experts_.top_k; i++) {
             const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
-            const float weight = weights_[t * experts_.top_k + i];
+            const float weight = experts_.weighs_inputs ? 1.0f : weights_[t * experts_.top_k + i];
             for (int j = 0; j < width; j++) to[j] += weight * y[j];
         }
         if (experts_.shared_down) {

@@ -14,6 +14,8 @@ struct ExpertWeights {
     const Linear* shared_down;
     int top_k;
     bool normalize;
+    bool sigmoid;        // scores are sigmoids of the products, not their softmax
+    bool weighs_inputs;  // weights multiply the inputs of experts, not their outputs
     float norm_floor;
 };
 
