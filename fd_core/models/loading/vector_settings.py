@@ -112,8 +112,8 @@ def dense_of(
     )
 
 
-def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSettings:
-    """Read the modules of a model's folder; `ModelError` for unsupported modules.
+def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) -> VectorSettings:
+    """Read the modules of a model's folder, whose states have `width` elements; `ModelError` for unsupported modules.
 
     Without any, the last token of a decoder counts, and the mean of an encoder, as in sentence-transformers.
     """
@@ -143,7 +143,7 @@ def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSet
         elif kind == "Normalize":
             normalize = True
         elif kind == "Dense" and pooling is not None and not normalize:
-            layers.append(_dense(_inside(path, module), layers[-1].outs if layers else config.get("hidden_size")))
+            layers.append(_dense(_inside(path, module), layers[-1].outs if layers else width))
         elif kind != "Transformer":
             raise ModelError(
                 f"{modules}: the module {kind[:40]!r} is not served",
@@ -169,7 +169,7 @@ def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
     return folder / path
 
 
-def _dense(folder: Path, width: Any) -> Dense:
+def _dense(folder: Path, width: int) -> Dense:
     """Read a layer of sentence-transformers."""
     file = folder / "model.safetensors"
     if not file.is_file():
