@@ -34,10 +34,10 @@ from fd_core.engine.process.messages import (
 )
 from fd_core.engine.vectors import (
     INSTRUCTION,
+    ONE_TOKEN,
     check_dimensions,
     judged_prompt,
     judging_tokens,
-    pooling_request,
     probabilities_of,
     probability_of_yes,
     require_classifier,
@@ -251,7 +251,13 @@ class RequestMaker(abc.ABC):
         pooling, prefix = pooling or Pooling(self.info.vectors.pooling), secrets.token_hex(4)
         found: dict[str, bytes] = {}
         requests = [
-            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
+            RequestSpec(
+                request_id=f"{prefix}-{index}",
+                prompt=self._tokens(item),
+                params=ONE_TOKEN,
+                adapter=digest,
+                pooling=pooling,
+            )
             for index, (item, digest) in enumerate(zip(items, digests, strict=True))
         ]
         async with aclosing(self._compute(requests)) as deltas:

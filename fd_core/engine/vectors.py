@@ -1,4 +1,4 @@
-"""Embeddings of texts: the request that computes one, and its conversion to the requested length and size."""
+"""Embeddings of texts: the sampling that ends with the prompt, and conversion to the requested length and size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fd_core.models.loading.vector_settings import Classifier, Dense, VectorSett
 from fd_core.ops.contract import Norm, PlainActivation
 from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
 from fd_core.text.tokenizer import Tokenizer
-from fd_core.types import Pooling, RequestSpec, SamplingParams
+from fd_core.types import SamplingParams
 
 _OPS: Final = NumpyOps()
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
@@ -26,29 +26,6 @@ _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """For a request that needs only the pooled states of its prompt: it ends with one token, which is dropped."""
-
-
-def pooling_request(
-    request_id: str,
-    prompt: tuple[int, ...],
-    pooling: Pooling,
-    *,
-    priority: int = 0,
-    tenant: str = "",
-    salt: str = "",
-    adapter: str = "",
-) -> RequestSpec:
-    """Return the request for an embedding of a prompt."""
-    return RequestSpec(
-        request_id=request_id,
-        prompt=prompt,
-        params=ONE_TOKEN,
-        pooling=pooling,
-        priority=priority,
-        tenant=tenant,
-        cache_salt=salt,
-        adapter=adapter,
-    )
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:

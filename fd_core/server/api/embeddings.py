@@ -17,10 +17,10 @@ from fastapi.responses import Response
 
 from fd_core.engine.vectors import (
     INSTRUCTION,
+    ONE_TOKEN,
     check_dimensions,
     judged_prompt,
     judging_tokens,
-    pooling_request,
     probabilities_of,
     probability_of_yes,
     require_classifier,
@@ -40,7 +40,7 @@ from fd_core.server.schemas.unsupported import POOLED, POOLING
 from fd_core.server.state import ServerState
 from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
 from fd_core.text.prompt_reader import PromptText
-from fd_core.types import Delta, FinishReason, Pooling
+from fd_core.types import Delta, FinishReason, Pooling, RequestSpec
 
 Floats = npt.NDArray[np.float32]
 
@@ -251,13 +251,14 @@ class PooledTexts:
 
     async def _vector(self, engine_id: str, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
         body = self._body
-        spec = pooling_request(
-            engine_id,
-            prompt,
-            pooling,
+        spec = RequestSpec(
+            request_id=engine_id,
+            prompt=prompt,
+            params=ONE_TOKEN,
+            pooling=pooling,
             priority=body.priority or 0,
             tenant=scoped(self._request.state.owner, body.user),
-            salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
+            cache_salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
             adapter=self._served.adapter,
         )
         vector: bytes | None = None
