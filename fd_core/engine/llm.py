@@ -201,7 +201,9 @@ class RequestMaker(abc.ABC):
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None, adapter: str | Sequence[str | None] | None
     ) -> npt.NDArray[np.float32]:
         check_dimensions(dimensions, self.info.state_size)
-        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in await self._pooled(prompts, adapter)]
+        settings = self.info.vectors
+        items = [settings.prompt + each if isinstance(each, str) else each for each in _as_list(prompts)]
+        vectors = [vector_of(pooled, settings, dimensions) for pooled in await self._pooled(items, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
     async def _classify(

@@ -36,6 +36,16 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         )
 
 
+def prompt_of(settings: VectorSettings, name: str | None) -> str:
+    """Return the text that a model wants before each text. Raises `BadRequest` for an unknown name."""
+    if name is None:
+        return settings.prompt
+    if name not in settings.prompts:
+        known = ", ".join(settings.prompts) or "no prompts"
+        raise BadRequest(f"prompt_name is {name!r}; this model declares {known}", field="prompt_name")
+    return settings.prompts[name]
+
+
 def through(layers: Sequence[Dense], states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the outputs float32[n, outs] of layers for states [n, H]."""
     for layer in layers:

@@ -171,8 +171,7 @@ class PromptReader:
 
     def pair(self, first: str, second: str, field: str, second_text: int, longest: int | None = None) -> PromptText:
         """Return two texts as one prompt, see `Tokenizer.encode`; raises `BadRequest` as `text` does."""
-        self._require_chars(len(first) + len(second), field, truncated=longest is not None)
-        ids = self._tokenizer.encode((first, second), second_text=second_text, longest=longest)
+        ids = self._encode((first, second), True, field, longest=longest, second_text=second_text)
         return PromptText(self._checked_ids(_not_empty(field, ids), field), None)
 
     def chat(
@@ -228,10 +227,18 @@ class PromptReader:
         return self._checked_ids(_not_empty(field, ids), field)
 
     def _encode(
-        self, text: str, add_special: bool, field: str, counted: bool = False, longest: int | None = None
+        self,
+        text: str | tuple[str, str],
+        add_special: bool,
+        field: str,
+        counted: bool = False,
+        longest: int | None = None,
+        second_text: int = 0,
     ) -> list[int]:
-        self._require_chars(len(text), field, truncated=counted or longest is not None)
-        ids = self._tokenizer.encode(text, add_special=add_special, longest=longest)
+        chars, most = len(text) if isinstance(text, str) else len(text[0]) + len(text[1]), self._max_chars
+        if most is not None and chars > max(most, _COUNTED_CHARS if counted or longest is not None else 0):
+            raise self._too_long(chars, field)
+        ids = self._tokenizer.encode(text, add_special=add_special, second_text=second_text, longest=longest)
         if not counted and not self._fits:
             check_ids(ids, self._vocab_size, field, text_of=self._tokenizer.token_text)
         return ids
@@ -240,11 +247,6 @@ class PromptReader:
     def _fits(self) -> bool:
         """Return True if every id of the tokenizer is in the model's vocabulary."""
         return self._tokenizer.vocab_size <= self._vocab_size
-
-    def _require_chars(self, chars: int, field: str, *, truncated: bool) -> None:
-        """Raise `BadRequest` for more characters than the context holds, or than are read if only a part is used."""
-        if self._max_chars is not None and chars > max(self._max_chars, _COUNTED_CHARS if truncated else 0):
-            raise self._too_long(chars, field)
 
     def _too_long(self, chars: int, field: str) -> BadRequest:
         return BadRequest(

@@ -89,34 +89,32 @@ class Tokenizer:
         tokens written out in the text become their ids: rendered chat templates rely on it. Raises `BadRequest` for
         text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
-        if longest is None:
-            found = self._encoded([text], add_special)[0]
-        else:
-            parts = self._encoded([text] if isinstance(text, str) else text, add_special=False)
-            special = self.backend.num_special_tokens_to_add(len(parts) > 1) if add_special else 0
-            if longest <= special:
-                raise BadRequest(
-                    f"truncate_prompt_tokens is {longest}, but the tokenizer adds {special} tokens; increase it",
-                    field="truncate_prompt_tokens",
-                )
-            sizes = [len(part) for part in parts]
-            for part, size in zip(parts, _shares(sizes, longest - special), strict=True):
-                part.truncate(size)
-            found = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None, add_special)
-        if not second_text:
-            return list(found.ids)
-        return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
-
-    def _encoded(self, texts: Sequence[str | tuple[str, str]], add_special: bool) -> list[tokenizers.Encoding]:
+        texts = [text] if longest is None or isinstance(text, str) else text
         try:
             # The call for a single text would hold the GIL until it returns.
-            return self.backend.encode_batch_fast([*texts], add_special_tokens=add_special)
+            parts = self.backend.encode_batch_fast(texts, add_special_tokens=add_special and longest is None)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it contains a lone surrogate") from error
         except BaseException as error:
             if not _panicked(error):
                 raise
             raise BadRequest(f"the model's tokenizer failed on this text: {error}") from error
+        found = parts[0] if longest is None else self._truncated(parts, add_special, longest)
+        if not second_text:
+            return list(found.ids)
+        return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
+
+    def _truncated(self, parts: Sequence[tokenizers.Encoding], add_special: bool, longest: int) -> tokenizers.Encoding:
+        special = self.backend.num_special_tokens_to_add(len(parts) > 1) if add_special else 0
+        if longest <= special:
+            raise BadRequest(
+                f"truncate_prompt_tokens is {longest}, but the tokenizer adds {special} tokens; increase it",
+                field="truncate_prompt_tokens",
+            )
+        sizes = [len(part) for part in parts]
+        for part, size in zip(parts, _shares(sizes, longest - special), strict=True):
+            part.truncate(size)
+        return self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None, add_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.

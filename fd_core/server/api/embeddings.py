@@ -23,6 +23,7 @@ from fd_core.engine.vectors import (
     judging_tokens,
     probabilities_of,
     probability_of_yes,
+    prompt_of,
     require_classifier,
     similarity,
     vector_of,
@@ -126,8 +127,11 @@ class PooledTexts:
 
     async def read(self, body: TextsRequest) -> list[PromptText]:
         """Return the prompts of a body, see `read_texts`."""
-        special = body.add_special_tokens is not False
-        return await self._read(body.input, "input", special)
+        given, prompt = body.input, prompt_of(self._state.client.info.vectors, body.prompt_name)
+        if prompt:
+            listed = [given] if isinstance(given, str) else given
+            given = [prompt + each if isinstance(each, str) else each for each in listed]
+        return await self._read(given, "input", body.add_special_tokens is not False)
 
     async def _read(self, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
         longest = longest_text(self._state, self._body)
@@ -177,7 +181,7 @@ class PooledTexts:
         if settings.second_text is not None:
             return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
-        prompts = await self._read([*order], field)
+        prompts = await self._read([settings.prompt + text for text in order], field)
         vectors = await self.vectors(prompts, field)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 

@@ -29,6 +29,8 @@ class TextsRequest(PooledRequest, kw_only=True):
     input: str | list[str | int | list[TokenId]]
     """A text, texts, ids, or lists of ids."""
     add_special_tokens: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=256)] | None = None
+    """Name of one of the prompts that the checkpoint declares, which is put before each text."""
 
 
 class EmbeddingRequest(TextsRequest, kw_only=True):

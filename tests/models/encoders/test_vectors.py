@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -131,6 +132,38 @@ def test_vectors_follow_sleep_and_updates_of_weights(tmp_path: Path, where: Lite
         assert vector() == first != second
         assert server.post("/v1/update_weights", {"model_path": "second"}).status == 200
         assert vector() == second
+
+
+def test_declared_prompts_precede_texts(tmp_path: Path) -> None:
+    written(tmp_path, "bert")
+    pooled_by(tmp_path, "mean_tokens")
+    declared = tmp_path / "config_sentence_transformers.json"
+    prompts = {"query": "find: ", "document": "text: "}
+    declared.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "document"}))
+    config = EngineConfig(model="m", backend="reference")
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        ids = {text: llm.tokenizer.encode(text) for text in ("find: a", "text: a")}
+        np.testing.assert_array_equal(llm.embed("a"), llm.embed([ids["text: a"]]))
+        tokenizer = llm.tokenizer
+
+    with live(partial(open_client, config, tmp_path, where="inproc"), tokenizer=tokenizer) as server:
+
+        def vector(given: Any, **more: Any) -> list[float]:
+            return list(server.post("/v1/embeddings", {"input": given, **more}).json["data"][0]["embedding"])
+
+        assert vector("a") == vector(["a"]) == vector(ids["text: a"])
+        assert vector("a", prompt_name="query") == vector([ids["find: a"]])
+        refused = server.post("/v1/embeddings", {"input": "a", "prompt_name": "other"})
+        assert (refused.status, refused.error["param"]) == (400, "prompt_name")
+        assert "query, document" in refused.error["message"]
+    for other in ({"prompts": ["a"]}, {"prompts": prompts, "default_prompt_name": "other"}):
+        declared.write_text(json.dumps(other))
+        with pytest.raises(ModelError, match="config_sentence_transformers"):
+            LLM(str(tmp_path), backend="reference")
+    declared.write_text(json.dumps({"prompts": prompts}))
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
+    with pytest.raises(ModelError, match="include_prompt"):
+        LLM(str(tmp_path), backend="reference")
 
 
 def test_update_of_a_model_with_dense_modules_is_refused(tmp_path: Path) -> None:
