@@ -1,27 +1,52 @@
-"""Texts per second of an embedding model in fd_core and in sentence-transformers, in turns on the same threads.
+"""Texts per second of an embedding model in fd_core and in its peers, in turns on the same threads.
 
-`python benchmarks/encoders.py FOLDER` needs sentence-transformers. Prints the median of the ratios of neighbouring runs
+    python benchmarks/encoders.py FOLDER
+    python benchmarks/encoders.py FOLDER --peer "infinity=VENV/bin/infinity_emb v2 --model-id {model} --port {port} ..."
+
+The command of each peer starts a server that has its own environment. Prints medians of the rates, of the ratios of
+neighbouring runs, and of the processor time that servers spend on a text, which other work on the machine changes less,
 and the largest difference of a vector's element.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import base64
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
-from contextlib import closing
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import aiohttp
 import numpy as np
-import torch
-from sentence_transformers import SentenceTransformer
+import numpy.typing as npt
 
-from fd_core import LLM
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-_TURNS = 7
+from harness.processes import end, end_with_parent
+from harness.sessions import free_port
+from harness.start_watch import processor_seconds
+
+Floats = npt.NDArray[np.float32]
+Server = tuple[str, int]
+"""Address and process id."""
 _SETS = {"4 to 20 words": (256, 4, 20), "5 to 180 words": (96, 5, 180)}
 """Number of texts, and words of the shortest and of the longest."""
+_PER_REQUEST = {"in one request": 2048, "one by one": 1}
+_AT_ONCE = 32
+_LOAD_SECONDS = 180
+_FDCORE = (
+    "{python} -m fd_core serve {model} --port {port} --served-model-name model"
+    " --backend cpu --dtype float32 --num-threads {threads}"
+)
 
 
 def _texts(count: int, least: int, most: int, words: list[str]) -> list[str]:
@@ -29,28 +54,85 @@ def _texts(count: int, least: int, most: int, words: list[str]) -> list[str]:
     return [" ".join(rng.choice(words) for _ in range(rng.randint(least, most))) for _ in range(count)]
 
 
-def main(folder: str, threads: int = 2) -> None:
+async def _send(url: str, texts: list[str], per_request: int) -> Floats:
+    """Return the vectors of texts that `_AT_ONCE` connections send."""
+    found: list[Floats] = [np.empty(0, np.float32)] * len(texts)
+    begins = iter(range(0, len(texts), per_request))
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        for begin in begins:
+            body = {"model": "model", "input": texts[begin : begin + per_request], "encoding_format": "base64"}
+            async with session.post(f"{url}/v1/embeddings", json=body) as answer:
+                answer.raise_for_status()
+                for each in (await answer.json())["data"]:
+                    found[begin + each["index"]] = np.frombuffer(base64.b64decode(each["embedding"]), "<f4")
+
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(send(session) for _ in range(_AT_ONCE)))
+    return np.array(found)
+
+
+@contextmanager
+def _served(name: str, command: str, model: str, threads: int) -> Iterator[Server]:
+    """Start a server; its output goes to a file."""
+    port, python = free_port(), sys.executable
+    words = [word.format(model=model, port=port, threads=threads, python=python) for word in command.split()]
+    many = {each: str(threads) for each in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    variables = os.environ | many | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
+    with Path(f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            words, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=end_with_parent
+        )
+        try:
+            for _ in range(_LOAD_SECONDS * 2):
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                        break
+                except (urllib.error.URLError, OSError):
+                    time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}", process.pid
+        finally:
+            end(process)
+
+
+def _compare(servers: dict[str, Server], texts: list[str], per_request: int, turns: int) -> None:
+    """Measure the servers in turns and print their rates; the first one is the reference."""
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+    vectors: dict[str, Floats] = {}
+    for turn in range(turns + 1):
+        for name, (url, process) in servers.items():
+            before, begun = sum(processor_seconds(process)), time.perf_counter()
+            vectors[name] = asyncio.run(_send(url, texts, per_request))
+            if turn:
+                spent[name].append((time.perf_counter() - begun, sum(processor_seconds(process)) - before))
+    own = next(iter(servers))
+    for name, runs in spent.items():
+        seconds, processor = (statistics.median(column) / len(texts) for column in zip(*runs, strict=True))
+        ratio = statistics.median(theirs[0] / ours[0] for theirs, ours in zip(runs, spent[own], strict=True))
+        off = float(np.abs(vectors[name] - vectors[own]).max())
+        print(f"  {name}: {1 / seconds:.0f} texts/s, {processor * 1e3:.2f} ms of processor time a text", end="; ")
+        print(f"{own} is {ratio:.2f} times as fast, off {off:.1e}", flush=True)
+
+
+def main() -> None:
     """Measure the model in a folder with `vocab.txt`."""
-    torch.set_num_threads(threads)
-    words = [word for word in (Path(folder) / "vocab.txt").read_text().split() if word.isalpha()]
-    other = SentenceTransformer(folder, device="cpu")
-    other.max_seq_length = 512
-    with closing(LLM(folder, backend="cpu", dtype="float32", num_threads=threads)) as llm:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    words = [word for word in (Path(options.folder) / "vocab.txt").read_text().split() if word.isalpha()]
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(_served(name, command, options.folder, options.threads))
+            for name, _, command in (each.partition("=") for each in (f"fd_core={_FDCORE}", *options.peer))
+        }
         for name, sizes in _SETS.items():
-            texts, ratios, rates = _texts(*sizes, words), [], []
-            for _ in range(_TURNS):
-                begun = time.perf_counter()
-                right = other.encode(texts, batch_size=32)
-                between = time.perf_counter()
-                found = llm.embed(texts)
-                ours = time.perf_counter() - between
-                ratios.append((between - begun) / ours)
-                rates.append(len(texts) / ours)
-            off = float(np.abs(found - right).max())
-            print(
-                f"{name}: {statistics.median(rates):.0f} texts/s, {statistics.median(ratios):.2f} times, off {off:.1e}"
-            )
+            for how, count in _PER_REQUEST.items():
+                print(f"{name}, {how}")
+                _compare(servers, _texts(*sizes, words), count, options.turns)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

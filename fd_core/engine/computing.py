@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
 from fd_core.models.fallback.choice import choose_implementation
+from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.models.registry import CLASSIFICATION, spec_of
@@ -160,8 +161,10 @@ class Computing:
     def update(self, path: str, runner: Runner) -> None:
         """Replace the weights on all ranks; nothing changes on `BadRequest`, `ModelError` and `MemoryError`."""
         self._require_changeable("weights cannot be updated")
-        if str(self._shapes["architecture"]).endswith(CLASSIFICATION):
-            raise BadRequest("the weights of a classifier cannot be updated yet; restart the server instead")
+        classifies = str(self._shapes["architecture"]).endswith(CLASSIFICATION)
+        if classifies or read_vector_settings(self._path, cast("int", self._shapes["state_size"])).layers:
+            what = "a classifier" if classifies else "a model with Dense modules"
+            raise BadRequest(f"the weights of {what} cannot be updated yet; restart the server instead")
         try:
             self._change(ChangeModel("load", path), runner)
         except (ModelError, MemoryError):

@@ -34,10 +34,10 @@ from fd_core.engine.process.messages import (
 )
 from fd_core.engine.vectors import (
     INSTRUCTION,
+    ONE_TOKEN,
     check_dimensions,
     judged_prompt,
     judging_tokens,
-    pooling_request,
     probabilities_of,
     probability_of_yes,
     require_classifier,
@@ -201,7 +201,9 @@ class RequestMaker(abc.ABC):
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None, adapter: str | Sequence[str | None] | None
     ) -> npt.NDArray[np.float32]:
         check_dimensions(dimensions, self.info.state_size)
-        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in await self._pooled(prompts, adapter)]
+        settings = self.info.vectors
+        items = [settings.prompt + each if isinstance(each, str) else each for each in _as_list(prompts)]
+        vectors = [vector_of(pooled, settings, dimensions) for pooled in await self._pooled(items, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
     async def _classify(
@@ -251,7 +253,13 @@ class RequestMaker(abc.ABC):
         pooling, prefix = pooling or Pooling(self.info.vectors.pooling), secrets.token_hex(4)
         found: dict[str, bytes] = {}
         requests = [
-            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
+            RequestSpec(
+                request_id=f"{prefix}-{index}",
+                prompt=self._tokens(item),
+                params=ONE_TOKEN,
+                adapter=digest,
+                pooling=pooling,
+            )
             for index, (item, digest) in enumerate(zip(items, digests, strict=True))
         ]
         async with aclosing(self._compute(requests)) as deltas:

@@ -1,4 +1,4 @@
-"""Embeddings of texts: the request that computes one, and its conversion to the requested length and size."""
+"""Embeddings of texts: the sampling that ends with the prompt, and conversion to the requested length and size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fd_core.models.loading.vector_settings import Classifier, Dense, VectorSett
 from fd_core.ops.contract import Norm, PlainActivation
 from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
 from fd_core.text.tokenizer import Tokenizer
-from fd_core.types import Pooling, RequestSpec, SamplingParams
+from fd_core.types import SamplingParams
 
 _OPS: Final = NumpyOps()
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
@@ -28,35 +28,22 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """For a request that needs only the pooled states of its prompt: it ends with one token, which is dropped."""
 
 
-def pooling_request(
-    request_id: str,
-    prompt: tuple[int, ...],
-    pooling: Pooling,
-    *,
-    priority: int = 0,
-    tenant: str = "",
-    salt: str = "",
-    adapter: str = "",
-) -> RequestSpec:
-    """Return the request for an embedding of a prompt."""
-    return RequestSpec(
-        request_id=request_id,
-        prompt=prompt,
-        params=ONE_TOKEN,
-        pooling=pooling,
-        priority=priority,
-        tenant=tenant,
-        cache_salt=salt,
-        adapter=adapter,
-    )
-
-
 def check_dimensions(dimensions: int | None, size: int) -> None:
     """Raise `BadRequest` unless vectors of `size` elements can be truncated to `dimensions`; None keeps all."""
     if dimensions is not None and not 1 <= dimensions <= size:
         raise BadRequest(
             f"dimensions is {dimensions}, but the model's vectors have {size} elements", field="dimensions"
         )
+
+
+def prompt_of(settings: VectorSettings, name: str | None) -> str:
+    """Return the text that a model wants before each text. Raises `BadRequest` for an unknown name."""
+    if name is None:
+        return settings.prompt
+    if name not in settings.prompts:
+        known = ", ".join(settings.prompts) or "no prompts"
+        raise BadRequest(f"prompt_name is {name!r}; this model declares {known}", field="prompt_name")
+    return settings.prompts[name]
 
 
 def through(layers: Sequence[Dense], states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -29,7 +29,9 @@ def read_classifier(path: Path | None) -> Classifier | None:
     if not "".join(config.strings("architectures")[:1]).endswith(CLASSIFICATION):
         return None
     architecture = architecture_of(config)
-    outputs = family_of(architecture).outputs(config, architecture)
+    family = family_of(architecture)
+    config = config.filled(family.defaults, family.renamed)
+    outputs = family.outputs(config, architecture)
     if outputs is None:
         return None
     width, layers = config.count("hidden_size"), []

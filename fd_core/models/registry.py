@@ -142,7 +142,7 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
     if name not in family.architectures:
         # The same model without its output projection: it embeds or classifies texts and cannot generate.
         config = replace(config, values={**config.values, "tie_word_embeddings": True})
-    config = config.filled(family.defaults)
+    config = config.filled(family.defaults, family.renamed)
     most = None if num_tensors is None else most_tensors(config, num_tensors)
     try:
         traits = family.traits(config)

@@ -138,31 +138,40 @@ class PromptReader:
             thread.close()
 
     def text(
-        self, text: str, add_special: bool = True, field: str = "prompt", *, counted: bool = False
+        self,
+        text: str,
+        add_special: bool = True,
+        field: str = "prompt",
+        *,
+        counted: bool = False,
+        longest: int | None = None,
     ) -> tuple[int, ...]:
         """Return the ids of one text, given in `field`; `add_special` adds the model's special tokens, such as BOS.
 
-        A text that is only `counted` may be longer than the context, up to a million characters. Raises `BadRequest`
-        for a text that is empty, too long for the context or not valid Unicode.
+        A text that is only `counted`, or truncated to the `longest` number of tokens, may be longer than the context,
+        up to a million characters. Raises `BadRequest` for a text that is empty, too long for the context or not valid
+        Unicode.
         """
-        return _not_empty(field, self._encode(text, add_special, field, counted=counted) if text else ())
+        return _not_empty(field, self._encode(text, add_special, field, counted, longest) if text else ())
 
-    def completion(self, prompt: object, add_special: bool = True, field: str = "prompt") -> list[PromptText]:
-        """Return prompts given as a text, texts, ids or lists of ids; `BadRequest` for empty, mixed or unknown ones."""
+    def completion(
+        self, prompt: object, add_special: bool = True, field: str = "prompt", *, longest: int | None = None
+    ) -> list[PromptText]:
+        """Return prompts given as a text, texts, ids or lists of ids, each truncated to the `longest` number of tokens.
+
+        Raises `BadRequest` for empty, mixed or unknown ones.
+        """
         given = split_prompts(prompt, field)
         return [
-            PromptText(self.text(each, add_special, field), each)
+            PromptText(self.text(each, add_special, field, longest=longest), each)
             if isinstance(each, str)
-            else PromptText(self._checked_ids(each, field), None)
+            else PromptText(self._checked_ids(each, field)[:longest], None)
             for each in given
         ]
 
-    def pair(self, first: str, second: str, field: str, second_text: int) -> PromptText:
+    def pair(self, first: str, second: str, field: str, second_text: int, longest: int | None = None) -> PromptText:
         """Return two texts as one prompt, see `Tokenizer.encode`; raises `BadRequest` as `text` does."""
-        size = len(first) + len(second)
-        if self._max_chars is not None and size > self._max_chars:
-            raise self._too_long(size, field)
-        ids = self._tokenizer.encode((first, second), second_text=second_text)
+        ids = self._encode((first, second), True, field, longest=longest, second_text=second_text)
         return PromptText(self._checked_ids(_not_empty(field, ids), field), None)
 
     def chat(
@@ -217,10 +226,19 @@ class PromptReader:
         """Return ids that a client sent in `field`; raises `BadRequest` if there are none or one is unknown."""
         return self._checked_ids(_not_empty(field, ids), field)
 
-    def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
-        if (not counted or len(text) > _COUNTED_CHARS) and self._max_chars is not None and len(text) > self._max_chars:
-            raise self._too_long(len(text), field)
-        ids = self._tokenizer.encode(text, add_special=add_special)
+    def _encode(
+        self,
+        text: str | tuple[str, str],
+        add_special: bool,
+        field: str,
+        counted: bool = False,
+        longest: int | None = None,
+        second_text: int = 0,
+    ) -> list[int]:
+        chars, most = len(text) if isinstance(text, str) else len(text[0]) + len(text[1]), self._max_chars
+        if most is not None and chars > max(most, _COUNTED_CHARS if counted or longest is not None else 0):
+            raise self._too_long(chars, field)
+        ids = self._tokenizer.encode(text, add_special=add_special, second_text=second_text, longest=longest)
         if not counted and not self._fits:
             check_ids(ids, self._vocab_size, field, text_of=self._tokenizer.token_text)
         return ids

@@ -79,25 +79,42 @@ class Tokenizer:
         """The text of the end-of-sequence token."""
         return None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
 
-    def encode(self, text: str | tuple[str, str], add_special: bool = True, second_text: int = 0) -> list[int]:
+    def encode(
+        self, text: str | tuple[str, str], add_special: bool = True, second_text: int = 0, longest: int | None = None
+    ) -> list[int]:
         """Return the ids of `text`; `add_special` adds the model's special tokens, such as BOS.
 
-        Two texts are joined as the tokenizer does, and `second_text` is added to the ids of the second one. Control
+        Two texts are joined as the tokenizer does, and `second_text` is added to the ids of the second one. More than
+        `longest` ids are reduced to it, special tokens included, at the end of a text, of the longer one first. Control
         tokens written out in the text become their ids: rendered chat templates rely on it. Raises `BadRequest` for
         text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
+        texts = [text] if longest is None or isinstance(text, str) else text
         try:
             # The call for a single text would hold the GIL until it returns.
-            found = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
+            parts = self.backend.encode_batch_fast(texts, add_special_tokens=add_special and longest is None)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it contains a lone surrogate") from error
         except BaseException as error:
             if not _panicked(error):
                 raise
             raise BadRequest(f"the model's tokenizer failed on this text: {error}") from error
+        found = parts[0] if longest is None else self._truncated(parts, add_special, longest)
         if not second_text:
             return list(found.ids)
         return [token_id + second_text * kind for token_id, kind in zip(found.ids, found.type_ids, strict=True)]
+
+    def _truncated(self, parts: Sequence[tokenizers.Encoding], add_special: bool, longest: int) -> tokenizers.Encoding:
+        special = self.backend.num_special_tokens_to_add(len(parts) > 1) if add_special else 0
+        if longest <= special:
+            raise BadRequest(
+                f"truncate_prompt_tokens is {longest}, but the tokenizer adds {special} tokens; increase it",
+                field="truncate_prompt_tokens",
+            )
+        sizes = [len(part) for part in parts]
+        for part, size in zip(parts, _shares(sizes, longest - special), strict=True):
+            part.truncate(size)
+        return self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None, add_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -248,6 +265,14 @@ def _missing_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
         if token is not None and token.content not in texts:
             texts.add(token.content)
             yield token
+
+
+def _shares(sizes: Sequence[int], room: int) -> Sequence[int]:
+    """Return the tokens that each of one or two texts keeps of `room`; the longer one is reduced first."""
+    if len(sizes) == 1:
+        return [room]
+    short = min(*sizes, room // 2)
+    return (short, room - short) if sizes[0] <= sizes[1] else (room - short, short)
 
 
 def _added_token(given: Any, special: bool = False) -> tokenizers.AddedToken | None:

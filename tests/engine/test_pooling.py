@@ -10,12 +10,12 @@ import pytest
 from fd_core import LLM
 from fd_core.backends.null import NullCache, NullModel
 from fd_core.engine.core import Engine
-from fd_core.engine.vectors import pooling_request
+from fd_core.engine.vectors import ONE_TOKEN
 from fd_core.errors import BadRequest
 from fd_core.ops.contract import StepInput
 from fd_core.testing.models.arrays import step_input
 from fd_core.testing.models.stepper import parts_of
-from fd_core.types import Pooling
+from fd_core.types import Pooling, RequestSpec
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.test_prompt_logprobs import PROMPTS, right
 
@@ -36,7 +36,7 @@ def exact(prompt: tuple[int, ...], pooling: Pooling) -> np.ndarray:
 def pooled(engine: Engine, prompts: Sequence[tuple[int, ...]], pooling: Pooling) -> list[np.ndarray]:
     found = {}
     for index, prompt in enumerate(prompts):
-        engine.submit(pooling_request(f"v{index}", prompt, pooling))
+        engine.submit(RequestSpec(request_id=f"v{index}", prompt=prompt, params=ONE_TOKEN, pooling=pooling))
     while engine.has_work:
         for delta in engine.step():
             if delta.pooled is not None:

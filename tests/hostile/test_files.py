@@ -63,7 +63,7 @@ def _start(path: Path) -> None:
         _ = tokenizer.byte_table, checkpoint.digest
         ChatTemplate.of(tokenizer)
         load_model(checkpoint, NumpyOps())
-        read_vector_settings(path)
+        read_vector_settings(path, 64)
 
 
 @pytest.mark.timeout(at_length(700, 2500))

@@ -209,12 +209,13 @@ class _EngineBuilder:
     @cached_property
     def _vectors(self) -> VectorSettings:
         """Pooling of embeddings, from the settings or the checkpoint."""
-        encodes = whole_prompts(self._computing.model)
-        found = read_vector_settings(self._path, causal=not encodes)
+        model = self._computing.model
+        encodes = whole_prompts(model)
+        found = read_vector_settings(self._path, model.state_size, causal=not encodes)
         if (classifier := read_classifier(self._path)) is not None:
             whole = classifier.pooling if classifier.pooling != "all" else found.pooling
             pairs = encodes and classifier.pooling != "all" and len(classifier.labels) == 1
-            second = getattr(self._computing.model, "ids_of_type", 0) if pairs else None
+            second = getattr(model, "ids_of_type", 0) if pairs else None
             return msgspec.structs.replace(found, pooling=whole, classifier=classifier, second_text=second)
         if self._config.pooling == "auto":
             return found

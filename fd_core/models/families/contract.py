@@ -84,6 +84,8 @@ class Family(abc.ABC):
     config that differ from the kit's usual ones. They should cover every field that `traits` reads."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that `config.json` leaves out, where they are not those of Llama; a null is not left out."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Fields of `config.json` with another name than Llama's: Llama's to the stored one."""
     gguf: ClassVar[Mapping[str, Gguf]] = {}
     """By the name of the architecture in `general.architecture` of GGUF files; empty if llama.cpp has no such model."""
 

@@ -483,8 +483,8 @@ class Traits:
     """True if they add a bias."""
     norm_offset: float = 0.0
     """Added to every norm weight."""
-    eps: str = "rms_norm_eps"
-    """Field of the config."""
+    eps: str | float = "rms_norm_eps"
+    """Of norms, or the field of the config."""
     parallel: bool = False
     """True if attention and feed-forward read the same input, with one norm."""
     gated: bool = True
@@ -564,6 +564,9 @@ def decoder_spec(
     activation = config.activation(traits.activation)
     if activation not in get_args(Activation) and any(_is_gated(layer) for layer in layers):
         raise ModelError(f"{config.origin}: a gated feed-forward block cannot use the activation {activation}")
+    eps = traits.eps
+    if isinstance(eps, str):
+        eps = config.number(eps, 1e-6 if eps == "rms_norm_eps" else 1e-5)
     positions = config.count("max_position_embeddings")
     if positions <= traits.first_position:
         raise ModelError(f"{config.origin}: max_position_embeddings must exceed {traits.first_position}")
@@ -589,7 +592,7 @@ def decoder_spec(
         parallel=traits.parallel,
         centred=traits.layer_norm and traits.causal,
         layer_norm=traits.layer_norm,
-        eps=config.number(traits.eps, 1e-6 if traits.eps == "rms_norm_eps" else 1e-5) / traits.residual_scale**2,
+        eps=eps / traits.residual_scale**2,
         norm_offset=traits.norm_offset,
         softcap=traits.softcap,
         # A text of an encoder may take all positions: the token that ends its request is never computed.

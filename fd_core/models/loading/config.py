@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -39,10 +39,13 @@ class ModelConfig:
     prefix: str = ""
     """Prefix of a nested part, such as `rope_parameters.`."""
     origin: str = "config.json"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Fields that the file has under other names, which errors show."""
 
-    def filled(self, defaults: Mapping[str, Any]) -> ModelConfig:
-        """Return the config with values for fields that it leaves out."""
-        return self if defaults.keys() <= self.values.keys() else replace(self, values={**defaults, **self.values})
+    def filled(self, defaults: Mapping[str, Any], renamed: Mapping[str, str]) -> ModelConfig:
+        """Return the config with values for fields that it leaves out, and names under which it has others."""
+        values = self.values if defaults.keys() <= self.values.keys() else {**defaults, **self.values}
+        return replace(self, values=values, renamed=renamed)
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -146,9 +149,9 @@ class ModelConfig:
         return value
 
     def _get(self, field: str, default: Any = None) -> Any:
-        value = self.values.get(field)
+        value = self.values.get(self.renamed.get(field, field))
         return default if value is None else value
 
     def _wrong(self, field: str, expected: str, value: object) -> ModelError:
         found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
-        return ModelError(f"{self.origin}: {self.prefix}{field} must be {expected}; {found}")
+        return ModelError(f"{self.origin}: {self.prefix}{self.renamed.get(field, field)} must be {expected}; {found}")

@@ -63,6 +63,10 @@ class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     judge: tuple[str, str] | None = None
     """Tokens for no and yes of a reranker, which scores the relevance of a document."""
     classifier: Classifier | None = None
+    prompts: dict[str, str] = {}
+    """Texts that may be put before a text, by name."""
+    prompt: str = ""
+    """Put before each text that has no other prompt."""
     second_text: int | None = None
     """For a classifier that scores pairs of texts: what is added to the ids of the second one. None for others."""
 
@@ -112,8 +116,8 @@ def dense_of(
     )
 
 
-def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSettings:
-    """Read the modules of a model's folder; `ModelError` for unsupported modules.
+def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) -> VectorSettings:
+    """Read the modules of a model's folder, whose states have `width` elements; `ModelError` for unsupported modules.
 
     Without any, the last token of a decoder counts, and the mean of an encoder, as in sentence-transformers.
     """
@@ -132,6 +136,7 @@ def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSet
         return VectorSettings(pooling=default, judge=labels)
     pooling: Method | None = None
     normalize, layers = False, list[Dense]()
+    prompts, prompt = _prompts(path)
     try:
         listed = msgspec.json.decode(read_limited(modules), type=list[dict[str, Any]])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -139,11 +144,11 @@ def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSet
     for module in listed:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(_inside(path, module) / "config.json")
+            pooling = _pooling(_inside(path, module) / "config.json", prompted=bool(prompts))
         elif kind == "Normalize":
             normalize = True
         elif kind == "Dense" and pooling is not None and not normalize:
-            layers.append(_dense(_inside(path, module), layers[-1].outs if layers else config.get("hidden_size")))
+            layers.append(_dense(_inside(path, module), layers[-1].outs if layers else width))
         elif kind != "Transformer":
             raise ModelError(
                 f"{modules}: the module {kind[:40]!r} is not served",
@@ -151,7 +156,20 @@ def read_vector_settings(path: Path | None, *, causal: bool = True) -> VectorSet
             )
     if pooling is None:
         raise ModelError(f"{modules} names no module for pooling")
-    return VectorSettings(pooling=pooling, layers=tuple(layers), normalize=normalize, judge=labels)
+    form: dict[str, Any] = {"layers": tuple(layers), "normalize": normalize, "judge": labels}
+    return VectorSettings(pooling=pooling, prompts=prompts, prompt=prompt, **form)
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the prompts that the authors declare by name, and the default one."""
+    file = folder / "config_sentence_transformers.json"
+    given = read_json_object(file) if file.is_file() else {}
+    prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+        raise ModelError(f"{file}: prompts must be texts by name")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{file}: default_prompt_name {str(default)[:40]!r} is not among the prompts")
+    return prompts, "" if default is None else prompts[default]
 
 
 def read_longest_text(folder: Path) -> int | None:
@@ -169,7 +187,7 @@ def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
     return folder / path
 
 
-def _dense(folder: Path, width: Any) -> Dense:
+def _dense(folder: Path, width: int) -> Dense:
     """Read a layer of sentence-transformers."""
     file = folder / "model.safetensors"
     if not file.is_file():
@@ -190,8 +208,10 @@ def _dense(folder: Path, width: Any) -> Dense:
             tensor.file.close()
 
 
-def _pooling(file: Path) -> Method:
+def _pooling(file: Path, *, prompted: bool) -> Method:
     settings: dict[str, Any] = read_json_object(file)
+    if prompted and settings.get("include_prompt") is False:
+        raise ModelError(f"{file}: pooling without the prompt (include_prompt) is not served")
     prefix = "pooling_mode_"
     modes = [name.removeprefix(prefix) for name, on in settings.items() if name.startswith(prefix) and on is True]
     if isinstance(named := settings.get("pooling_mode"), str):

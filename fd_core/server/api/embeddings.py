@@ -17,12 +17,13 @@ from fastapi.responses import Response
 
 from fd_core.engine.vectors import (
     INSTRUCTION,
+    ONE_TOKEN,
     check_dimensions,
     judged_prompt,
     judging_tokens,
-    pooling_request,
     probabilities_of,
     probability_of_yes,
+    prompt_of,
     require_classifier,
     similarity,
     vector_of,
@@ -40,7 +41,7 @@ from fd_core.server.schemas.unsupported import POOLED, POOLING
 from fd_core.server.state import ServerState
 from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
 from fd_core.text.prompt_reader import PromptText
-from fd_core.types import Delta, FinishReason, Pooling
+from fd_core.types import Delta, FinishReason, Pooling, RequestSpec
 
 Floats = npt.NDArray[np.float32]
 
@@ -53,18 +54,33 @@ CLASSIFY: Final = BodyFormat(pooling.ClassificationRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
 POOL: Final = BodyFormat(pooling.PoolingRequest, POOLING)
+_UNKNOWN_CONTEXT: Final = 2**31
 _AT_ONCE: Final = 16
 """Vectors that are encoded without yielding to the event loop."""
 
 
-async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
+async def read_texts(
+    state: PromptState, given: Any, field: str, add_special: bool = True, longest: int | None = None
+) -> list[PromptText]:
     """Return texts, or lists of ids, as prompts; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > MAX_TEXTS:
         raise invalid(f"{field} has {len(texts)} texts; at most {MAX_TEXTS} are allowed per request", field)
     reader = state.prompt_reader
     size = sum(len(each) for each in texts if isinstance(each, str))
-    return await reader.run(size, lambda: reader.completion(given, add_special, field))
+    return await reader.run(size, lambda: reader.completion(given, add_special, field, longest=longest))
+
+
+def longest_text(state: PromptState, body: PooledRequest) -> int | None:
+    """Return the number of tokens to which texts are truncated; None to keep them whole. Raises `ApiError` (400)."""
+    longest = body.truncate_prompt_tokens
+    if longest is None:
+        return None
+    most = (state.context or _UNKNOWN_CONTEXT) - 1
+    if longest != -1 and not 1 <= longest <= most:
+        field = "truncate_prompt_tokens"
+        raise invalid(f"{field} is {longest}; expected 1 to {most}, or -1, which stands for {most}", field)
+    return most if longest == -1 else longest
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
@@ -111,8 +127,16 @@ class PooledTexts:
 
     async def read(self, body: TextsRequest) -> list[PromptText]:
         """Return the prompts of a body, see `read_texts`."""
-        special = body.add_special_tokens is not False
-        return await cancel_on_disconnect(self._request, read_texts(self._state, body.input, "input", special))
+        given, prompt = body.input, prompt_of(self._state.client.info.vectors, body.prompt_name)
+        if prompt:
+            listed = [given] if isinstance(given, str) else given
+            given = [prompt + each if isinstance(each, str) else each for each in listed]
+        return await self._read(given, "input", body.add_special_tokens is not False)
+
+    async def _read(self, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
+        longest = longest_text(self._state, self._body)
+        reading = read_texts(self._state, given, field, add_special, longest)
+        return await cancel_on_disconnect(self._request, reading)
 
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
         """Return a vector of each prompt, with the model's settings and the options of the request."""
@@ -157,7 +181,7 @@ class PooledTexts:
         if settings.second_text is not None:
             return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
-        prompts = await cancel_on_disconnect(self._request, read_texts(self._state, [*order], field))
+        prompts = await self._read([settings.prompt + text for text in order], field)
         vectors = await self.vectors(prompts, field)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 
@@ -165,8 +189,8 @@ class PooledTexts:
         """Return the output of a classifier with one class for each pair."""
         classifier = require_classifier(self._state.client.info.vectors, of_tokens=False)
         reader = self._state.prompt_reader
-        size = _require_size(pairs, "", field)
-        read = reader.run(size, lambda: [reader.pair(*pair, field, second_text).ids for pair in pairs])
+        size, longest = _require_size(pairs, "", field), longest_text(self._state, self._body)
+        read = reader.run(size, lambda: [reader.pair(*pair, field, second_text, longest).ids for pair in pairs])
         pooled = await self._pool(await cancel_on_disconnect(self._request, read), Pooling(classifier.pooling), field)
         return [float(probabilities_of(each, classifier)[0, 0]) for each in pooled]
 
@@ -179,7 +203,7 @@ class PooledTexts:
             raise ApiError(500, error.message, kind="server_error") from None
         _require_size(pairs, instruction, field)
         texts = [judged_prompt(*pair, instruction) for pair in pairs]
-        prompts = await cancel_on_disconnect(self._request, read_texts(self._state, texts, field, add_special=False))
+        prompts = await self._read(texts, field, add_special=False)
         pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", ids), field)
         return [probability_of_yes(each) for each in pooled]
 
@@ -231,13 +255,14 @@ class PooledTexts:
 
     async def _vector(self, engine_id: str, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
         body = self._body
-        spec = pooling_request(
-            engine_id,
-            prompt,
-            pooling,
+        spec = RequestSpec(
+            request_id=engine_id,
+            prompt=prompt,
+            params=ONE_TOKEN,
+            pooling=pooling,
             priority=body.priority or 0,
             tenant=scoped(self._request.state.owner, body.user),
-            salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
+            cache_salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
             adapter=self._served.adapter,
         )
         vector: bytes | None = None

@@ -19,6 +19,8 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     user: Annotated[str, Meta(max_length=256)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Maximum number of tokens of a text, or of a pair, which loses its end; -1 for the model's maximum."""
 
 
 class TextsRequest(PooledRequest, kw_only=True):
@@ -27,6 +29,8 @@ class TextsRequest(PooledRequest, kw_only=True):
     input: str | list[str | int | list[TokenId]]
     """A text, texts, ids, or lists of ids."""
     add_special_tokens: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=256)] | None = None
+    """Name of one of the prompts that the checkpoint declares, which is put before each text."""
 
 
 class EmbeddingRequest(TextsRequest, kw_only=True):

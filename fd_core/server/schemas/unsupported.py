@@ -165,9 +165,8 @@ def beside_chats(own: Mapping[str, Refusal]) -> Mapping[str, Refusal]:
 _POOLED: Mapping[str, Refusal] = {
     "stream": Refusal("embeddings and scores cannot be streamed", (False,)),
     "messages": Refusal("use /v1/chat/completions for conversations", ([],)),
-    "truncate_prompt_tokens": Refusal("texts are never truncated; shorten them", ()),
-    "truncate": Refusal("texts are never truncated; shorten them", (False, "none", "NONE")),
-    "max_tokens_per_doc": Refusal("texts are never truncated; shorten them"),
+    "truncate": Refusal("use truncate_prompt_tokens", (False, "none", "NONE")),
+    "max_tokens_per_doc": Refusal("use truncate_prompt_tokens"),
     "rank_fields": Refusal("documents must be texts"),
     "input_type": Refusal("prepend the instruction to the text, in the format of the model"),
     "prompt_name": Refusal("prepend the instruction to the text, in the format of the model"),

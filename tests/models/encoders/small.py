@@ -27,6 +27,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Bert",
         {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-3, "num_attention_heads": 1},
     ),
+    "distilbert": (
+        "DistilBert",
+        {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "activation": "relu", "seq_classif_dropout": 0.0},
+    ),
     "roberta": ("Roberta", {"type_vocab_size": 1, "pad_token_id": 1}),
     "xlm_roberta": ("XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 4, "hidden_act": "gelu_new"}),
     "modernbert": ("ModernBert", ROTATED | {"local_attention": 8}),
@@ -46,10 +50,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: the prefix of the classes, and what differs from the sizes above."""
 
 
-def written(folder: Path, name: str, output: str = "Model", **more: Any) -> Any:
+def written(folder: Path, name: str, output: str = "Model", seed: int = 0, **more: Any) -> Any:
     """Write an encoder with random weights, norms and biases, and return it."""
     prefix, config = CONFIGS[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     settings = getattr(transformers, f"{prefix}Config")(**SIZES | HEADS | config | more)
     model = getattr(transformers, f"{prefix}{output}")(settings).eval()
     for parameter in model.parameters():
@@ -65,11 +69,14 @@ def written(folder: Path, name: str, output: str = "Model", **more: Any) -> Any:
     return model
 
 
-def pooled_by(folder: Path, mode: str) -> None:
-    """Declare the pooling of a folder, in the layout of sentence-transformers."""
+def pooled_by(folder: Path, mode: str, *more: dict[str, str]) -> None:
+    """Declare the pooling of a folder, and `more` modules, in the layout of sentence-transformers."""
     modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
     modules.append({"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"})
-    (folder / "modules.json").write_text(json.dumps(modules))
+    for module in more:
+        (folder / module["path"]).mkdir()
+        (folder / module["path"] / "config.json").write_text("{}")
+    (folder / "modules.json").write_text(json.dumps([*modules, *more]))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
 

@@ -14,6 +14,8 @@ from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
 from fd_core.errors import BadRequest
+from fd_core.models.opening import open_checkpoint
+from fd_core.text.tokenizer import load_tokenizer
 from tests.server.fakes import live
 
 torch = pytest.importorskip("torch")
@@ -72,6 +74,45 @@ def test_scores_of_pairs_equal_transformers(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose([each["score"] for each in answer["data"]], right, atol=1e-5)
         ranked = server.post("/rerank", {"query": "a question", "documents": TEXTS}).json["results"]
         assert [each["index"] for each in ranked] == np.argsort(-np.array(right)).tolist()
+
+
+@pytest.mark.parametrize("size", [4, 7, 12, 30])
+def test_truncated_texts_are_those_of_the_library(tmp_path: Path, size: int) -> None:
+    written(tmp_path, "bert")
+    with closing(LLM(str(tmp_path), **SETTINGS)) as llm:
+        backend, tokenizer = llm.tokenizer.backend, llm.tokenizer
+        assert len(backend.encode(TEXTS[1]).ids) > size
+    for text in ("", *TEXTS, ("a question", TEXTS[1]), (TEXTS[1], "a question"), (TEXTS[1], TEXTS[1])):
+        given = [text] if isinstance(text, str) else text
+        found = [tokenizer.encode(text, special, longest=size, second_text=300) for special in (True, False)]
+        backend.enable_truncation(size)
+        right = [backend.encode(*given, add_special_tokens=special) for special in (True, False)]
+        backend.no_truncation()
+        assert found == [[of + 300 * kind for of, kind in zip(each.ids, each.type_ids, strict=True)] for each in right]
+    with pytest.raises(BadRequest, match="adds 2 tokens"):
+        tokenizer.encode("a", longest=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["x" * 400]}),
+        ("/v1/embeddings", {"input": [7] * 400}),
+        ("/pooling", {"input": "x" * 400}),
+        ("/classify", {"input": "x" * 400}),
+        ("/score", {"text_1": "a", "text_2": "x" * 400}),
+        ("/rerank", {"query": "a", "documents": ["x" * 400]}),
+    ],
+)
+def test_long_texts_are_truncated_on_request(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    written(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    with open_checkpoint(tmp_path) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    with live(client_of(tmp_path), tokenizer=tokenizer) as server:
+        assert server.post(path, body).status == 400
+        for asked, left in ((-1, 220), (50, 50)):
+            answer = server.post(path, body | {"truncate_prompt_tokens": asked}).json
+            assert answer["usage"]["prompt_tokens"] == left
 
 
 def client_of(folder: Path) -> Any:

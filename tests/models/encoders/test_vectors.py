@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 from fd_core import LLM
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
+from fd_core.engine.clients.launch import open_client
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.ops.numpy.ops import NumpyOps
+from tests.server.fakes import live
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -106,6 +110,71 @@ def test_ranks_compute_the_same_vectors(tmp_path: Path) -> None:
         alone = llm.embed(prompts())
     with closing(LLM(str(tmp_path), tensor_parallel_size=2, **settings)) as llm:
         np.testing.assert_array_equal(llm.embed(prompts()), alone)
+
+
+@pytest.mark.parametrize("where", ["inproc", "process"])
+def test_vectors_follow_sleep_and_updates_of_weights(tmp_path: Path, where: Literal["inproc", "process"]) -> None:
+    written(tmp_path / "first", "bert")
+    written(tmp_path / "weights" / "second", "bert", seed=1)
+    config = EngineConfig(model="m", backend="reference", weights_folder=str(tmp_path / "weights"))
+
+    def vector() -> list[float]:
+        answer = server.post("/v1/embeddings", {"input": prompts()[1]})
+        assert answer.status == 200, answer.json
+        return list(answer.json["data"][0]["embedding"])
+
+    with live(partial(open_client, config, tmp_path / "weights" / "second", where=where)) as server:
+        second = vector()
+    with live(partial(open_client, config, tmp_path / "first", where=where)) as server:
+        first = vector()
+        assert server.post("/v1/sleep?level=2", {}).status == 200
+        assert server.post("/v1/wake_up", {}).status == 200
+        assert vector() == first != second
+        assert server.post("/v1/update_weights", {"model_path": "second"}).status == 200
+        assert vector() == second
+
+
+def test_declared_prompts_precede_texts(tmp_path: Path) -> None:
+    written(tmp_path, "bert")
+    pooled_by(tmp_path, "mean_tokens")
+    declared = tmp_path / "config_sentence_transformers.json"
+    prompts = {"query": "find: ", "document": "text: "}
+    declared.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "document"}))
+    config = EngineConfig(model="m", backend="reference")
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        ids = {text: llm.tokenizer.encode(text) for text in ("find: a", "text: a")}
+        np.testing.assert_array_equal(llm.embed("a"), llm.embed([ids["text: a"]]))
+        tokenizer = llm.tokenizer
+
+    with live(partial(open_client, config, tmp_path, where="inproc"), tokenizer=tokenizer) as server:
+
+        def vector(given: Any, **more: Any) -> list[float]:
+            return list(server.post("/v1/embeddings", {"input": given, **more}).json["data"][0]["embedding"])
+
+        assert vector("a") == vector(["a"]) == vector(ids["text: a"])
+        assert vector("a", prompt_name="query") == vector([ids["find: a"]])
+        refused = server.post("/v1/embeddings", {"input": "a", "prompt_name": "other"})
+        assert (refused.status, refused.error["param"]) == (400, "prompt_name")
+        assert "query, document" in refused.error["message"]
+    for other in ({"prompts": ["a"]}, {"prompts": prompts, "default_prompt_name": "other"}):
+        declared.write_text(json.dumps(other))
+        with pytest.raises(ModelError, match="config_sentence_transformers"):
+            LLM(str(tmp_path), backend="reference")
+    declared.write_text(json.dumps({"prompts": prompts}))
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
+    with pytest.raises(ModelError, match="include_prompt"):
+        LLM(str(tmp_path), backend="reference")
+
+
+def test_update_of_a_model_with_dense_modules_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "m", "distilbert")
+    dense = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+    pooled_by(tmp_path / "m", "mean_tokens", dense)
+    save_file({"linear.weight": np.ones((5, 64), np.float32)}, tmp_path / "m" / "2_Dense" / "model.safetensors")
+    config = EngineConfig(model="m", backend="reference", weights_folder=str(tmp_path))
+    with live(partial(open_client, config, tmp_path / "m", where="inproc")) as server:
+        assert len(server.post("/v1/embeddings", {"input": "a"}).json["data"][0]["embedding"]) == 5
+        assert "Dense modules" in server.post("/v1/update_weights", {"model_path": "m"}).error["message"]
 
 
 def test_pack_without_encoders_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

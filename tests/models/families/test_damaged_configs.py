@@ -45,7 +45,8 @@ def test_odd_values_are_explained(family: type[Family]) -> None:
     for case, changes in family.cases.items():
         seed = f"{family.__name__} {case}"
         rng = random.Random(seed)
-        usual = Reads({**family.defaults, **SIZES, **changes, "architectures": list(family.architectures)})
+        sizes = {family.renamed.get(name, name): size for name, size in SIZES.items()}
+        usual = Reads({**family.defaults, **sizes, **changes, "architectures": list(family.architectures)})
         describe(ModelConfig(usual))
         for number in range(120):
             config = dict(usual)

@@ -1,6 +1,7 @@
 """NaN, infinities and denormals: equal on each instruction set, in vector code and scalar tails."""
 
 import ctypes
+import math
 
 import numpy as np
 import pytest
@@ -18,7 +19,11 @@ TINY = np.float32(2.0**-126)
 @pytest.fixture(scope="module")
 def numbers(compiled):
     """Return functions of the vector code, by name: [n] float32 to [n], where n is a multiple of 16."""
-    each = {"exp2_": "vexp2(vload(x + i))", "tanh_": "vtanh(vload(x + i))"}
+    each = {
+        "exp2_": "vexp2(vload(x + i))",
+        "tanh_": "vtanh(vload(x + i))",
+        "gelu_": "activate(vload(x + i), Activation::gelu)",
+    }
     vectors = {
         **{name: ("float", "float", f"vstore(y + i, {value})") for name, value in each.items()},
         "round_": ("float", "bf16", "vstore(y + i, vload(x + i))"),
@@ -30,7 +35,7 @@ def numbers(compiled):
         "half_each": ("uint16_t", "float", "y[i] = half_to_float(x[i])"),
     }
     library = compiled(
-        '#include "base/dot.h"\nusing namespace fd;\n',
+        '#include "base/dot.h"\n#include "base/rows.h"\nusing namespace fd;\n',
         "".join(
             f"void {name}(const {of}* x, int n, {to}* y) {{ for (int i = 0; i < n; i += {step}) {body}; }}\n"
             for functions, step in ((vectors, "kLanes"), (scalars, "1"))
@@ -72,6 +77,14 @@ def test_powers_of_two(numbers):
 def test_tanh_keeps_nan_and_saturates(numbers):
     found = numbers("tanh_", padded(NAN, INF, -INF, 1e30, -1e30))
     np.testing.assert_array_equal(found[:5], np.array([NAN, 1, -1, 1, -1], np.float32))
+
+
+def test_gelu_is_near_and_saturates(numbers):
+    x = np.linspace(-14, 14, 16 * 1000).astype(np.float32)
+    right = [value * 0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x.tolist()]
+    np.testing.assert_allclose(numbers("gelu_", x), right, rtol=1.2e-7, atol=1e-7)
+    found = numbers("gelu_", padded(NAN, INF, -INF, 3e38, -3e38))
+    np.testing.assert_array_equal(found[:5], np.array([NAN, INF, 0, 3e38, 0], np.float32))
 
 
 def test_bfloat16_rounds_to_nearest_and_keeps_nan(numbers):

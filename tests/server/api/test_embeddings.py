@@ -135,7 +135,10 @@ def test_rerank_returns_the_best_first(server: LiveServer) -> None:
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "equal numbers"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "models that judge by it"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", ">= 1"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "truncated"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "truncate_prompt_tokens"),
+        (PATH, {"input": "a", "truncate_prompt_tokens": 512}, "truncate_prompt_tokens", "1 to 511, or -1"),
+        (PATH, {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 to 511, or -1"),
+        (PATH, {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
     ],
 )
 def test_unreadable_input_is_rejected_by_name(

@@ -15,6 +15,7 @@ def fd_register_models() -> list[Entry]:
     return [
         Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
+        Entry("distilbert", f"{encoders}.bert:DistilBert", "DistilBERT"),
         Entry("ernie4_5", f"{families}.ernie:Ernie", "ERNIE 4.5"),
         Entry("ernie4_5_moe", f"{families}.ernie:ErnieMoe", "ERNIE 4.5, mixtures of experts"),
         Entry("exaone4", f"{families}.exaone:Exaone4", "EXAONE 4"),

@@ -1,7 +1,11 @@
-"""BERT, RoBERTa and XLM-RoBERTa: norms of the stream after each block, learned positions, token types."""
+"""BERT, DistilBERT, RoBERTa and XLM-RoBERTa: norms of the stream after each block, learned positions, token types.
+
+DistilBERT lacks the types.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from fd_core.errors import ModelError
@@ -40,6 +44,9 @@ class Bert(Family):
         "plain": {"num_key_value_heads": 4},
         "other": {"num_key_value_heads": 4, "hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3},
     }
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    eps: ClassVar[str | float] = "layer_norm_eps"
+    types: ClassVar[str] = f"{_TABLES}.token_type_embeddings"
     head: ClassVar[tuple[DenseLayer, ...]] = (DenseLayer("pooler.dense", "tanh"), DenseLayer("classifier"))
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -54,17 +61,17 @@ class Bert(Family):
             norms="stream",
             layer_norm=True,
             norm_bias=True,
-            eps="layer_norm_eps",
+            eps=self.eps,
             qkv_bias=True,
             output_bias=True,
             mlp_bias=True,
             gated=False,
-            names=_NAMES,
-            types=f"{_TABLES}.token_type_embeddings",
+            names=self.names,
+            types=self.types,
             positions=f"{_TABLES}.position_embeddings",
             first_position=self.first_position(config),
             embedding_norm=f"{_TABLES}.LayerNorm",
-            ignored=(r"position_ids$", r"^(cls|lm_head|pooler|classifier)\."),
+            ignored=(r"position_ids$", r"^(cls|lm_head|pooler|classifier|pre_classifier|vocab_\w+)\."),
         )
 
     def first_position(self, config: ModelConfig) -> int:
@@ -76,6 +83,40 @@ class Bert(Family):
         if architecture.endswith("ForTokenClassification"):
             return OutputLayers("all", self.head[-1:])
         return OutputLayers("cls", self.head)
+
+
+class DistilBert(Bert):
+    """`DistilBertModel`: BERT without types of tokens."""
+
+    architectures = names_of("DistilBert")
+    model_type = "distilbert"
+    defaults: ClassVar = {"activation": "gelu"}
+    renamed: ClassVar = {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "hidden_act": "activation",
+    }
+    cases: ClassVar = {
+        "plain": {"num_key_value_heads": 4, "hidden_dim": 96},
+        "other": {"num_key_value_heads": 4, "hidden_dim": 48, "activation": "relu"},
+    }
+    names: ClassVar[Any] = {
+        "model.embed_tokens": f"{_TABLES}.word_embeddings",
+        "model.layers": "transformer.layer",
+        "self_attn.q_proj": "attention.q_lin",
+        "self_attn.k_proj": "attention.k_lin",
+        "self_attn.v_proj": "attention.v_lin",
+        "self_attn.o_proj": "attention.out_lin",
+        "post_attention_layernorm": "sa_layer_norm",
+        "mlp.up_proj": "ffn.lin1",
+        "mlp.down_proj": "ffn.lin2",
+        "post_feedforward_layernorm": "output_layer_norm",
+    }
+    eps: ClassVar = 1e-12
+    types: ClassVar = ""
+    head: ClassVar = (DenseLayer("pre_classifier", "relu"), DenseLayer("classifier"))
 
 
 class Roberta(Bert):

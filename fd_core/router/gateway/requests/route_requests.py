@@ -13,7 +13,7 @@ from fd_core.errors import FdError
 from fd_core.http.errors import OLLAMA_PATH
 from fd_core.router.selection import RouteRequest
 from fd_core.server.api import completions, embeddings
-from fd_core.server.api.embeddings import distinct, pairs_of, read_texts
+from fd_core.server.api.embeddings import distinct, longest_text, pairs_of, read_texts
 from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
 from fd_core.server.ollama import routes as ollama
@@ -303,11 +303,13 @@ class CostReader:
         return request
 
     async def _pooled(self, decoded: TextsRequest | ScoreRequest | RerankRequest) -> int:
+        longest = None if self.text is None else longest_text(self, decoded)
         if isinstance(decoded, TextsRequest):
-            found = await read_texts(self, decoded.input, "input", add_special=decoded.add_special_tokens is not False)
+            special = decoded.add_special_tokens is not False
+            found = await read_texts(self, decoded.input, "input", special, longest)
         else:
             pairs, name = pairs_of(decoded)
-            found = await read_texts(self, distinct(pairs), name)
+            found = await read_texts(self, distinct(pairs), name, longest=longest)
         return sum(len(each.ids) if each.text is None else self._tokens(len(each.ids)) for each in found)
 
     def _tokens(self, read: int) -> int:

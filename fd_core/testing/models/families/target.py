@@ -65,7 +65,7 @@ class FamilyTarget:
 
         Raises `AssertionError` if it depends on configs that the family described before.
         """
-        config = ModelConfig(values).filled(self.family.defaults)
+        config = ModelConfig(values).filled(self.family.defaults, self.family.renamed)
         found, first = (
             decoder_spec(self.family.architectures[0], config, family.traits(config))
             for family in (self.family, type(self.family)())
@@ -76,9 +76,10 @@ class FamilyTarget:
 
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
-        usual = _RecordedConfig({**values, "hidden_act": "silu"})
+        renamed = self.family.renamed
+        usual = _RecordedConfig({**values, renamed.get("hidden_act", "hidden_act"): "silu"})
         rope = RopeSpec((1.0,))
-        decoder_spec("", ModelConfig(usual), Traits(rope=lambda layer: rope))
+        decoder_spec("", ModelConfig(usual, renamed=renamed), Traits(rope=lambda layer: rope))
         return (self.read(values) - usual.read | {"tie_word_embeddings"}) & values.keys()
 
     def read(self, values: Mapping[str, Any]) -> set[str]:
