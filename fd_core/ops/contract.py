@@ -184,11 +184,6 @@ class Heads:
     causal: bool = True
     """False if a token attends likewise to the tokens after it, up to the end of its row: see `Ops.encodes`."""
 
-    @property
-    def usual_norms(self) -> bool:
-        """True if every pack's `attention_inputs` computes the norms."""
-        return not self.norms_rotated and self.joint_widths is None
-
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -397,9 +392,6 @@ class Ops(abc.ABC):
     encodes: bool = False
     """True if it computes encoders: attention in both directions, and layer norms. A pack that overrides
     `paged_attention` or a fusion that calls it must redefine it."""
-    any_norms: bool = False
-    """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
-    of heads after rope and of all heads together. Else models compose such layers of primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -759,12 +751,6 @@ class Ops(abc.ABC):
     # Fusions: what models call ----------------------------------------------------------------------------
 
     def attention_inputs(
-        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
-    ) -> Array:
-        """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
-        return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
-
-    def composed_attention_inputs(
         self,
         x: Array,
         norm: Norm | None,
@@ -774,7 +760,10 @@ class Ops(abc.ABC):
         step: StepInput,
         lora: Lora | None = None,
     ) -> Array:
-        """Compute `attention_inputs` from primitives, for any order of norms and without one; no pack overrides it."""
+        """Norm, q/k/v projection, norms of heads and rope in any order, KV write: [T, H] -> q [T, nh, d].
+
+        A pack whose kernel lacks a form of norms calls this method for it.
+        """
         normed = self.normalize(x, norm)
         projected = self.linear(normed, qkv)
         if lora is not None:
@@ -813,15 +802,9 @@ class Ops(abc.ABC):
         return self.add(residual, y)
 
     def mlp_inputs(
-        self, x: Array, norm: Norm, gate_up: Array, activation: Activation, lora: Lora | None = None
-    ) -> Array:
-        """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
-        return self.composed_mlp_inputs(x, norm, gate_up, activation, lora)
-
-    def composed_mlp_inputs(
         self, x: Array, norm: Norm | None, gate_up: Array, activation: Activation, lora: Lora | None = None
     ) -> Array:
-        """Compute `mlp_inputs` from primitives, also without a norm; no pack overrides it."""
+        """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
         normed = self.normalize(x, norm)
         if lora is None:
             return self.gated_linear(normed, gate_up, activation)

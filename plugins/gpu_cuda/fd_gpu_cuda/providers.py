@@ -495,12 +495,9 @@ class ModelTrial:
     def _of_layer(self, ops: CudaOps, layer: Layer, rows: Sequence[tuple[int, int]]) -> Iterator[Compared]:
         plain, model, attention = self._plain, self._model, layer.attention
         heads, block = attention.heads, layer.feed_forward
-        gated = isinstance(block, Moe) or block.gated
-        if attention.norm is None or block.norm is None or heads.norms_rotated or heads.joint_widths or not gated:
-            return  # composed of primitives, without the fusions
         step, num_blocks = random_step(plain, rows, self._block_size, model.vocab_size, self._random)
         own, reference = self._caches(layer, num_blocks)
-        x = self._normal(len(step.positions), attention.norm.weight.shape[0]) * _SMALL
+        x = self._normal(len(step.positions), model.spec.embedding.shape[1]) * _SMALL
 
         q = plain.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, reference, step)
         yield Compared("queries", ops.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, own, step), q)
@@ -515,17 +512,16 @@ class ModelTrial:
             yield Compared("the adapters' terms", *(self._adapted(each, step, x) for each in (ops, plain)))
         y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
-        expected = plain.rms_norm(y, block.norm)
-        yield Compared("the norm after attention", ops.rms_norm(other, block.norm), expected)
+        expected = plain.normalize(y, block.norm)
+        yield Compared("the norm after attention", ops.normalize(other, block.norm), expected)
         activation, norm = model.decoder.activation, model.decoder.final_norm
         if isinstance(block, Moe):
             z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
             other = ops.moe_residual(y.clone(), block.norm, block.experts, activation)
         else:
-            inner = plain.mlp_inputs(y.clone(), block.norm, block.gate_up, activation)
-            yield Compared(
-                "the activated products", ops.mlp_inputs(y.clone(), block.norm, block.gate_up, activation), inner
-            )
+            method = "mlp_inputs" if block.gated else "plain_mlp_inputs"
+            each, inner = (getattr(it, method)(y.clone(), block.norm, block.gate_up, activation) for it in (ops, plain))
+            yield Compared("the activated products", each, inner)
             z = plain.settle(plain.project_residual(inner, block.down, y.clone(), block.post_norm))
             other = ops.project_residual(inner, block.down, y.clone(), block.post_norm)
         law: Literal["near", "experts"] = "experts" if isinstance(block, Moe) else "near"

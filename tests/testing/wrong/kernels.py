@@ -80,8 +80,6 @@ class RotatesTheFirst16384Positions(NumpyOps):
 
 @shown_by("layer", norms_rotated=True)
 class NormalizesHeadsBeforeRope(NumpyOps):
-    any_norms = True
-
     def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
         return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
 
@@ -94,8 +92,6 @@ class NormalizesHeadsOneByOne(NumpyOps):
 
 @shown_by("layer", pre_norm=False, composed=False)
 class NormalizesEveryInput(NumpyOps):
-    any_norms = True
-
     def attention_inputs(self, x, norm, *rest):
         return super().attention_inputs(x, norm or Norm(np.ones(x.shape[1], np.float32), 1e-6), *rest)
 
