@@ -281,13 +281,13 @@ class Computing:
     def layer_groups(self) -> LayerGroups:
         """Groups into which the layers of all ranks are divided, so that KV outside of windows is freed.
 
-        There is one group if KV also moves outside the device, or a part of the engine does not support several.
+        There is one group if KV also moves outside the device, or the scheduler does not support several.
         """
         config, model = self._config, self.model
         scheduler = self._plugins.load(SCHEDULER, config.scheduler)
         moves = config.kv_store is not None or config.role != "mixed"
         shared = self.drafter is not None and self.drafter.kv_shape is not None
-        if moves or shared or not (self.ops.groups_layers and scheduler.groups_layers):
+        if moves or shared or not scheduler.groups_layers:
             return ONE_GROUP
         longest = self.max_positions if config.max_model_len is None else config.max_model_len
         return model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
@@ -312,7 +312,7 @@ class Computing:
             bytes_per_block=1,
             free_bytes=_ENOUGH,
             whole_prompts=whole_prompts(self.model),
-            groups=ONE_GROUP,
+            groups=self.layer_groups,
             **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )
         adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None

@@ -218,7 +218,17 @@ class HostStep:
     context_len: IntArray
     """int32[N]"""
     block_tables: IntArray
-    """int32[N, max_blocks]"""
+    """int32[N, max_blocks]; int32[groups, N, max_blocks] if the step is `grouped`."""
+
+    def within(self, window: int | None, block_size: int) -> HostStep:
+        """Return the step as if contexts began with the first block that a layer with this window reads."""
+        if window is None:
+            return self
+        first = np.maximum(self.context_len - np.diff(self.query_start) - window + 1, 0) // block_size
+        context = self.context_len - first * block_size
+        entries = first[:, None] + np.arange(-(-int(context.max(initial=0)) // block_size))
+        tables = np.take_along_axis(self.block_tables, np.minimum(entries, self.block_tables.shape[1] - 1), axis=1)
+        return HostStep(self.query_start, context, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +288,8 @@ class StepInput:
         if self.grouped is None:
             return self
         slots, tables = self.grouped.kv_slots[group], self.grouped.block_tables[group]
-        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=None, grouped=None)
+        host = self.host and replace(self.host, block_tables=self.host.block_tables[group])
+        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=host, grouped=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,9 +375,6 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
-    groups_layers: bool = False
-    """True if steps may have a table for each group of layers, see `StepInput.grouped`; otherwise a block holds the KV
-    of all layers, also of those with a window."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
@@ -605,7 +613,8 @@ class Ops(abc.ABC):
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Causal unless `heads` are not.
 
-        Softmax in float32, of scores of any finite size.
+        Softmax in float32, of scores of any finite size. Blocks before the window of a row's first token may hold data
+        of other requests, also NaN, like the rest of its last block.
         """
 
     @abc.abstractmethod

@@ -78,7 +78,6 @@ class CudaOps(TorchOps):
     """
 
     name = "torch"
-    groups_layers = False  # graphs capture the tables of one group
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False

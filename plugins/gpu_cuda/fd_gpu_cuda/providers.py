@@ -613,7 +613,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 class FlashInferAttention:
     """FlashInfer attention of steps that are not replayed; it plans on the host, from the host's metadata.
 
-    There is one plan per layer geometry of a step, created by the first such layer.
+    There is one plan per layer geometry and group of layers of a step, created by the first such layer.
 
     Its calls match the releases recorded in `tests/test_flash_infer_calls.py`.
     """
@@ -623,18 +623,19 @@ class FlashInferAttention:
         self._cuda = cuda
         self._workspace: Array | None = None
         self._wrappers: dict[tuple[Any, ...], Any] = {}
-        self._step: StepInput | None = None
+        self._rows: Array | None = None
+        """`query_start` of the last step, which its groups of layers share."""
         self._planned: set[tuple[Any, ...]] = set()
         self._copied: dict[tuple[Any, ...], Callable[[], None]] = {}
         """By geometry, a function that waits for the copy of its last plan."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. Needs `step.host`."""
-        if step is not self._step:
-            self._step = step
+        if step.query_start is not self._rows:
+            self._rows = step.query_start
             self._planned.clear()
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, layer.block_size)
-        geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype)
+        geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype, step.group)
         if geometry not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._cuda.device)
@@ -648,7 +649,10 @@ class FlashInferAttention:
                 # A plan is copied from pinned memory of its wrapper, which the next plan overwrites: where steps are
                 # launched ahead, the copy may still be queued. All that is before it belongs to older steps.
                 self._copied[geometry]()
-            lists = (step.host.query_start.copy(), *page_lists(step.host, layer.block_size))
+            lists = (
+                step.host.query_start.copy(),
+                *page_lists(step.host.within(heads.window, layer.block_size), layer.block_size),
+            )
             wrapper.plan(
                 *map(torch.from_numpy, lists),
                 *sizes,

@@ -1215,6 +1215,20 @@ class AddsTheMaskToCappedScores(NumpyOps):
         return output
 
 
+@shown_by("layer", window=7, block_size=1)
+class MultipliesTheKeyBeforeTheWindowByZero(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            tokens = slice(step.query_start[row], step.query_start[row + 1])
+            before = context - (tokens.stop - tokens.start) - (heads.window or context)
+            if before >= 0:
+                block = step.block_tables[row, before // held.shape[2]]
+                output[tokens] += np.float32(0) * held[0, block, before % held.shape[2]].sum()
+        return output
+
+
 @shown_by("moe", packed="int8", stored="sliced")
 class ReadsExpertsThroughAPointer(NumpyOps):
     """Packed experts are copied from their first byte on; a rank's share of the columns of `down` is not contiguous."""
