@@ -271,7 +271,8 @@ def _transfer(ops: Ops, size: Size, method: str) -> Prepared:
 
 def _attention(ops: Ops, size: Size, method: str = "paged_attention", kv_dtype: str = "auto") -> Prepared:
     layer = _layer(ops, size, kv_dtype=kv_dtype)
-    q, _, _ = _heads(ops, layer)
+    q, k, v = _heads(ops, layer)
+    ops.write_kv(layer.kv, k, v, layer.step.kv_slots)
     g = layer.g
     read = 2 * sum(context for _, context in layer.rows) * _kept(ops, layer)
     moved = read + 2 * layer.tokens * g.heads * g.d * _width(ops)
