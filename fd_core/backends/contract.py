@@ -127,7 +127,7 @@ def cache_shape(
     groups: LayerGroups = ONE_GROUP,
 ) -> KVShape:
     """Return the size of the model's KV cache for blocks of `block_size` tokens; `dtype` is one of `KVShape.dtype`."""
-    if isinstance(model, GroupedModel) and not groups.single:
+    if isinstance(model, GroupedModel) and groups != ONE_GROUP:
         return replace(model.kv_shape(block_size, groups), dtype=dtype)
     return replace(model.kv_shape(block_size), dtype=dtype)
 

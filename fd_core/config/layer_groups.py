@@ -7,6 +7,8 @@ groups use the same pool, and each has its own block tables (the idea of vLLM's 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Final, overload
 
 import msgspec
@@ -34,11 +36,6 @@ class LayerGroups(msgspec.Struct, frozen=True):
         """Number of groups."""
         return self.whole + self.sliding
 
-    @property
-    def single(self) -> bool:
-        """True if there is one group, which keeps every block."""
-        return self.whole == 1 and not self.sliding
-
     @overload
     def first_read(self, position: int, block_size: int) -> int: ...
     @overload
@@ -48,6 +45,38 @@ class LayerGroups(msgspec.Struct, frozen=True):
         if isinstance(position, int):
             return max(position + 1 - self.window, 0) // block_size
         return np.maximum(position + 1 - self.window, 0) // block_size
+
+    @overload
+    def first_kept(self, position: int, block_size: int) -> int: ...
+    @overload
+    def first_kept(self, position: IntArray, block_size: int) -> IntArray: ...
+    def first_kept(self, position: int | IntArray, block_size: int) -> int | IntArray:
+        """Return the first table entry that a request with settled KV below `position` keeps in a sliding group.
+
+        The token after its last full block reads from there on, so the prefix up to that block can be saved and shared.
+        """
+        return self.first_read(position // block_size * block_size, block_size)
+
+    def read_after(self, first: int, tokens: int, block_size: int) -> range:
+        """Return the entries of sliding groups that whoever holds the leading `first` lacks to go on after `tokens`."""
+        if not self.sliding:
+            return range(0)
+        upto = -(-tokens // block_size)
+        return range(max(first, min(self.first_kept(tokens, block_size), upto)), max(first, upto))
+
+    def order(self, whole: range, sliding: range) -> Iterator[tuple[int, int]]:
+        """Yield table entry and group of blocks in the order in which they are stored and sent.
+
+        Those of the entries `whole` in groups that keep every block, and then of `sliding` in the others.
+        """
+        yield from itertools.product(whole, range(self.whole))
+        yield from itertools.product(sliding, range(self.whole, self.count))
+
+    def ordered(self, tables: IntArray, whole: range, sliding: range) -> IntArray:
+        """Return a copy of entries of `tables` int32[groups, n], see `order`."""
+        kept = tables[: self.whole, whole.start : whole.stop].T
+        others = tables[self.whole :, sliding.start : sliding.stop].T
+        return np.concatenate([kept.ravel(), others.ravel()])
 
     def blocks(self, tokens: int, block_size: int) -> int:
         """Return the number of blocks that a request with `tokens` tokens holds between steps."""

@@ -6,7 +6,9 @@ from typing import Final
 
 import msgspec
 
-FORMAT_VERSION: Final = 3
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
+
+FORMAT_VERSION: Final = 4
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,7 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    groups: LayerGroups = ONE_GROUP
 
 
 _NAMES: Final = {
@@ -32,6 +35,7 @@ _NAMES: Final = {
     "num_layers": "the number of layers",
     "num_kv_heads": "the number of KV heads",
     "head_dim": "the size of a head",
+    "groups": "the division of layers by window",
     "model": "the model (tokenizer, dtype or layout of the KV)",
     "weights": "the version of the weights",
 }

@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from fd_core.config.layer_groups import MAX_GROUPS
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
 from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefill, KVPiece, Open
 from fd_core.types import PrefillOutcome
@@ -86,8 +87,14 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 
 def requested_pieces(opening: Open) -> range:
-    """Return the indices of the requested pieces: those of all blocks but the leading `held_blocks`."""
-    return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.compatibility.block_size))
+    """Return the indices of the requested pieces: those of all blocks but the leading `held_blocks`.
+
+    Blocks are counted in the order of `LayerGroups.order`.
+    """
+    held, tokens = opening.job.held_blocks, opening.job.num_tokens
+    groups, size = opening.compatibility.groups, opening.compatibility.block_size
+    sliding = groups.sliding * len(groups.read_after(held, tokens, size))
+    return range(held, held + groups.whole * (-(-tokens // size) - held) + sliding)
 
 
 def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
@@ -98,6 +105,9 @@ def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return "the lease id is not 32 hexadecimal digits"
     if not all(0 < number <= MAX_NUMBER for number in numbers):
         return "a field of the KV description is out of range"
+    groups = compatibility.groups
+    if not 1 <= groups.count <= MAX_GROUPS or min(msgspec.structs.astuple(groups)) < 0 or groups.window > MAX_NUMBER:
+        return f"the groups of layers are not 1 to {MAX_GROUPS}"
     if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not requested_pieces(opening):
         return "the job requests no KV"
     if (tokens := job.num_tokens) > max_tokens:

@@ -67,11 +67,11 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
-    """All layers of one block, sealed; the connector carries the payload."""
+    """The KV in one block, sealed; the connector carries the payload."""
 
     lease: _LeaseName
     index: _Number
-    """Index of the block in the prompt, at least `PrefillJob.held_blocks`."""
+    """Index of the block, see `requested_pieces`."""
     digest: _Digest
     """Digest of the sealed value, as `wire` computes it."""
     reference: Annotated[bytes, msgspec.Meta(max_length=MAX_REFERENCE_BYTES)] = b""

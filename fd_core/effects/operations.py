@@ -121,8 +121,8 @@ class Fetch(msgspec.Struct, frozen=True):
     """`host:port` of the prefill worker's transfers."""
     job: PrefillJob
     blocks: IntArray
-    """int32[m]: device blocks after `job.held_blocks`, up to the one of the last token; they belong to the operation
-    until it is completed."""
+    """int32[m]: device blocks after the `job.held_blocks` leading ones of each group, up to those of the last token, in
+    the order of `LayerGroups.order`; they belong to the operation until it is completed."""
     slot: int = 0
     """The slot that waits for the blocks, for traces."""
     request_id: str = ""
@@ -147,7 +147,7 @@ class Send(msgspec.Struct, frozen=True):
     operation: int
     lease: str
     first: int
-    """Index of `blocks[0]` among the blocks of the prompt."""
+    """Index of `blocks[0]` among the blocks of the prompt, in the order of `LayerGroups.order`."""
     blocks: IntArray
     """int32[m], m may be 0 if `tokens` is given."""
     tokens: int | None = None

@@ -281,13 +281,12 @@ class Computing:
     def layer_groups(self) -> LayerGroups:
         """Groups into which the layers of all ranks are divided, so that KV outside of windows is freed.
 
-        There is one group if KV also moves outside the device, or the scheduler does not support several.
+        There is one group if a draft model shares the blocks, or the scheduler does not support several.
         """
         config, model = self._config, self.model
         scheduler = self._plugins.load(SCHEDULER, config.scheduler)
-        moves = config.kv_store is not None or config.role != "mixed"
         shared = self.drafter is not None and self.drafter.kv_shape is not None
-        if moves or shared or not scheduler.groups_layers:
+        if shared or not scheduler.groups_layers:
             return ONE_GROUP
         longest = self.max_positions if config.max_model_len is None else config.max_model_len
         return model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
@@ -323,7 +322,7 @@ class Computing:
         """Load the weights, including those of a draft model, and return the device memory that is left."""
         bytes_per_block = self.bytes_per_block
         self._fit_steps()
-        shape = self.model.kv_shape(self._config.block_size)
+        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype, self.layer_groups)
         share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
         if self._config.pipeline_parallel_size > 1:
             share = (shape.first_layer, shape.first_layer + shape.num_layers)

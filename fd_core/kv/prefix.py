@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.types import IntArray
 
 FORMAT_VERSION = 1
@@ -57,3 +59,15 @@ class PrefixHasher:
             state.update(parent + data[begin : begin + 4 * size])
             parent = state.digest()
             chain.append(parent)
+
+
+def block_key(key: bytes, group: int) -> bytes:
+    """Return the key of a group's KV for the tokens that `key` names."""
+    return key + bytes((group,)) if group else key
+
+
+def block_keys(chain: Sequence[bytes], groups: LayerGroups, whole: range, sliding: range) -> tuple[bytes, ...]:
+    """Return the keys of blocks of a chain, see `LayerGroups.order`."""
+    if groups == ONE_GROUP:
+        return tuple(chain[whole.start : whole.stop])
+    return tuple(block_key(chain[entry], group) for entry, group in groups.order(whole, sliding))

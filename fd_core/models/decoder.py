@@ -28,7 +28,7 @@ from fd_core.models.families.spec import (
 )
 from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
-from fd_core.ops.parallel import Parallel
+from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
@@ -227,10 +227,10 @@ class DecoderModel:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        count = 1 + max(index for _, index in self._places(groups))
-        sizes = count, heads.num_kv_heads, heads.head_dim, block_size
-        first = stage_layers(self.spec, self.ops.stage).start
-        return KVShape(*sizes, first_kv_head=kv.start, first_layer=first, groups=groups)
+        index, count = self.ops.stage.index, self.ops.stage.count
+        *before, own = (1 + max(at for _, at in self._places(groups, Stage(i, count))) for i in range(index + 1))
+        sizes = own, heads.num_kv_heads, heads.head_dim, block_size
+        return KVShape(*sizes, first_kv_head=kv.start, first_layer=sum(before), groups=groups)
 
     def layer_groups(self, longest: int) -> LayerGroups:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
@@ -238,9 +238,9 @@ class DecoderModel:
             return ONE_GROUP
         return divide_layers([layer.attention.window for layer in self.spec.layers], longest)
 
-    def _places(self, groups: LayerGroups) -> Sequence[tuple[int, int]]:
-        """Return the group of each layer, and its index there; all layers of an encoder share one."""
-        windows = tuple(layer.attention.heads.window for layer in self.decoder.layers)
+    def _places(self, groups: LayerGroups, stage: Stage) -> Sequence[tuple[int, int]]:
+        """Return the group of each layer of a stage, and its index there; all layers of an encoder share one."""
+        windows = tuple(layer.attention.window for layer in self.spec.layers[stage_layers(self.spec, stage)])
         return places_of(windows, groups) if self.spec.causal else [(0, 0)] * len(windows)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
@@ -276,7 +276,7 @@ class DecoderModel:
                 x = ops.add_positions(x, decoder.positions, step.positions)
             x = _normed(x, decoder.embedding_norm, ops)
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
-        places = self._places(cache.shape.groups)
+        places = self._places(cache.shape.groups, self.ops.stage)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
             attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]

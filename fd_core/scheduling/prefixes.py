@@ -14,7 +14,7 @@ import numpy as np
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.prefix import PrefixHasher
+from fd_core.kv.prefix import PrefixHasher, block_key
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
 from fd_core.types.kv_events import Recorder
@@ -70,7 +70,7 @@ class Prefixes:
         request was admitted with in the same plan, which owns these blocks: prompts that arrive together often share a
         prefix, and a key identifies everything before its block.
         """
-        if not self._groups.single:
+        if self._groups != ONE_GROUP:
             return self._match_groups(keys)
         count = len(last)
         if 0 < count <= len(keys) and self._pool.holds(int(last[-1]), keys[count - 1]):
@@ -84,13 +84,13 @@ class Prefixes:
         if self.hasher is None:
             return found
         for group in range(groups.whole):
-            blocks = self._pool.match(_key_of(key, group) for key in keys[:most])
+            blocks = self._pool.match(block_key(key, group) for key in keys[:most])
             most = len(blocks)
             found[group, :most] = blocks
         size, entry = self.hasher.block_size, most if groups.sliding else 0
         while entry > groups.first_read(most * size, size):
             entry -= 1
-            column = [self._pool.find(_key_of(keys[entry], group)) for group in range(groups.whole, groups.count)]
+            column = [self._pool.find(block_key(keys[entry], group)) for group in range(groups.whole, groups.count)]
             found[groups.whole :, entry] = column
             if min(column) < 0:
                 most = entry
@@ -122,7 +122,7 @@ class Prefixes:
     def complete(self, request: Request, tables: IntArray, first: int, upto: int) -> None:
         """Register entries `first` to `upto` of a request's block `tables`, which hold settled KV of its tokens.
 
-        `tables` is int32[groups, blocks].
+        `tables` is int32[groups, blocks], -1 for blocks of sliding groups that the request does not have.
         """
         if self.hasher is None:
             return
@@ -132,7 +132,7 @@ class Prefixes:
         named = False
         for index, blocks in enumerate(tables[:, first:upto].T.tolist(), first):
             for group, block in enumerate(blocks):
-                named |= self._pool.register(block, _key_of(chain[index], group))
+                named |= block >= 0 and self._pool.register(block, block_key(chain[index], group))
             if index < request.announced:
                 self._end(chain[index])
                 self._on_end(chain[index])
@@ -151,8 +151,3 @@ class Prefixes:
     def _end(self, key: bytes) -> None:
         if (count := self.computing.pop(key, 0)) > 1:
             self.computing[key] = count - 1
-
-
-def _key_of(key: bytes, group: int) -> bytes:
-    """Return the key of a group's KV for a block of tokens."""
-    return key + bytes((group,)) if group else key

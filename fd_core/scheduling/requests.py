@@ -142,6 +142,8 @@ class Request:
     stored_on_host: int = 0
     """Leading blocks that the host tier stores, at most `stored`."""
     load: int | None = None
+    load_entries: range = range(0)
+    """Table entries that `load` loads."""
     """Operation that loads KV while the request is LOADING."""
 
     fetch: int | None = None

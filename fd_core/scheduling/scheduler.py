@@ -84,8 +84,12 @@ class ContinuousBatchingScheduler(Scheduler):
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake, _groups=limits.groups)
         self._operations = Operations(pool)
         keep = setup.keep_kv or OffloadSelection(preempted=False)
-        self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep=keep)
-        self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
+        self._offloading = offloading = KVOffloading(
+            pool, self._operations, limits.block_size, keep=keep, groups=limits.groups
+        )
+        self._transferring = transferring = KVTransferring(
+            self._operations, limits.block_size, setup.paired, groups=limits.groups
+        )
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._running_batch = running_batch = RunningBatch(
             slots, pool, prefixes, offloading, transferring, drafts, control, times, self._ended

@@ -157,7 +157,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     tokens: bytes
     """int32[n], little-endian: the tokens whose KV is wanted, at least one."""
     held_blocks: int = 0
-    """Leading blocks of the prompt that the decode worker holds; their KV is not wanted."""
+    """Leading blocks of tokens whose KV the decode worker holds; it is not wanted."""
     cache_salt: str = ""
     priority: int = 0
     tenant: str = ""

@@ -42,5 +42,4 @@ def test_longest_request_uses_the_pool_and_a_longer_one_does_not_fit(
 
 
 def test_one_group_counts_blocks_of_tokens() -> None:
-    assert (ONE_GROUP.single, ONE_GROUP.count, ONE_GROUP.blocks(33, 16), ONE_GROUP.longest(3, 16)) == (True, 1, 3, 48)
-    assert not LayerGroups(0, 1, window=8).single
+    assert (ONE_GROUP.count, ONE_GROUP.blocks(33, 16), ONE_GROUP.longest(3, 16)) == (1, 3, 48)

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from fd_core.config.layer_groups import LayerGroups
 from fd_core.disagg.kv_compatibility import FORMAT_VERSION, KVCompatibility, difference
 from tests.disagg.world import COMPATIBILITY
 
@@ -13,6 +14,7 @@ OTHER: dict[str, object] = {
     "num_layers": 7,
     "num_kv_heads": 7,
     "head_dim": 7,
+    "groups": LayerGroups(1, 2, window=9),
 }
 
 

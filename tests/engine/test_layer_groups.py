@@ -19,6 +19,7 @@ from fd_core.errors import ConfigError
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import run
+from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
@@ -137,8 +138,9 @@ def test_cached_prefixes_with_windows_keep_the_texts(model: tuple[Path, LayerGro
         {"block_size": 16, "max_num_batched_tokens": 160},
         {"tensor_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
         {"pipeline_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
+        {"pipeline_parallel_size": 2, "backend": "reference", "num_kv_blocks": 130},
     ],
-    ids=["drafts", "small budget", "large blocks", "two ranks", "two stages"],
+    ids=["drafts", "small budget", "large blocks", "two ranks", "two stages", "two scarce stages"],
 )
 @pytest.mark.law("4")
 @pytest.mark.slow
@@ -161,14 +163,102 @@ def test_request_holds_no_block_outside_its_windows(model: tuple[Path, LayerGrou
         assert max(held) <= groups.blocks(150, 4) + chunk
 
 
-def test_kv_that_moves_outside_the_device_keeps_one_group(tmp_path: Path) -> None:
-    case, changes, _ = MODELS["mixed"]
-    folder = write_checkpoint(case, tmp_path / "model", num_hidden_layers=6, vocab_size=258, **changes)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"of sixteen bytes")
-    secret.chmod(0o600)
-    with engine_of(folder, kv_store=f"disk:{tmp_path}/store", kv_store_secret_file=str(secret)) as engine:
-        assert engine.info.groups == ONE_GROUP
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, str]:
+    file = tmp_path / "secret"
+    file.write_bytes(b"of sixteen bytes")
+    file.chmod(0o600)
+    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
+
+
+@pytest.mark.law("5.2")
+@pytest.mark.parametrize("where", ["host tier", "store"])
+def test_preempted_requests_go_on_from_saved_windows(
+    model: tuple[Path, LayerGroups], where: str, secrets: dict[str, str], tmp_path: Path
+) -> None:
+    folder, groups = model
+    store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets} if where == "store" else {}
+    with engine_of(folder, num_kv_blocks=groups.blocks(160, 4) + 1, max_num_seqs=6, **store) as engine:
+        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
+        assert run(engine, SPECS).tokens == golden(folder)
+        counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
+        assert counters.preemptions and offload.saved_tokens
+        assert offload.loaded_tokens or (where == "store" and not groups.whole)
+        engine.check_integrity()
+
+
+@pytest.mark.law("5.3")
+def test_prompts_go_on_from_what_another_engine_stored(
+    model: tuple[Path, LayerGroups], secrets: dict[str, str], tmp_path: Path
+) -> None:
+    """A prompt that continues a text finds it in groups that keep every block, and the windows at its end."""
+    folder, groups = model
+    settings: dict[str, Any] = {"kv_store": f"disk:{tmp_path}/kv", **secrets}
+    with engine_of(folder, **settings) as engine:
+        texts = run(engine, SPECS).tokens
+        assert texts == golden(folder)
+    longer = [
+        msgspec.structs.replace(
+            spec,
+            prompt=(*spec.prompt, *texts[spec.request_id], 7, 8, 9),
+            params=msgspec.structs.replace(spec.params, max_tokens=6),
+        )
+        for spec in SPECS
+        if len(spec.prompt) + len(texts[spec.request_id]) < 150
+    ]
+    with engine_of(folder) as engine:
+        right = run(engine, longer).tokens
+    with engine_of(folder, **settings) as engine:
+        assert run(engine, longer).tokens == right
+        offload, counters = engine.stats().scheduler.offload, engine.stats().scheduler.counters
+        assert offload.lost_tokens == 0
+        if groups.whole:
+            known = sum((len(spec.prompt) - 4) // 4 * 4 for spec in longer)
+            assert offload.loaded_tokens + counters.prefix_hits >= known
+        engine.check_integrity()
+
+
+@pytest.mark.law("6.2")
+@pytest.mark.parametrize("caching", ["cold", "half known"])
+def test_pair_transfers_what_the_next_token_reads(
+    model: tuple[Path, LayerGroups], caching: str, secrets: dict[str, str]
+) -> None:
+    folder, groups = model
+    first = [msgspec.structs.replace(spec, request_id=f"{spec.request_id}-", prompt=spec.prompt[:30]) for spec in SPECS]
+    with (
+        engine_of(folder, role="prefill", **secrets) as prefill,
+        engine_of(folder, role="decode", **secrets) as decode,
+    ):
+        assert prefill.info.groups == decode.info.groups == groups
+        if caching != "cold":
+            run(decode, first)
+        pair = Pair(prefill, decode)
+        pair.run(*SPECS)
+        assert pair.texts.tokens == golden(folder)
+        assert set(pair.outcomes.values()) <= {"transferred", "held"} and "transferred" in pair.outcomes.values()
+        for engine in (prefill, decode):
+            assert (engine.stats().scheduler.blocks.used, engine.stats().scheduler.blocks.fenced) == (0, 0)
+            engine.check_integrity()
+        longest = max(len(spec.prompt) for spec in SPECS)
+        sent = prefill.stats().scheduler.transfers
+        assert sent is not None
+        assert sent.sent_blocks < len(SPECS) * groups.count * -(-longest // 4)
+
+
+def test_pair_with_other_groups_is_refused_by_name(
+    model: tuple[Path, LayerGroups], secrets: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = model
+    with (
+        engine_of(folder, role="prefill", **secrets) as prefill,
+        pytest.MonkeyPatch.context() as patch,
+        patch_groups(patch),
+        engine_of(folder, role="decode", **secrets) as decode,
+    ):
+        pair = Pair(prefill, decode)
+        pair.run(SPECS[0])
+        assert set(pair.outcomes.values()) == {"refused"}
+    assert "layers" in caplog.text and "the prompt is computed here" in caplog.text
 
 
 def test_window_beyond_the_longest_context_divides_nothing(tmp_path: Path) -> None:

@@ -178,14 +178,15 @@ def test_stored_blocks_are_saved_again_only_after_lookup_miss() -> None:
     (lookup_effect,) = stepper.scheduler.add(LONG).operations
     request = stepper.probe.requests["long"]
     offloading.found(Found(lookup_effect.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
-    assert offloading.save(request, keys, blocks) is not None
-    assert offloading.save(request, keys, blocks) is None
+    request.chain[:] = keys
+    assert offloading.save(request, blocks[None], 3) is not None
+    assert offloading.save(request, blocks[None], 3) is None
     assert [len(effect.keys) for effect in operations.take()[0] if isinstance(effect, Save)] == [3]
     request.lookup_issued = False
     offloading.start_lookup(request, keys)
     (lookup_effect,), _ = operations.take()
     offloading.found(Found(lookup_effect.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
-    offloading.save(request, keys, blocks)
+    offloading.save(request, blocks[None], 3)
     (again,), _ = operations.take()
     assert isinstance(again, Save)
     assert again.keys == (b"b", b"c")
@@ -222,13 +223,12 @@ def test_only_settled_blocks_of_victim_are_saved() -> None:
     assert slot is not None
     settled = int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size
     assert settled < stepper.probe.slots.num_blocks[slot], "a prefill is in flight"
-    running_batch, operations = stepper.probe.running_batch, stepper.probe.operations
-    assert running_batch._save(slot, stepper.probe.requests["long"]) is None
+    request, offloading, slots = stepper.probe.requests["long"], stepper.probe.offloading, stepper.probe.slots
+    assert offloading.save(request, slots.tables[:, slot], int(slots.num_registered[slot])) is None
     stepper.answer()
-    running_batch._save(slot, stepper.probe.requests["long"])
-    (saved,), _ = operations.take()
-    assert isinstance(saved, Save)
-    assert len(saved.keys) == int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size > 0
+    preempt(stepper, "long")
+    (saved,) = (operation for operation in tiers.pending if isinstance(operation, Save))
+    assert len(saved.keys) == int(slots.num_settled[slot]) // stepper.limits.block_size > 0
 
 
 @pytest.mark.parametrize("salts", [("", "another"), ("tenant-1", "tenant-2"), ("a", "ab")])

@@ -40,10 +40,9 @@ MUTANTS = (
         _WAIT,
         (
             ADMISSIONS,
-            "            running_batch.load(slot, Phase.TRANSFER)\n            upto",
+            "            running_batch.load(slot, Phase.TRANSFER)\n",
             "            running_batch.load(slot, Phase.TRANSFER)\n"
-            "            self._prefixes.announce(request, first, len(self._prefixes.keys(request)))\n"
-            "            upto",
+            "            self._prefixes.announce(request, first, len(self._prefixes.keys(request)))\n",
         ),
     ),
     mutant(
@@ -83,7 +82,7 @@ MUTANTS = (
     mutant(
         "save-does-not-update-host-keys",
         "5.2: readmission does not look up blocks that were just saved",
-        (OFFLOADING, "            if answer.operation in self._partial_saves:\n", "            if True:\n"),
+        (OFFLOADING, "            if entries is None:\n", "            if True:\n"),
     ),
     mutant(
         "fair-charge-is-never-corrected",

@@ -84,8 +84,8 @@ MUTANTS = (
         "3.6: at idle every gauge equals its value at start",
         (
             RESIDENCIES,
-            "self.slots.blocks(slot), reason)\n        self._give_up_blocks(slot, request)\n",
-            "self.slots.blocks(slot), reason)\n",
+            "slots.tables[:, slot], reason)\n        self._give_up_blocks(slot, request)\n",
+            "slots.tables[:, slot], reason)\n",
         ),
     ),
     mutant(

@@ -61,12 +61,16 @@ MUTANTS = (
     mutant(
         "unsettled-blocks-are-saved",
         "3.5 and 5.2: only settled blocks of a victim are stored",
-        (RESIDENCIES, "complete = int(self.slots.num_registered[slot])\n", "complete = len(request.chain)\n"),
+        (
+            RESIDENCIES,
+            "request.save = self._offloading.save(request, slots.tables[:, slot], int(slots.num_registered[slot]))",
+            "request.save = self._offloading.save(request, slots.tables[:, slot], len(request.chain))",
+        ),
     ),
     mutant(
         "partial-load-counts-as-complete",
         "5.4: missing KV is computed, never used",
-        (OFFLOADING, "count = min(answer.blocks, len(load.keys))", "count = len(load.keys)"),
+        (OFFLOADING, "count, entries = min(answer.blocks, len(load.keys)), ", "count, entries = len(load.keys), "),
     ),
     mutant(
         "loaded-slot-is-not-announced",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ADMISSIONS = "scheduling/waiting/admission_planner.py"
 RESIDENCIES = "scheduling/running/running_batch.py"
 OPERATIONS = "scheduling/operations/registry.py"
 SCHEDULER = "scheduling/scheduler.py"
@@ -64,37 +63,37 @@ MUTANTS = (
         "4: the text is a function of the request; its last prompt token yields the first one",
         (
             TRANSFERRING,
-            "tokens = request.tokens.view(upto=request.num_tokens - 1)",
-            "tokens = request.tokens.view(upto=request.num_tokens)",
+            "spec, count, size = request.spec, request.num_tokens - 1, self.block_size",
+            "spec, count, size = request.spec, request.num_tokens, self.block_size",
         ),
     ),
     mutant(
         "partial-block-is-not-leased",
         _ALL,
         (
-            ADMISSIONS,
-            "upto = -(-(request.num_tokens - 1) // self._limits.block_size)",
-            "upto = (request.num_tokens - 1) // self._limits.block_size",
+            TRANSFERRING,
+            "range(first, -(-count // size))",
+            "range(first, count // size)",
         ),
     ),
     mutant(
         "last-block-is-not-sent",
         _ALL,
-        (TRANSFERRING, "blocks[: -(-prompt // self.block_size)]", "blocks[: prompt // self.block_size]"),
+        (TRANSFERRING, "upto=-(-prompt // self.block_size)", "upto=prompt // self.block_size"),
     ),
     mutant(
         "blocks-are-sent-before-they-are-settled",
         "3.5: only settled positions are",
         (
             RESIDENCIES,
-            "        upto = int(self.slots.num_registered[slot])\n",
-            "        upto = int(self.slots.num_computed[slot]) // self._block_size\n",
+            "self.slots.tables[:, slot], int(self.slots.num_registered[slot]))",
+            "self.slots.tables[:, slot], int(self.slots.num_computed[slot]) // self.slots.block_size)",
         ),
     ),
     mutant(
         "blocks-are-sent-again-after-a-preemption",
         "6.2: each block is sent once",
-        (TRANSFERRING, "        request.sent = len(blocks)\n", "        request.sent = request.sent_all\n"),
+        (TRANSFERRING, "        request.sent = upto\n", "        request.sent = request.sent_all\n"),
     ),
     mutant(
         "blocks-held-by-the-decode-worker-are-sent",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from fd_core.config import ServerConfig
+from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.config.sizes import format_size
 from fd_core.engine.process.messages import EngineInfo
 from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
@@ -77,7 +78,7 @@ def summary(
 ) -> list[tuple[str, str]]:
     """Return properties and limits of an engine; `tools` and `reasoning` name the parsers of answers."""
     blocks, groups = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens", info.groups
-    if groups.single:
+    if groups == ONE_GROUP:
         blocks += f" hold {info.num_kv_blocks * info.block_size:,} tokens"
     else:
         of = f"{groups.count} groups of layers, {groups.sliding}" if groups.count > 1 else "layers"

@@ -13,6 +13,7 @@ import msgspec
 
 from fd_core.backends.contract import cache_shape, whole_prompts
 from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort, LockedKVCache
 from fd_core.engine.building.encoders import encoder_settings
@@ -196,14 +197,14 @@ class _EngineBuilder:
     def _identity(self) -> str:
         ops = self._computing.ops
         forms = "+".join(sorted({use.computed for use in self._weights}))
-        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{self._kv_shape}")
+        # Stages divide the layers of a group, which decides their order in a block.
+        stages = 1 if self._computing.layer_groups == ONE_GROUP else self._config.pipeline_parallel_size
+        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{self._kv_shape}/{stages}")
 
     @cached_property
     def _storage(self) -> KVStorage:
         block_bytes = self._kv_shape.bytes_per_block(ITEM_BYTES[self._computing.ops.dtype])
-        storage = open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
-        # The host tier keeps whole prefixes, which requests with sliding groups do not hold.
-        return storage if self._computing.layer_groups.single else msgspec.structs.replace(storage, keep=None)
+        return open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
 
     @cached_property
     def _vectors(self) -> VectorSettings:

@@ -194,6 +194,7 @@ def open_kv_transfer(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        groups=shape.groups,
     )
     envelope = Envelope(transfer_key(config.transfer_secret_file))
     make_store: Callable[[], KVStore] | None = None

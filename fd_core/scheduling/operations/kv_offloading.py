@@ -12,8 +12,10 @@ from typing import Annotated
 
 import msgspec
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects import operations as effects
 from fd_core.kv.blocks import BlockPool
+from fd_core.kv.prefix import block_keys
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
@@ -59,9 +61,8 @@ class LoadOrRecompute:
         latency = pace.store_latency or 0.0
         self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, store_latency=latency)
 
-    def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> effects.LoadDecision:
-        """Compare loading `host_blocks` and `store_blocks` with recomputing their tokens."""
-        tokens = (host_blocks + store_blocks) * block_size
+    def decide(self, request_id: str, host_blocks: int, store_blocks: int, tokens: int) -> effects.LoadDecision:
+        """Compare loading `host_blocks` and `store_blocks` with recomputing their `tokens`."""
         recompute = None if self.pace.prefill_token is None else self.pace.prefill_token * tokens
         load = self._load_seconds(host_blocks, store_blocks)
         worth = load is None or recompute is None or load * self._trust < recompute
@@ -127,10 +128,13 @@ class KVOffloading:
     keep: OffloadSelection
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
+    groups: LayerGroups = ONE_GROUP
     stores: bool = field(init=False)
     """True if any KV may be stored outside the device now."""
-    _partial_saves: set[int] = field(default_factory=set)
-    """Saves that skipped blocks which are stored already."""
+    _whole_saves: dict[int, int] = field(default_factory=dict)
+    """Leading table entries of each save that skipped no block which is stored already."""
+    _sliding_lookups: set[int] = field(default_factory=set)
+    """Lookups of the blocks of sliding groups, after those of the other groups were found."""
     _stored_keys: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
 
@@ -155,21 +159,40 @@ class KVOffloading:
         return None
 
     def start_lookup(self, request: Request, keys: Sequence[bytes]) -> int | None:
-        """Look up how much of a waiting request's prefix is stored; None if done since it began to wait."""
-        if request.lookup_issued or not (self.stores and self.keep.anything and keys):
+        """Look up how much of a waiting request's prefix is stored; None if done since it began to wait.
+
+        After the blocks that lookup found, those of sliding groups are looked up.
+        """
+        if request.lookup_issued or not (self.stores and self.keep.anything and keys and self.groups.whole):
             return None
-        request.lookup_issued = True
-        request.stored = request.stored_on_host = 0
-        request.lookup = self.operations.begin(effects.Lookup(self.operations.next, tuple(keys)), request)
+        request.lookup_issued, groups = True, self.groups
+        if request.stored:
+            upto = request.stored * self.block_size
+            named = block_keys(request.chain, groups, range(0), groups.read_after(0, upto, self.block_size))
+            self._sliding_lookups.add(self.operations.next)
+        else:
+            named = block_keys(keys, groups, range(len(keys)), range(0))
+        request.lookup = self.operations.begin(effects.Lookup(self.operations.next, named), request)
         return request.lookup
 
     def found(self, answer: effects.Found) -> None:
-        """Apply the result of a lookup."""
+        """Apply the result of a lookup.
+
+        A prefix that the other groups hold is of use only with the blocks of sliding groups at its end, which are
+        looked up next.
+        """
         lookup, request = self.operations.end(answer.operation, effects.Lookup)
         self.not_stored(lookup.keys[answer.total :])
-        if request is not None:
-            request.lookup = None
-            request.stored_on_host, request.stored = answer.host, answer.total
+        second = answer.operation in self._sliding_lookups
+        self._sliding_lookups.discard(answer.operation)
+        if request is None:
+            return
+        request.lookup, whole = None, self.groups.whole
+        if not second:
+            request.stored_on_host, request.stored = answer.host // whole, answer.total // whole
+            request.lookup_issued = not (self.groups.sliding and request.stored)
+        elif answer.total < len(lookup.keys):
+            request.stored = request.stored_on_host = 0
 
     def cancel(self, request: Request) -> None:
         """Cancel the operations that an aborted request waits for."""
@@ -178,12 +201,15 @@ class KVOffloading:
         request.lookup = request.load = None
 
     def worth_loading(self, request: Request, first: int, count: int) -> int:
-        """Return how many of `count` prefix blocks to load after the `first` ones that the device has; 0 for none."""
-        upto = min(request.stored, count)
-        if upto <= first:
+        """Return how many of `count` table entries to load after the `first` ones that the device has; 0 for none."""
+        upto, groups, size = min(request.stored, count), self.groups, self.block_size
+        if upto <= first or (groups.sliding and upto < request.stored):
             return 0
         host = max(min(request.stored_on_host, upto) - first, 0)
-        decision = self.load_or_recompute.decide(request.spec.request_id, host, upto - first - host, self.block_size)
+        sliding = groups.sliding * len(groups.read_after(first, upto * size, size))
+        blocks = groups.whole * (upto - first) + sliding
+        host = blocks if host == upto - first else groups.whole * host
+        decision = self.load_or_recompute.decide(request.spec.request_id, host, blocks - host, (upto - first) * size)
         self.operations.decisions.append(decision)
         if not decision.load:
             self.counters.declined += 1
@@ -191,10 +217,18 @@ class KVOffloading:
             return 0
         return upto - first
 
-    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
-        """Load `keys` of the request's chain into `blocks`, which `slot` owns."""
-        load = effects.Load(self.operations.next, tuple(keys), blocks, slot=slot, request_id=request.spec.request_id)
+    def load(self, request: Request, slot: int, tables: IntArray, entries: range) -> None:
+        """Load table entries of a request into the blocks of `slot`, whose `tables` are int32[groups, n].
+
+        Those of sliding groups that are read afterwards go to the first of the entries, see `SlotTable.arrive`.
+        """
+        groups, size = self.groups, self.block_size
+        sliding = groups.read_after(entries.start, entries.stop * size, size)
+        keys = block_keys(request.chain, groups, entries, sliding)
+        blocks = groups.ordered(tables, entries, range(entries.start, entries.start + len(sliding)))
+        load = effects.Load(self.operations.next, keys, blocks, slot=slot, request_id=request.spec.request_id)
         request.load = self.operations.begin(load, request, blocks)
+        request.load_entries = entries
         self.counters.loads += 1
 
     def loaded(self, answer: effects.Loaded) -> tuple[Request, int, int] | None:
@@ -204,16 +238,27 @@ class KVOffloading:
             return None
         request.load = None
         request.stored = request.stored_on_host = 0
-        count = min(answer.blocks, len(load.keys))
-        self.counters.loaded_tokens += count * self.block_size
-        self.counters.lost_tokens += (len(load.keys) - count) * self.block_size
+        count, entries = min(answer.blocks, len(load.keys)), request.load_entries
+        loaded = len(entries) if count == len(load.keys) else 0 if self.groups.sliding else count
+        self.counters.loaded_tokens += loaded * self.block_size
+        self.counters.lost_tokens += (len(entries) - loaded) * self.block_size
         self.not_stored(load.keys[count:])  # possibly damaged or evicted: stored again once they are computed
-        tokens = (request.chain.index(load.keys[0]) + count) * self.block_size
+        tokens = (entries.start + loaded) * self.block_size
         return request, tokens, tokens
 
-    def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
-        """Save settled blocks that the store lacks while they have an owner; return the operation if one begins."""
-        chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._stored_keys)]
+    def save(self, request: Request, tables: IntArray, count: int) -> int | None:
+        """Save the leading `count` settled entries of `tables`, int32[groups, n], while their blocks have an owner.
+
+        Returns the operation; None if the store has all of them. Of sliding groups, the blocks that are read after
+        those entries are saved.
+        """
+        groups, size = self.groups, self.block_size
+        sliding = groups.read_after(0, count * size, size)
+        keys = block_keys(request.chain, groups, range(count), sliding)
+        blocks = groups.ordered(tables, range(count), sliding)
+        # Without groups that keep every block, no lookup finds what is skipped.
+        skips = self.keep.persist and groups.whole > 0
+        chosen = [index for index, key in enumerate(keys) if not (skips and key in self._stored_keys)]
         if not chosen:
             return None
         self.stores = True
@@ -225,23 +270,25 @@ class KVOffloading:
                 del self._stored_keys[next(iter(self._stored_keys))]
         save = effects.Save(self.operations.next, named, copied, persist=self.keep.persist)
         number = self.operations.begin(save, request, copied)
-        if len(named) < len(keys):
-            self._partial_saves.add(number)
+        if len(named) == len(keys):
+            self._whole_saves[number] = count
         return number
 
     def saved(self, answer: effects.Saved) -> None:
         """Finish a save: it no longer reads its blocks."""
         save, request = self.operations.end(answer.operation, effects.Save)
         count = min(answer.blocks, len(save.keys))
-        self.counters.saved_tokens += count * self.block_size
+        self.counters.saved_tokens += count * self.block_size // self.groups.count
         self.not_stored(save.keys[count:])
+        entries = self._whole_saves.pop(answer.operation, None)
         if request is not None and request.save == answer.operation:
             request.save = None
-            if answer.operation in self._partial_saves:
+            if entries is None:
                 request.lookup_issued = False  # skipped blocks may be in either tier: needs a lookup
             else:
-                request.stored = request.stored_on_host = min(answer.host, count)
-        self._partial_saves.discard(answer.operation)
+                host = min(answer.host, count)
+                stored = entries if host == len(save.keys) else 0 if self.groups.sliding else host
+                request.stored = request.stored_on_host = stored
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
         """Record that blocks were not stored, or were evicted: they are saved when they are used again."""

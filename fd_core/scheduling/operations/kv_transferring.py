@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects.operations import AbandonLease, Fetch, Fetched, Send
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
@@ -45,6 +46,7 @@ class KVTransferring:
     block_size: int
     paired: bool
     """True if this worker is paired with others; an unpaired worker computes every prompt itself."""
+    groups: LayerGroups = ONE_GROUP
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def wants(self, request: Request) -> bool:
@@ -60,10 +62,16 @@ class KVTransferring:
         self._is_over(request, "held")
         return False
 
-    def fetch(self, request: Request, slot: int, blocks: IntArray, first: int) -> None:
-        """Lease `blocks` of a slot, after its `first` ones, to the worker that computes the prompt."""
-        spec = request.spec
-        tokens = request.tokens.view(upto=request.num_tokens - 1).astype("<i4", copy=False).tobytes()
+    def fetch(self, request: Request, slot: int, tables: IntArray, first: int) -> None:
+        """Lease the blocks after the `first` table entries of a slot to the worker that computes the prompt.
+
+        `tables` is int32[groups, n]. Blocks of sliding groups that are read afterwards go to the first entries after
+        them, see `SlotTable.arrive`.
+        """
+        spec, count, size = request.spec, request.num_tokens - 1, self.block_size
+        sliding = len(self.groups.read_after(first, count, size))
+        blocks = self.groups.ordered(tables, range(first, -(-count // size)), range(first, first + sliding))
+        tokens = request.tokens.view(upto=count).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
         )
@@ -95,18 +103,21 @@ class KVTransferring:
         outcomes = self.counters.outcomes
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
-    def settled(self, request: Request, blocks: IntArray) -> None:
-        """Send those of the leading `blocks` of a prefill job, which hold settled KV, that were not sent yet."""
-        job = request.spec.prefill_job
-        if job is not None and len(blocks) > request.sent:
-            self._send(request, job.lease, blocks, None)
+    def settled(self, request: Request, tables: IntArray, upto: int) -> None:
+        """Send those of the leading `upto` entries of a prefill job's `tables`, all settled, that were not sent yet.
 
-    def finished(self, request: Request, blocks: IntArray, reason: FinishReason) -> None:
-        """Send the rest of a prefill job: its prompt is computed, with its KV in `blocks`, the last one included."""
+        `tables` is int32[groups, n]. Blocks of sliding groups are sent at the end, when it is known which are read.
+        """
+        job = request.spec.prefill_job
+        if job is not None and upto > request.sent and self.groups.whole:
+            self._send(request, job, tables, upto=upto, num_tokens=None)
+
+    def finished(self, request: Request, tables: IntArray, reason: FinishReason) -> None:
+        """Send the rest of a prefill job: its prompt is computed, with its KV in `tables` int32[groups, n]."""
         job = request.spec.prefill_job
         if job is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             prompt = request.prompt_len
-            self._send(request, job.lease, blocks[: -(-prompt // self.block_size)], prompt)
+            self._send(request, job, tables, upto=-(-prompt // self.block_size), num_tokens=prompt)
             request.sent_all = True
 
     def ended(self, request: Request, reason: FinishReason) -> None:
@@ -117,10 +128,12 @@ class KVTransferring:
                 AbandonLease(job.lease, f"the prefill worker ended the request: {reason.value}")
             )
 
-    def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
-        first = min(request.sent, len(blocks))
-        sent = blocks[first:]
-        send = Send(self.operations.next, lease, first, sent, num_tokens, request.cached_tokens or 0)
+    def _send(self, request: Request, job: PrefillJob, tables: IntArray, *, upto: int, num_tokens: int | None) -> None:
+        groups, held, first = self.groups, job.held_blocks, min(request.sent, upto)
+        sliding = range(0) if num_tokens is None else groups.read_after(held, num_tokens, self.block_size)
+        sent = groups.ordered(tables, range(first, upto), sliding)
+        index = held + groups.whole * (first - held)
+        send = Send(self.operations.next, job.lease, index, sent, num_tokens, request.cached_tokens or 0)
         self.operations.begin(send, request, sent)
         self.counters.sent_blocks += len(sent)
-        request.sent = len(blocks)
+        request.sent = upto

@@ -113,6 +113,8 @@ class RunningBatch:
         """Apply loaded KV of the leading `num_tokens`; compute the rest. No prefill for it computed `num_cached`."""
         slot = slot_of(request)
         request.advance(Event.LOADED)
+        if self.slots.groups.sliding:
+            self._pool.release(self.slots.arrive(slot, num_tokens), -1)
         arrived = num_tokens // self.slots.block_size
         self._register(slot, request, arrived)
         if not request.announced:
@@ -129,14 +131,16 @@ class RunningBatch:
         slots.settle(rows, upto)
         blocks = upto // slots.block_size
         completed = blocks > slots.num_registered[rows]
-        if self._prefixes.hasher is not None and np.count_nonzero(completed):
-            for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
-                request = slots.request_in(slot)
-                self._register(slot, request, count)
-                if request.spec.prefill_job is not None:
-                    self._send_settled(slot, request)
+        if not np.count_nonzero(completed):
+            return
+        rows, blocks = rows[completed], blocks[completed]
+        for slot, count in zip(rows.tolist(), blocks.tolist(), strict=True):
+            request = slots.request_in(slot)
+            self._register(slot, request, count)
+            if request.spec.prefill_job is not None:
+                self._send_settled(slot, request)
         if slots.groups.sliding:
-            self._pool.release_each(slots.slide(rows, upto), step)
+            self._pool.release_each(slots.slide(rows, blocks * slots.block_size), step)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
         """Register the settled blocks of a slot below entry `upto` of its table."""
@@ -146,18 +150,17 @@ class RunningBatch:
 
     def _send_settled(self, slot: int, request: Request) -> None:
         """Send the settled blocks of a request that computes its prompt for another worker."""
-        upto = int(self.slots.num_registered[slot])
-        self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
+        self._transferring.settled(request, self.slots.tables[:, slot], int(self.slots.num_registered[slot]))
 
     def preempt(self, slot: int, builder: PlanBuilder) -> None:
         """Preempt a running slot for a pause or for its blocks; its request waits again once the slot is released."""
-        request = self.slots.request_in(slot)
+        slots, request = self.slots, self.slots.request_in(slot)
         request.preemptions += 1
         self._times.enter(request.times, Phase.PREEMPTED)
         self.counters.preemptions += 1
         builder.preempted = True
         if self._offloading.keep.preempted:
-            request.save = self._save(slot, request)
+            request.save = self._offloading.save(request, slots.tables[:, slot], int(slots.num_registered[slot]))
         self.revoke(slot, request, builder)
 
     def revoke(self, slot: int, request: Request, builder: PlanBuilder) -> None:
@@ -171,19 +174,20 @@ class RunningBatch:
         """Free the slot of a request that delivered its last token: a running one at once, a draining one on its -9."""
         if request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
-        generated = int(self.slots.num_tokens[slot]) - request.prompt_len
+        slots = self.slots
+        generated = int(slots.num_tokens[slot]) - request.prompt_len
         self._control.forecast.observe(generated, request.limit - request.prompt_len)
         if request.state is State.DRAINING:
-            self.slots.end(slot)
+            slots.end(slot)
             self._on_end(request, reason)
             return
         request.advance(Event.FINISH)
-        if self._offloading.keep.finished:
-            self._save(slot, request)
+        if self._offloading.keep.finished and slots.groups.whole:  # a lookup finds prefixes of such groups
+            self._offloading.save(request, slots.tables[:, slot], int(slots.num_registered[slot]))
         if request.spec.prefill_job is not None:
-            self._transferring.finished(request, self.slots.blocks(slot), reason)
+            self._transferring.finished(request, slots.tables[:, slot], reason)
         self._give_up_blocks(slot, request)
-        self.slots.vacate(slot)
+        slots.vacate(slot)
         self._on_end(request, reason)
 
     def release(self, slot: int) -> Request:
@@ -212,14 +216,6 @@ class RunningBatch:
         self._give_up_blocks(slot, request)
         self.slots.vacate(slot)
         self._on_end(request, FinishReason.ABORT)
-
-    def _save(self, slot: int, request: Request) -> int | None:
-        """Start the copy of a leaving request's settled blocks while they still have an owner."""
-        complete = int(self.slots.num_registered[slot])
-        if not complete:
-            return None
-        settled = self.slots.blocks(slot, upto=complete)
-        return self._offloading.save(request, request.chain[:complete], settled)
 
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots

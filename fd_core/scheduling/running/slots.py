@@ -155,7 +155,7 @@ class SlotTable:
             self.tables[groups.whole :, slot, known:sliding_end] = blocks[own:].reshape(
                 groups.sliding, sliding_end - known
             )
-            self.sliding_begin[slot] = groups.first_read(known * self.block_size, self.block_size)
+            self.sliding_begin[slot] = groups.first_kept(known * self.block_size, self.block_size)
             self.sliding_end[slot] = sliding_end
         self.num_blocks[slot], self.num_registered[slot], self.drafts_ready[slot] = count, known, 0
         self.last_step[slot] = -1
@@ -266,23 +266,44 @@ class SlotTable:
     def extend(self, rows: npt.NDArray[np.intp], blocks: IntArray) -> list[BlockGrant]:
         """Extend the tables of the slots `rows` by one entry each, with `missing` of `blocks` for each slot in turn."""
         groups = self.groups
-        if groups.single:
-            entries, first, slots = self.num_blocks[rows], np.zeros(len(rows), np.intp), rows
-        else:
-            counts = self.missing(rows)
-            slots = np.repeat(rows, counts)
-            first = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - groups.count, counts)
-            entries = np.repeat((self.sliding_end if groups.sliding else self.num_blocks)[rows], counts)
-            ahead = groups.sliding and self.sliding_end[rows] < self.num_blocks[rows]
-            self.sliding_end[rows] += 1
-            rows = rows[np.logical_not(ahead)]
-        self.tables[first, slots, entries] = blocks
-        self.num_blocks[rows] += 1
-        return [*map(BlockGrant, slots.tolist(), entries.tolist(), blocks[:, None], first.tolist())]
+        if groups == ONE_GROUP:
+            entries = self.num_blocks[rows]
+            self.tables[0, rows, entries] = blocks
+            self.num_blocks[rows] += 1
+            return [*map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None])]
+        # Few slots fill a block in one step: for them, numpy takes longer than a loop.
+        grants: list[BlockGrant] = []
+        ends = self.sliding_end if groups.sliding else self.num_blocks
+        for slot in rows.tolist():
+            entry = int(ends[slot])
+            ahead = entry < self.num_blocks[slot]
+            for group in range(groups.whole if ahead else 0, groups.count):
+                block = blocks[len(grants) : len(grants) + 1]
+                self.tables[group, slot, entry] = block[0]
+                grants.append(BlockGrant(slot, entry, block, group))
+            self.sliding_end[slot] += 1
+            self.num_blocks[slot] += not ahead
+        return grants
+
+    def arrive(self, slot: int, num_tokens: int) -> IntArray:
+        """Move the sliding blocks after the known prefix to where they were loaded for, with KV of `num_tokens` tokens.
+
+        Returns the sliding blocks of the known prefix that no token reads any more.
+        """
+        known, sliding = int(self.num_registered[slot]), self.tables[self.groups.whole :, slot]
+        first, end = int(self.sliding_begin[slot]), int(self.sliding_end[slot])
+        begin = self.groups.first_kept(num_tokens, self.block_size)
+        unread: IntArray = sliding[:, first : min(begin, known)].T.flatten()
+        if (moved := begin - known) > 0:
+            sliding[:, begin : end + moved] = sliding[:, known:end].copy()
+            sliding[:, known:begin] = -1
+            end += moved
+        self.sliding_begin[slot], self.sliding_end[slot] = begin, end
+        return unread
 
     def slide(self, rows: npt.NDArray[np.intp], upto: IntArray) -> list[IntArray]:
-        """Take the blocks of sliding groups that no token of slots `rows` from position `upto` int32[n] on reads."""
-        begin, groups = self.groups.first_read(upto, self.block_size), self.groups
+        """Take the blocks of sliding groups that slots `rows` with settled KV below `upto` int32[n] need not keep."""
+        begin, groups = self.groups.first_kept(upto, self.block_size), self.groups
         leaving = begin > self.sliding_begin[rows]
         taken = []
         for slot, end in zip(rows[leaving].tolist(), begin[leaving].tolist(), strict=True):
@@ -293,7 +314,7 @@ class SlotTable:
     def num_leaving(self) -> int:
         """Return how many blocks of sliding groups running slots give up when the steps in flight have outputs."""
         rows = np.flatnonzero(self.running)
-        begin = self.groups.first_read(self.num_computed[rows], self.block_size)
+        begin = self.groups.first_kept(self.num_computed[rows], self.block_size)
         return self.groups.sliding * int(np.maximum(begin - self.sliding_begin[rows], 0).sum())
 
     def num_owned(self, rows: npt.NDArray[np.intp]) -> IntArray:
@@ -314,12 +335,6 @@ class SlotTable:
             mine[:, groups.whole :] = held[:, None]
             return table[mine]
         return table.flatten()
-
-    def blocks(self, slot: int, first: int = 0, upto: int | None = None) -> IntArray:
-        """Return a copy of the slot's block table, or of its entries `first` to `upto`, with one group of layers."""
-        end = int(self.num_blocks[slot]) if upto is None else upto
-        table: IntArray = self.tables[0, slot, first:end].copy()
-        return table
 
     def ready(self) -> npt.NDArray[np.intp]:
         """Return the running slots that have something to compute."""

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.effects.operations import CompileGrammar
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.operations.kv_offloading import KVOffloading
@@ -101,7 +102,7 @@ class AdmissionPlanner:
         self._control.bound = None
         slot = self._slots.free_slot()
         groups = self._limits.groups
-        matched = nothing = np.empty(0 if groups.single else (groups.count, 0), np.int32)
+        matched = nothing = np.empty(0 if groups == ONE_GROUP else (groups.count, 0), np.int32)
         parked = shared = 0
         while builder.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
@@ -135,6 +136,8 @@ class AdmissionPlanner:
                 # These groups get the blocks of each chunk when it is planned: most leave the window before the next.
                 chunk = min(first + max((pool.num_free - needed) // groups.sliding, 1), end)
                 end = min(chunk, -(-(first * size + builder.budget.left) // size))
+                if (arriving := self._arriving(request, keys)) > first * size:
+                    end = first + max(len(groups.read_after(first, arriving, size)), 1)
                 needed += groups.sliding * (end - first)
             fits = self._control.admits(self._slots, request, needed, known=len(known), free=pool.num_free)
             blocks = pool.allocate(needed) if fits else None
@@ -148,6 +151,12 @@ class AdmissionPlanner:
             shared += len(known)
             slot = self._slots.free_slot()
         self._times.set_queue_phase(Phase.SLOT if slot is None else Phase.BUDGET)
+
+    def _arriving(self, request: Request, keys: Sequence[bytes]) -> int:
+        """Return how many leading tokens of a request may get their KV from outside the device."""
+        if self._transferring.paired and self._transferring.wants(request):
+            return request.num_tokens - 1
+        return min(request.stored, len(keys)) * self._limits.block_size
 
     def _park_for_prefix(self, request: Request, keys: Sequence[bytes], step: int) -> bool:
         """Park a request if running requests are about to compute blocks of its prefix."""
@@ -194,15 +203,13 @@ class AdmissionPlanner:
         if transferring.paired and transferring.wants(request) and transferring.worth_fetching(request, first):
             # Requests with the same prefix do not wait for a fetch: they may compute before it ends.
             running_batch.load(slot, Phase.TRANSFER)
-            upto = -(-(request.num_tokens - 1) // self._limits.block_size)
-            transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
+            transferring.fetch(request, slot, self._slots.tables[:, slot], first)
             return
         self._prefixes.announce(request, first, len(keys))
         count = self._offloading.worth_loading(request, first, len(keys)) if request.stored else 0
         if count:
             running_batch.load(slot, Phase.STORE)
-            loaded = self._slots.blocks(slot, first, first + count)
-            self._offloading.load(request, slot, keys[first : first + count], loaded)
+            self._offloading.load(request, slot, self._slots.tables[:, slot], range(first, first + count))
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size

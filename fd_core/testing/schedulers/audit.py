@@ -21,7 +21,7 @@ from fd_core.scheduling.contract import RequestActivity, SchedulerHoldings, Sche
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.schedulers.tiers import Operation
+from fd_core.testing.schedulers.tiers import Operation, wanted_blocks
 from fd_core.types import (
     Admission,
     BlockGrant,
@@ -484,7 +484,7 @@ class Auditor:
         loaded, request.loading = request.loading, None
         groups, begin = self.limits.groups, 0
         if groups.sliding:
-            begin = groups.first_read(computed, self.limits.block_size)
+            begin = groups.first_kept(computed, self.limits.block_size)
         tables = [[-1] * self._first_entry(group, begin) for group in range(groups.count)]
         occupancy = Occupancy(
             request,
@@ -721,8 +721,13 @@ class Auditor:
         for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
             found, right = getattr(job, name), getattr(spec, name)
             require(found == right, "6.3", f"{what}: expected {name} {right!r}, got {found!r}")
-        count = -(-len(tokens) // size) - job.held_blocks
+        count = len(wanted_blocks(job, self.limits.groups, size))
         require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks, expected {count}")
+
+    def _marks(self, request: Followed, entry: int, group: int, end: int) -> list[int]:
+        """Return the expected content of a block up to position `end`."""
+        size = self.limits.block_size
+        return [_mark(request, position, group) for position in range(entry * size, min((entry + 1) * size, end))]
 
     def _await_kv(self, load: operations.Load | operations.Fetch, early: str, rule: str) -> Followed:
         """Record a load or fetch into the blocks of a slot; using a block that is not filled breaks `rule`."""
@@ -760,13 +765,14 @@ class Auditor:
         wanted = job.num_tokens
         require(send.first == request.sent, "6.2", f"{what} starts at block {send.first}, expected {request.sent}")
         require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} is empty")
-        for place, block in enumerate(send.blocks.tolist(), send.first):
-            right = [request.mark(position) for position in range(place * size, min((place + 1) * size, wanted))]
+        places = wanted_blocks(job, self.limits.groups, size)
+        for block, (entry, group) in zip(send.blocks.tolist(), places[send.first - job.held_blocks :], strict=False):
+            right = self._marks(request, entry, group, wanted)
             settled = self._content[block][: len(right)] == right
-            require(settled, "6.2", f"{what} sends block {place} before it is settled")
+            require(settled, "6.2", f"{what} sends block {entry} before it is settled")
         request.sent += len(send.blocks)
         if send.tokens is not None:
-            whole = send.tokens == wanted and request.sent == -(-wanted // size)
+            whole = send.tokens == wanted and request.sent == job.held_blocks + len(places)
             parts = f"{request.sent} blocks and {send.tokens} of {wanted} tokens"
             require(whole, "6.2", f"{what} is the last one, with {parts}")
             request.is_over = True
@@ -784,14 +790,14 @@ class Auditor:
                 load = self._operations.pop(operation)
                 assert isinstance(load, operations.Load)
                 size, request = self.limits.block_size, self.requests[load.request_id]
-                first = {key: index for index, key in enumerate(load.keys)}
+                full, groups = range(len(request.tokens) // size), range(self.limits.groups.count)
+                # A key identifies one KV, by its last position; those before it are of the same text.
+                ends = {_mark(request, (at + 1) * size - 1, group): (at, group) for at in full for group in groups}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
                     self._stale_blocks.pop(block, None)
-                    # A key identifies one KV; the positions before the last one are of the same text.
-                    ends = range(first[key] * size + size - 1, len(request.tokens), size)
-                    known = self._named.get(key)
-                    at = next((last - size + 1 for last in ends if request.mark(last) == known), None)
-                    self._content[block] = [None] * size if at is None else [request.mark(at + i) for i in range(size)]
+                    place = ends.get(self._named.get(key, 0))
+                    end = len(request.tokens)
+                    self._content[block] = [None] * size if place is None else [*self._marks(request, *place, end)]
             case operations.Fetched(operation, outcome):
                 self._fetched(operation, outcome)
             case _:
@@ -828,12 +834,13 @@ class Auditor:
         assert isinstance(fetch, operations.Fetch)
         request, size = self.requests[fetch.request_id], self.limits.block_size
         request.prefill = outcome
-        for place, block in enumerate(fetch.blocks.tolist(), fetch.job.held_blocks):
+        places = wanted_blocks(fetch.job, self.limits.groups, size)
+        for block, (entry, group) in zip(fetch.blocks.tolist(), places, strict=True):
             if outcome != "transferred":
                 self._stale_blocks[block] = "6.3"
                 continue
             del self._stale_blocks[block]
-            known = [request.mark(at) for at in range(place * size, min((place + 1) * size, fetch.job.num_tokens))]
+            known = self._marks(request, entry, group, fetch.job.num_tokens)
             self._content[block] = [*known, *[None] * (size - len(known))]
 
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
@@ -927,7 +934,7 @@ class Auditor:
             for position in range(row.start, min(row.start + count, len(occupancy.request.tokens))):
                 self._content[table[position // size]][position % size] = _mark(occupancy.request, position, group)
         if groups.sliding:
-            occupancy.begin = max(occupancy.begin, groups.first_read(row.start + count, size))
+            occupancy.begin = max(occupancy.begin, groups.first_kept(row.start + count, size))
 
     def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}

@@ -222,8 +222,6 @@ def effective(case: Case) -> Case:
         changed |= {"k": 0, "depth": max(int_of(case, "depth"), int_of(case, "stages"))}
     if case["incident"] == "abort_loading" and case["keep"] == "none":
         changed["pairs"] = "elsewhere"
-    if case["keep"] != "none" or changed["pairs"] != "none":  # no engine has several groups then
-        changed["groups"] = "one"
     changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
     return changed
 

@@ -151,7 +151,7 @@ class Driver:
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
         order = ORDERS.get(type(policy if self.calls is None else self.calls.policy))
         self.auditor = Auditor(setup.limits, setup.epoch, clock, order)
-        self.tiers = ScriptedPeers(runner.cache)
+        self.tiers = ScriptedPeers(runner.cache, setup.limits.groups)
         self.texts = Texts()
         self._pauses = 0
         self.in_flight: deque[_Answer] = deque()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects import operations
 from fd_core.ops.contract import KVCache
 from fd_core.testing.models.texts import greedy
@@ -124,12 +125,22 @@ def job_for(name: str, prompt: Iterable[int], held_blocks: int = 0) -> RequestSp
     return msgspec.structs.replace(greedy(name, tokens, 1), prefill_job=job)
 
 
+def wanted_blocks(job: PrefillJob, groups: LayerGroups, block_size: int) -> list[tuple[int, int]]:
+    """Return table entry and group of the blocks that a decode worker wants, in their order."""
+    held, tokens = job.held_blocks, job.num_tokens
+    return [*groups.order(range(held, -(-tokens // block_size)), groups.read_after(held, tokens, block_size))]
+
+
 class ScriptedPeers(ScriptedTiers):
     """Test double for the other workers of a pair, in addition to the tiers.
 
     A block is read when its `Send` completes, a prompt is written when its `Fetch` does. Until then, and after a failed
     transfer, the leased blocks hold garbage.
     """
+
+    def __init__(self, cache: KVCache, groups: LayerGroups = ONE_GROUP) -> None:
+        super().__init__(cache)
+        self._groups = groups
 
     def perform(self, effects: Iterable[operations.Effect]) -> None:
         for effect in effects:
@@ -144,8 +155,9 @@ class ScriptedPeers(ScriptedTiers):
             case operations.Fetch(number):
                 if how is not OperationEnd.WELL:
                     return operations.Fetched(number, "damaged" if how is OperationEnd.IN_PART else "lost")
-                data = kv_of(operation.job.token_ids, self.block_size)[operation.job.held_blocks :]
-                self.write(operation.blocks.tolist(), data)
+                data = kv_of(operation.job.token_ids, self.block_size)
+                entries = [entry for entry, _ in wanted_blocks(operation.job, self._groups, self.block_size)]
+                self.write(operation.blocks.tolist(), data[entries])
                 return operations.Fetched(number, "transferred")
             case operations.Send(number):
                 return operations.Sent(number)

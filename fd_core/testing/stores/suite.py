@@ -395,7 +395,7 @@ class StoreSuite:
             running = [pool.submit(write, at) for at in range(len(writing))]
             try:
                 for number in itertools.count():
-                    if number >= 40 and min(rounds) >= 4 or any(writer.done() for writer in running):
+                    if (number >= 40 and min(rounds) >= 4) or any(writer.done() for writer in running):
                         break
                     found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
                     assert all(value in (None, *whole[key]) for key, value in zip(keys, found, strict=True))

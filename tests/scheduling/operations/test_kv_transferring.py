@@ -143,7 +143,7 @@ def test_prompt_is_fetched_except_its_last_token() -> None:
     assert request.state is State.LOADING
     assert fetch.peer == "peer:1"
     assert fetch.job == PrefillJob(np.arange(10, dtype="<i4").tobytes(), 0, "s", 3, "t")
-    assert fetch.blocks.tolist() == s.probe().slots.blocks(0).tolist()
+    assert fetch.blocks.tolist() == s.probe().slots.owned(0).tolist()
     assert len(fetch.blocks) == 3, "the last block is a partial one"
     s.check_integrity()
 
@@ -265,7 +265,7 @@ def test_blocks_of_aborted_fetch_stay_pinned_until_it_ends(outcome: PrefillOutco
     s.check_integrity()
     s.add(here("b", 9))
     answer(s, planned(s))
-    assert not set(s.probe().slots.blocks(0).tolist()) & set(fetch.blocks.tolist())
+    assert not set(s.probe().slots.owned(0).tolist()) & set(fetch.blocks.tolist())
     s.complete(Fetched(fetch.operation, outcome, cached=8))
     assert s.probe().pool.num_fenced == 0
     assert counters(s).outcomes == {"aborted": 1}
@@ -434,7 +434,7 @@ def test_settled_blocks_are_sent_once_in_order_during_prefill() -> None:
     sending = []
     for _ in range(3):
         plan = planned(s)
-        table = s.probe().slots.blocks(0)
+        table = s.probe().slots.owned(0)
         assert not take_effects(s), "what is in flight is not settled"
         answer(s, plan)
         sending += sends(s)
@@ -478,7 +478,7 @@ def test_cached_prefix_is_sent_before_computing() -> None:
     s.add(leased("a", 11))
     plan = planned(s)
     (send,) = sends(s)
-    assert (send.first, send.blocks.tolist(), send.tokens) == (0, s.probe().slots.blocks(0)[:2].tolist(), None)
+    assert (send.first, send.blocks.tolist(), send.tokens) == (0, s.probe().slots.owned(0)[:2].tolist(), None)
     answer(s, plan)
     (last,) = sends(s)
     assert (last.first, len(last.blocks), last.tokens, last.cached) == (2, 1, 11, 8)
@@ -498,7 +498,7 @@ def test_blocks_held_by_decode_worker_are_computed_but_not_sent(first: int, expe
     s.add(leased("a", 11, first))
     plan = planned(s)
     assert plan.num_tokens.tolist() == [11]
-    table = s.probe().slots.blocks(0)
+    table = s.probe().slots.owned(0)
     answer(s, plan)
     sending = sends(s)
     assert [(send.first, len(send.blocks)) for send in sending] == expected
@@ -528,7 +528,7 @@ def test_blocks_being_sent_stay_in_prefix_cache() -> None:
     s.add(leased("b", 11))
     plan = planned(s)
     assert plan.num_tokens.tolist() == [3], "nothing of it is computed twice"
-    assert s.probe().slots.blocks(0)[:2].tolist() == [block for send in sending for block in send.blocks.tolist()][:2]
+    assert s.probe().slots.owned(0)[:2].tolist() == [block for send in sending for block in send.blocks.tolist()][:2]
     s.check_integrity()
     for send in sending:
         s.complete(Sent(send.operation))

@@ -605,7 +605,7 @@ class SendsABlockThatIsNotFull(Changed):
         def send(running_batch, right, slot, request):
             if request.spec.prefill_job is not None:
                 upto = -(-int(self._slots.num_settled[slot]) // self.limits.block_size)
-                self._transferring.settled(request, self._slots.blocks(slot, upto=upto))
+                self._transferring.settled(request, self._slots.tables[:, slot], upto)
 
         instead(self._running_batch, "_send_settled", send)
 
@@ -710,14 +710,17 @@ class SavesUnsettledBlocks(Changed):
     """Saves every registered block, computed or not."""
 
     def change(self):
-        def save(running_batch, right, slot, request):
-            running_batch._prefixes.extend(request)
-            count = min(len(request.chain), int(self._slots.num_blocks[slot]))
-            if not count:
-                return None
-            return self._offloading.save(request, request.chain[:count], self._slots.blocks(slot, upto=count))
+        right, prefixes, slots = self._offloading, self._prefixes, self._slots
 
-        instead(self._running_batch, "_save", save)
+        class Saving:
+            def __getattr__(self, name):
+                return getattr(right, name)
+
+            def save(self, request, tables, count):
+                prefixes.extend(request)
+                return right.save(request, tables, min(len(request.chain), int(slots.num_blocks[request.slot])))
+
+        self._running_batch._offloading = Saving()
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
