@@ -39,6 +39,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @contextmanager
+def one_group() -> Iterator[None]:
+    """Let the scheduler keep all layers in one group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContinuousBatchingScheduler, "groups_layers", False)
+        yield
+
+
+@contextmanager
 def engine_of(folder: Path, **changes: Any) -> Iterator[Engine]:
     values: dict[str, Any] = {
         "model": str(folder),
@@ -65,11 +73,9 @@ def golden(folder: Path, **changes: Any) -> dict[str, list[int]]:
     """Return the texts that one group of all layers gives, which keeps all KV."""
     key = folder, *changes.items()
     if key not in _TEXTS:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ContinuousBatchingScheduler, "groups_layers", False)
-            with engine_of(folder, **changes) as engine:
-                assert engine.info.groups == ONE_GROUP
-                _TEXTS[key] = run(engine, SPECS).tokens
+        with one_group(), engine_of(folder, **changes) as engine:
+            assert engine.info.groups == ONE_GROUP
+            _TEXTS[key] = run(engine, SPECS).tokens
     return _TEXTS[key]
 
 
@@ -251,8 +257,7 @@ def test_pair_with_other_groups_is_refused_by_name(
     folder, _ = model
     with (
         engine_of(folder, role="prefill", **secrets) as prefill,
-        pytest.MonkeyPatch.context() as patch,
-        patch_groups(patch),
+        one_group(),
         engine_of(folder, role="decode", **secrets) as decode,
     ):
         pair = Pair(prefill, decode)
