@@ -78,6 +78,7 @@ class CudaOps(TorchOps):
     """
 
     name = "torch"
+    groups_layers = False  # texts of padded steps with adapters differ
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False
