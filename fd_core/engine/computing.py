@@ -284,7 +284,7 @@ class Computing:
     def layer_groups(self) -> LayerGroups:
         """Groups into which the layers of all ranks are divided, so that KV outside of windows is freed.
 
-        There is one group if a draft model shares the blocks, or a part of the engine does not support several.
+        There is one group if a draft model shares the blocks, or the scheduler does not support several.
         """
         config, model = self._config, self.model
         scheduler = self._plugins.load(SCHEDULER, config.scheduler)
@@ -314,7 +314,7 @@ class Computing:
             bytes_per_block=1,
             free_bytes=_ENOUGH,
             whole_prompts=whole_prompts(self.model),
-            groups=ONE_GROUP,
+            groups=self.layer_groups,
             **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )
         adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None

@@ -299,9 +299,7 @@ class DecoderModel:
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
         """Return the queries of a block, and write its keys and values."""
         ops, (x, norm) = self.ops, self._before_fusion(x, block.norm)
-        if ops.any_norms or (norm is not None and block.heads.usual_norms):
-            return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)  # type: ignore[arg-type]
-        return ops.composed_attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
+        return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""
@@ -309,9 +307,7 @@ class DecoderModel:
         x, norm = self._before_fusion(x, block.norm)
         if not block.gated:
             return ops.plain_mlp_inputs(x, norm, block.gate_up, activation, lora)
-        if ops.any_norms or norm is not None:
-            return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)  # type: ignore[arg-type]
-        return ops.composed_mlp_inputs(x, None, block.gate_up, activation, lora)
+        return ops.mlp_inputs(x, norm, block.gate_up, activation, lora)
 
     def _before_fusion(self, x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         """Return activations, or the stream with a norm that fusions compute: a layer norm is computed before them."""

@@ -188,11 +188,6 @@ class Heads:
     query_rope: Rope | None = None
     """Tables of the queries, of the same shape, if they are not those of the keys."""
 
-    @property
-    def usual_norms(self) -> bool:
-        """True if every pack's `attention_inputs` computes the norms and the rope."""
-        return not self.norms_rotated and self.joint_widths is None and self.query_rope is None
-
     def first_key(self, position: Any) -> Any:
         """Return the first position that a token at `position` attends to; before 0 if a window begins there.
 
@@ -240,7 +235,17 @@ class HostStep:
     context_len: IntArray
     """int32[N]"""
     block_tables: IntArray
-    """int32[N, max_blocks]"""
+    """int32[N, max_blocks]; int32[groups, N, max_blocks] if the step is `grouped`."""
+
+    def within(self, window: int | None, block_size: int) -> HostStep:
+        """Return the step as if contexts began with the first block that a layer with this window reads."""
+        if window is None:
+            return self
+        first = np.maximum(self.context_len - np.diff(self.query_start) - window + 1, 0) // block_size
+        context = self.context_len - first * block_size
+        entries = first[:, None] + np.arange(-(-int(context.max(initial=0)) // block_size))
+        tables = np.take_along_axis(self.block_tables, np.minimum(entries, self.block_tables.shape[1] - 1), axis=1)
+        return HostStep(self.query_start, context, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +305,8 @@ class StepInput:
         if self.grouped is None:
             return self
         slots, tables = self.grouped.kv_slots[group], self.grouped.block_tables[group]
-        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=None, grouped=None)
+        host = self.host and replace(self.host, block_tables=self.host.block_tables[group])
+        return replace(self, kv_slots=slots, block_tables=tables, group=group, host=host, grouped=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +392,8 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
-    groups_layers: bool = False
-    """True if steps may have a table for each group of layers, see `StepInput.grouped`; otherwise a block holds the KV
-    of all layers, also of those with a window."""
+    groups_layers: bool = True
+    """False if a block holds the KV of all layers, also of those with a window; see `StepInput.grouped`."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
@@ -420,10 +425,6 @@ class Ops(abc.ABC):
     any_experts: bool = False
     """True if `moe` computes sigmoid scores, and weights of inputs. A pack that overrides `moe` or `moe_residual` must
     redefine it."""
-    any_norms: bool = False
-    """True if `attention_inputs` and `mlp_inputs` also compute layers without a norm before them, and the former norms
-    of heads after rope and of all heads together, and `Heads.query_rope`. Else models compose such layers of
-    primitives."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -637,7 +638,8 @@ class Ops(abc.ABC):
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Causal unless `heads` are not.
 
-        Softmax in float32, of scores of any finite size.
+        Softmax in float32, of scores of any finite size. Blocks before the window of a row's first token may hold data
+        of other requests, also NaN, like the rest of its last block.
         """
 
     @abc.abstractmethod
@@ -783,12 +785,6 @@ class Ops(abc.ABC):
     # Fusions: what models call ----------------------------------------------------------------------------
 
     def attention_inputs(
-        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
-    ) -> Array:
-        """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
-        return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
-
-    def composed_attention_inputs(
         self,
         x: Array,
         norm: Norm | None,
@@ -798,7 +794,10 @@ class Ops(abc.ABC):
         step: StepInput,
         lora: Lora | None = None,
     ) -> Array:
-        """Compute `attention_inputs` from primitives, for any order of norms and without one; no pack overrides it."""
+        """Norm, q/k/v projection, norms of heads and rope in any order, KV write: [T, H] -> q [T, nh, d].
+
+        A pack whose kernel lacks a form of norms calls this method for it.
+        """
         normed = self.normalize(x, norm)
         projected = self.linear(normed, qkv)
         if lora is not None:
@@ -837,15 +836,9 @@ class Ops(abc.ABC):
         return self.add(residual, y)
 
     def mlp_inputs(
-        self, x: Array, norm: Norm, gate_up: Array, activation: Activation, lora: Lora | None = None
-    ) -> Array:
-        """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
-        return self.composed_mlp_inputs(x, norm, gate_up, activation, lora)
-
-    def composed_mlp_inputs(
         self, x: Array, norm: Norm | None, gate_up: Array, activation: Activation, lora: Lora | None = None
     ) -> Array:
-        """Compute `mlp_inputs` from primitives, also without a norm; no pack overrides it."""
+        """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
         normed = self.normalize(x, norm)
         if lora is None:
             return self.gated_linear(normed, gate_up, activation)

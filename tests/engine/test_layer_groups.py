@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
-from fd_core.ops.contract import Ops
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import run
 from tests.engine.building.test_kv_transfer import Pair
@@ -38,6 +39,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @contextmanager
+def one_group() -> Iterator[None]:
+    """Let the scheduler keep all layers in one group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContinuousBatchingScheduler, "groups_layers", False)
+        yield
+
+
+@contextmanager
 def engine_of(folder: Path, **changes: Any) -> Iterator[Engine]:
     values: dict[str, Any] = {
         "model": str(folder),
@@ -57,24 +66,17 @@ def engine_of(folder: Path, **changes: Any) -> Iterator[Engine]:
         engine.close()
 
 
-_TEXTS: dict[Path, dict[str, list[int]]] = {}
+_TEXTS: dict[tuple[Any, ...], dict[str, list[int]]] = {}
 
 
-def golden(folder: Path) -> dict[str, list[int]]:
+def golden(folder: Path, **changes: Any) -> dict[str, list[int]]:
     """Return the texts that one group of all layers gives, which keeps all KV."""
-    if folder not in _TEXTS:
-        with pytest.MonkeyPatch.context() as patch, patch_groups(patch), engine_of(folder) as engine:
+    key = folder, *changes.items()
+    if key not in _TEXTS:
+        with one_group(), engine_of(folder, **changes) as engine:
             assert engine.info.groups == ONE_GROUP
-            _TEXTS[folder] = run(engine, SPECS).tokens
-    return _TEXTS[folder]
-
-
-@contextmanager
-def patch_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no pack divide layers."""
-    for cls in Ops.__subclasses__():
-        patch.setattr(cls, "groups_layers", False)
-    yield
+            _TEXTS[key] = run(engine, SPECS).tokens
+    return _TEXTS[key]
 
 
 def crowded(groups: LayerGroups) -> int:
@@ -82,20 +84,36 @@ def crowded(groups: LayerGroups) -> int:
     return groups.blocks(160, 4) + groups.blocks(50, 4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+FRAMEWORKS: Final = {"reference": "numpy", "cpu": "torch", "cpu+onnx": "onnxruntime", "cpu+paddle": "paddle"}
+PACKS: Final[dict[str, dict[str, Any]]] = {
+    **{name: {"backend": name} for name, framework in FRAMEWORKS.items() if find_spec(framework) is not None},
+    "cpu, torch": {"backend": "cpu", "native_kernels": False},
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.law("4")
-def test_texts_do_not_change_where_blocks_are_scarce(
-    model: tuple[Path, LayerGroups], backend: str, caching: bool
-) -> None:
+def test_texts_do_not_change_where_blocks_are_scarce(model: tuple[Path, LayerGroups], pack: str, caching: bool) -> None:
     folder, groups = model
     scarce: dict[str, Any] = {"num_kv_blocks": crowded(groups), "enable_prefix_caching": caching}
-    with engine_of(folder, backend=backend, dtype="float32", **scarce) as engine:
+    with engine_of(folder, dtype="float32", **PACKS[pack], **scarce) as engine:
         assert engine.info.groups == groups
         assert run(engine, SPECS).tokens == golden(folder)
         blocks = engine.stats().scheduler.blocks
         assert (blocks.used, blocks.fenced) == (0, 0)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("pack", ["reference", "cpu", "cpu, torch"])
+@pytest.mark.law("4")
+def test_texts_with_8_bit_kv_do_not_change(model: tuple[Path, LayerGroups], pack: str) -> None:
+    """In the same steps, because 8 bits show rounding errors of sums in another order."""
+    folder, groups = model
+    settings = PACKS[pack] | {"dtype": "float32", "kv_cache_dtype": "int8"}
+    with engine_of(folder, **settings) as engine:
+        assert engine.info.groups == groups
+        assert run(engine, SPECS).tokens == golden(folder, **settings)
 
 
 @pytest.mark.law("4")
@@ -239,8 +257,7 @@ def test_pair_with_other_groups_is_refused_by_name(
     folder, _ = model
     with (
         engine_of(folder, role="prefill", **secrets) as prefill,
-        pytest.MonkeyPatch.context() as patch,
-        patch_groups(patch),
+        one_group(),
         engine_of(folder, role="decode", **secrets) as decode,
     ):
         pair = Pair(prefill, decode)

@@ -1,8 +1,8 @@
 """Attention of models of `transformers` over paged KV, through its attention interface.
 
 The interface names an attention function in the config; see "Attention Interface" in its documentation. Two names are
-registered: `PROBE` records the calls of a forward pass, `NAME` computes them. The nth call of a forward uses layer n of
-the KV cache. No mask is built for `NAME`, because `transformers` has no mask function of that name.
+registered: `PROBE` records the calls of a forward pass, `NAME` computes them. The nth call of a forward is layer n of
+the model. No mask is built for `NAME`, because `transformers` has no mask function of that name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fd_core.errors import ModelError
+from fd_core.models.layer_groups import places_of
 from fd_core.ops.contract import Array, Heads, KVCache, Ops, Rope, StepInput
 
 NAME: Final = "fd_core"
@@ -67,7 +68,8 @@ class AttentionCalls:
         self._ops = ops
         self.recorded: list[_Call] = []
         self._next = 0
-        self._step: StepInput | None = None
+        self._steps: list[StepInput] = []
+        """With the places of each group of layers; none between forwards."""
         self._cache: KVCache | None = None
         for module in model.modules():
             module.fd_attention = self
@@ -80,6 +82,11 @@ class AttentionCalls:
         if len(sizes := {(call.heads.num_kv_heads, call.heads.head_dim) for call in self.recorded}) > 1:
             raise Unsupported(f"its layers differ in (KV heads, head size): {sorted(sizes)}")
         return self.recorded[0].heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Windows of all calls."""
+        return tuple(call.heads.window for call in self.recorded)
 
     def record(self, module: Any, query: Array, key: Array, value: Array, mask: Any, **more: Any) -> Array:
         """Record a call, and return an output of zeros. Raises `Unsupported`."""
@@ -108,23 +115,25 @@ class AttentionCalls:
 
     def begin(self, step: StepInput, cache: KVCache) -> None:
         """Compute the calls of the next forward with a step."""
-        self._step, self._cache, self._next = step, cache, 0
+        self._steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
+        self._cache, self._next = cache, 0
 
     def end(self) -> None:
         """Check that the forward made all calls."""
-        self._step = self._cache = None
+        self._steps, self._cache = [], None
         if self._next != len(self.recorded):
             raise RuntimeError(f"the model called attention {self._next} times, expected {len(self.recorded)}")
 
     def compute(self, query: Array, key: Array, value: Array) -> Array:
         """Write keys and values [1, nkv, T, d], and attend: queries [1, nh, T, d] to [1, T, nh, d]."""
-        if self._step is None or self._cache is None or self._next == len(self.recorded):
+        if self._cache is None or self._next == len(self.recorded):
             raise RuntimeError("the model called attention more often than before")
-        call, layer, ops = self.recorded[self._next], self._cache.layer(self._next), self._ops
+        group, index = places_of(self.windows, self._cache.shape.groups)[self._next]
+        call, layer, step, ops = self.recorded[self._next], self._cache.layer(index), self._steps[group], self._ops
         self._next += 1
         q, k, v = (self._flat(each, call.heads.head_dim) for each in (query, key, value))
-        ops.write_kv(layer, k, v, self._step.kv_slots)
-        output = ops.attention(q, call.heads, layer, self._step)
+        ops.write_kv(layer, k, v, step.kv_slots)
+        output = ops.attention(q, call.heads, layer, step)
         return output.unflatten(1, (call.heads.num_heads, -1))[None, :, :, : call.value_dim]
 
     @staticmethod

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink
 from fd_core.models.fallback.attention import NAME, PROBE, AttentionCalls, Unsupported
 from fd_core.models.fallback.choice import FLAG, require_one_rank
 from fd_core.models.fallback.loading import make_config, make_model, pack_linears
+from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.registry import require_positions
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
@@ -54,10 +56,14 @@ class TransformersModel:
     generates: bool = True
     compiles: bool = False
 
-    def kv_shape(self, block_size: int) -> KVShape:
+    def kv_shape(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
-        heads = self.calls.heads
-        return KVShape(len(self.calls.recorded), heads.num_kv_heads, heads.head_dim, block_size)
+        heads, count = self.calls.heads, 1 + max(index for _, index in places_of(self.calls.windows, groups))
+        return KVShape(count, heads.num_kv_heads, heads.head_dim, block_size, groups=groups)
+
+    def layer_groups(self, longest: int) -> LayerGroups:
+        """Return the groups into which contexts of up to `longest` tokens divide the layers."""
+        return divide_layers(self.calls.windows, longest)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the requested rows and write the step's keys and values."""

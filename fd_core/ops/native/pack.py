@@ -83,7 +83,6 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
-    any_norms = True
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 256
 
@@ -344,7 +343,7 @@ class NativeOps(TorchOps):
         lora: Lora | None = None,
     ) -> Array:
         if heads.joint_widths is not None and self.runtime.group is not None:
-            return self.composed_attention_inputs(x, norm, qkv, heads, layer, step, lora)
+            return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
         queries = heads.query_rope or heads.rope
         with self._call(x, step) as call:
             call.keep(qkv)

@@ -68,7 +68,6 @@ class NumpyOps(NumpySampling, Ops):
     """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8."""
 
     name = "numpy"
-    groups_layers = True
     framework = "numpy"
     dtype = "float32"
     on_host = True

@@ -1,59 +1,59 @@
 """KV writes and attention as standard operators.
 
-They do not support block tables, and a step's rows differ in tokens and context. So the rows are split into two groups,
+They do not support block tables, and a step's rows differ in tokens and context. So the rows are split into two parts,
 each padded to its largest row, at the split with the least padded work. Decoding rows and prompt chunks then do not pad
-each other, and one graph serves every batch.
+each other, and one graph serves every batch. Layers with the same block tables and the same window share a split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
-from fd_core.ops.contract import Heads, StepInput
+from fd_core.ops.contract import Heads, HostStep, StepInput
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
-from fd_core.ops.onnx_graph.session import TracedLayer
+from fd_core.ops.onnx_graph.session import PlanKey, TracedLayer
 from fd_core.types import IntArray
 
-_GROUPS = 2
+_PARTS = 2
+_SIZES = {"tokens": "nq", "positions": "n1q1", "tables": "nb", "holes": "m3", "keys_at": "l"}
+"""Dimensions of the inputs of a part of n rows, which are padded to q tokens and b blocks of keys."""
 
 
-def declare_inputs(graph: Graph) -> None:
-    """Declare the inputs that `plan` fills: tokens, positions and tables of each group, and the index of each token's
-    result.
-
-    A group has n rows, which are padded to q tokens and b blocks of keys.
-    """
-    for group in range(_GROUPS):
-        graph.input(f"tokens_{group}", np.int32, (f"n{group}", f"q{group}"))
-        graph.input(f"positions_{group}", np.int32, (f"n{group}", 1, f"q{group}", 1))
-        graph.input(f"tables_{group}", np.int32, (f"n{group}", f"b{group}"))
-        graph.input(f"holes_{group}", np.int64, (f"m{group}", 3))
-        graph.input(f"keys_at_{group}", np.int32, (f"l{group}",))
-    graph.input("places", np.int32, ("tokens",))
-
-
-def plan(step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the attention inputs of a step, shared by all layers: the rows in two padded groups."""
-    counts = np.diff(step.query_start)
-    order = np.lexsort((step.context_len, counts))
+def plan(host: HostStep, block_size: int, window: int | None) -> dict[str, npt.NDArray[Any]]:
+    """Return the attention inputs of a step for layers with this window: the rows in two padded parts, and the index of
+    each token's result."""
+    host = host.within(window, block_size)
+    counts = np.diff(host.query_start)
+    order = np.lexsort((host.context_len, counts))
     order = order[np.searchsorted(counts[order], 1) :]  # rows without tokens attend to nothing
-    cut = _cut(counts[order], np.asarray(step.context_len)[order])
+    cut = _cut(counts[order], host.context_len[order])
     values: dict[str, npt.NDArray[Any]] = {}
-    places = np.empty(len(step.positions), np.int32)
+    places = np.empty(host.query_start[-1], np.int32)
     done = 0
     for index, rows in enumerate((order[:cut], order[cut:])):
-        # Operators may reject an empty group: it gets one token of one row, whose result is unused.
-        group = _group(step, rows, block_size) if len(rows) else _group(step, order[:1], block_size, alone=True)
-        values |= {f"{name}_{index}": array for name, array in group.items()}
-        tokens = group["tokens"]
+        # Operators may reject an empty part: it gets one token of one row, whose result is unused.
+        part = _part(host, rows, block_size) if len(rows) else _part(host, order[:1], block_size, alone=True)
+        values |= {f"{name}_{index}": array for name, array in part.items()}
+        tokens = part["tokens"]
         real = np.arange(tokens.shape[1]) < counts[rows, None]
         places[tokens[: len(rows)][real]] = np.flatnonzero(real) + done
         done += tokens.size
     return values | {"places": places}
+
+
+def plans(step: StepInput, keys: Collection[PlanKey], block_size: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the attention inputs of a step for these groups of layers and windows."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    for key in keys:
+        own = step.of_group(key[0])
+        values = plan(HostStep(own.query_start, own.context_len, own.block_tables), block_size, key[1])
+        found |= {_name(name, key): array for name, array in values.items()}
+    return found
 
 
 def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
@@ -74,63 +74,77 @@ def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSym
     layer.values = graph.op("ScatterND", layer.values, where, v)
 
 
-def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
-    """Emit the attention of q [T, nh, d], [T, nh * d]: the results of both groups in the original order."""
-    graph, width = q.graph, heads.num_heads * heads.head_dim
+def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> GraphSymbol:
+    """Emit the attention of q [T, nh, d], [T, nh * d]: the results of both parts in the original order."""
+    graph, width, key = q.graph, heads.num_heads * heads.head_dim, (group, heads.window)
+    layer.plans.add(key)
     flat = graph.reshape(q, -1, width)
     parts = []
-    for group in range(_GROUPS):
+    for part in range(_PARTS):
         found = graph.op(
             "Attention",
-            graph.op("Gather", flat, GraphSymbol(graph, f"tokens_{group}")),
-            _context(group, layer.keys, layer),
-            _context(group, layer.values, layer),
-            _mask(graph, group, heads.window),
+            graph.op("Gather", flat, _input(graph, "tokens", part, key)),
+            _context(part, key, layer.keys, layer),
+            _context(part, key, layer.values, layer),
+            _mask(graph, part, key),
             q_num_heads=heads.num_heads,
             kv_num_heads=heads.num_kv_heads,
             scale=float(heads.scale),
             softcap=heads.softcap,
         )
         parts.append(graph.reshape(found, -1, width))
-    return graph.op("Gather", graph.op("Concat", *parts, axis=0), GraphSymbol(graph, "places"))
+    places = graph.input(_name("places", key), np.int32, ("tokens",))
+    return graph.op("Gather", graph.op("Concat", *parts, axis=0), places)
 
 
-def _context(group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
+def _name(name: str, key: PlanKey) -> str:
+    group, window = key
+    return f"{name}_{group}_{window}"
+
+
+def _input(graph: Graph, name: str, part: int, key: PlanKey) -> GraphSymbol:
+    """Declare an input that `plans` fills."""
+    name_of_part = _name(f"{name}_{part}", key)
+    sizes = [int(size) if size.isdigit() else f"{size}_{name_of_part}" for size in _SIZES[name]]
+    return graph.input(name_of_part, np.int64 if name == "holes" else np.int32, sizes)
+
+
+def _context(part: int, key: PlanKey, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
     """Return keys or values [n, L, nkv * d], zero beyond the context, where blocks may hold data of other requests.
 
     The mask does not suppress NaN. The zeros are written into the gathered copy, in place.
     """
     graph = cached.graph
-    holes = GraphSymbol(graph, f"holes_{group}")
+    holes = _input(graph, "holes", part, key)
 
     def zeros() -> GraphSymbol:
         count = graph.op("Shape", holes, start=0, end=1)
         rest = graph.integers(layer.shape.num_kv_heads, layer.shape.head_dim)
         return graph.op("ConstantOfShape", graph.op("Concat", count, rest, axis=0))
 
-    found = graph.op("Gather", cached, GraphSymbol(graph, f"tables_{group}"))
-    found = graph.op("ScatterND", found, holes, graph.once(("zeros", group), zeros))
+    found = graph.op("Gather", cached, _input(graph, "tables", part, key))
+    found = graph.op("ScatterND", found, holes, graph.once(("zeros", part, key), zeros))
     return graph.reshape(found, 0, -1, layer.shape.num_kv_heads * layer.shape.head_dim)
 
 
-def _mask(graph: Graph, group: int, window: int | None) -> GraphSymbol:
-    """Return bool[n, 1, Q, L], true if a token attends to a key; shared by layers of one window."""
+def _mask(graph: Graph, part: int, key: PlanKey) -> GraphSymbol:
+    """Return bool[n, 1, Q, L], true if a token attends to a key; shared by layers of one plan."""
 
     def make() -> GraphSymbol:
-        positions, keys = GraphSymbol(graph, f"positions_{group}"), GraphSymbol(graph, f"keys_at_{group}")
-        seen = graph.op("LessOrEqual", keys, positions)
+        positions, keys = (_input(graph, name, part, key) for name in ("positions", "keys_at"))
+        seen, (_, window) = graph.op("LessOrEqual", keys, positions), key
         if window is None:
             return seen
         first = graph.op("Sub", positions, graph.constant(window, np.int32))
         return graph.op("And", seen, graph.op("Greater", keys, first))
 
-    return graph.once(("mask", group, window), make)
+    return graph.once(("mask", part, key), make)
 
 
 def _cut(counts: IntArray, contexts: IntArray) -> int:
-    """Return the size of the first group among rows sorted by tokens; all rows if no split helps.
+    """Return the size of the first part among rows sorted by tokens; all rows if no split helps.
 
-    A group costs rows x most tokens x longest context.
+    A part costs rows x most tokens x longest context.
     """
     total = len(counts)
     sizes = np.arange(1, total + 1)
@@ -140,19 +154,19 @@ def _cut(counts: IntArray, contexts: IntArray) -> int:
     return total - int((before + after)[::-1].argmin())
 
 
-def _group(
-    step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False
+def _part(
+    host: HostStep, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False
 ) -> dict[str, npt.NDArray[Any]]:
     """Pad n rows to Q tokens and L = B * block_size keys."""
-    starts = np.asarray(step.query_start)[rows, None]
-    counts = np.asarray(step.query_start)[rows + 1, None] - starts
-    contexts = np.asarray(step.context_len)[rows, None]
+    starts = host.query_start[rows, None]
+    counts = host.query_start[rows + 1, None] - starts
+    contexts = host.context_len[rows, None]
     if alone:
         contexts, counts = contexts - counts + 1, np.ones_like(counts)
     place = np.arange(int(counts.max()), dtype=np.int32)
     real = place < counts
     used = -(-contexts // block_size)
-    tables = np.asarray(step.block_tables)[rows, : int(used.max())]
+    tables = host.block_tables[rows, : int(used.max())]
     positions = np.where(real, contexts - counts + place, 0)
     keys_at = np.arange(tables.shape[1] * block_size, dtype=np.int32)
     return {

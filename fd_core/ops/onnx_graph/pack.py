@@ -22,6 +22,7 @@ from fd_core.ops.contract import (
     Array,
     Experts,
     Forward,
+    GroupTables,
     Heads,
     KVCache,
     KVShape,
@@ -35,7 +36,7 @@ from fd_core.ops.contract import (
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.onnx_graph import attention
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
-from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session, TracedCache, TracedLayer, bound
+from fd_core.ops.onnx_graph.session import CPU, Binding, PlanKey, Provider, Session, TracedCache, TracedLayer, bound
 from fd_core.ops.parallel import RankGroup, Stage
 
 
@@ -94,7 +95,6 @@ class OnnxOps(NumpyOps):
     """Operations as ONNX operators; activations, weights and KV are float32."""
 
     name = "onnx"
-    groups_layers = False
     dtype = "float32"
     kv_dtypes = ()
     encodes = False
@@ -197,9 +197,11 @@ class OnnxOps(NumpyOps):
 
     def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
         if isinstance(layer, TracedLayer):
-            return attention.attend(q, layer, heads)
-        plan = attention.plan(step, layer.shape[2])
-        return self._on_layer(layer, {"q": q}, plan, emit=lambda layer, q: attention.attend(q, layer, heads))
+            return attention.attend(q, layer, heads, step.group)
+        plan = attention.plans(step, [(step.group, heads.window)], layer.shape[2])
+        return self._on_layer(
+            layer, {"q": q}, plan, emit=lambda layer, q: attention.attend(q, layer, heads, step.group)
+        )
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
@@ -269,7 +271,6 @@ class OnnxOps(NumpyOps):
         graph = Graph()
         _, _, block_size, num_kv_heads, head_dim = layer.shape
         cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size=block_size))
-        attention.declare_inputs(graph)
         symbols = [graph.input(name, array.dtype, array.shape) for name, array in arrays.items()]
         result = emit(cache.layer(0), *symbols)
         outputs = cache.outputs() | ({} if result is None else {"y": result})
@@ -284,7 +285,8 @@ class SessionForward:
         self._ops = ops
         self._arrays = arrays
         self._forward = forward
-        self._sessions: dict[KVShape, Session] = {}
+        self._sessions: dict[KVShape, tuple[Session, set[PlanKey]]] = {}
+        """With the groups of layers and windows whose attention inputs a session reads."""
         self._bindings: weakref.WeakKeyDictionary[KVCache, Binding] = weakref.WeakKeyDictionary()
         self._eager = False
 
@@ -294,39 +296,43 @@ class SessionForward:
         if binding is None:
             return self._forward(step, cache)
         values = {name: np.asarray(getattr(step, name)) for name in self._arrays}
-        (logits,) = binding.run(values | attention.plan(step, cache.shape.block_size))
+        for group, slots in enumerate(() if step.grouped is None else step.grouped.kv_slots):
+            values[f"kv_slots_{group}"] = slots
+        _, keys = self._sessions[cache.shape]
+        (logits,) = binding.run(values | attention.plans(step, keys, cache.shape.block_size))
         return logits
 
     def _bind(self, cache: KVCache) -> Binding | None:
         if cache not in self._bindings:
             try:
-                session = self._sessions.get(cache.shape) or self._trace(cache.shape)
+                session, _ = traced = self._sessions.get(cache.shape) or self._trace(cache.shape)
             except TraceError as error:
                 logger.warning("this model runs operation by operation, which is slower: %s", error)
                 self._eager = True
                 return None
-            self._sessions[cache.shape] = session
+            self._sessions[cache.shape] = traced
             if not isinstance(cache, NumpyKVCache):
                 raise TypeError("the onnx pack needs a cache that it allocated")
             self._bindings[cache] = session.bind(bound([cache.layer(index) for index in range(cache.shape.num_layers)]))
         return self._bindings[cache]
 
-    def _trace(self, shape: KVShape) -> Session:
+    def _trace(self, shape: KVShape) -> tuple[Session, set[PlanKey]]:
         graph = Graph()
         cache: Any = TracedCache(graph, shape)
-        attention.declare_inputs(graph)
-        logits = self._forward(_symbolic_step(graph, self._arrays), cache)
+        logits = self._forward(_symbolic_step(graph, self._arrays, shape.groups.count), cache)
         if not isinstance(logits, GraphSymbol):
             raise TraceError("the forward does not return the result of an operation")
-        return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider)
+        return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider), cache.plans
 
 
-def _symbolic_step(graph: Graph, names: Sequence[str]) -> StepInput:
+def _symbolic_step(graph: Graph, names: Sequence[str], groups: int) -> StepInput:
     arrays: dict[str, Any] = {
         name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,)) for name in names
     }
     unknown = GraphSymbol(graph, "a host value")
-    return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # raises as arrays do
+    slots = [graph.input(f"kv_slots_{group}", np.int32, ("kv_slots",)) for group in range(groups)]
+    grouped = None if groups == 1 else GroupTables(slots, [unknown] * groups)
+    return StepInput(**arrays, max_query=unknown, max_context=unknown, grouped=grouped)  # type: ignore[arg-type]  # raises as arrays do
 
 
 def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:

@@ -115,6 +115,10 @@ def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any
     }
 
 
+PlanKey = tuple[int, int | None]
+"""Group of layers, whose block tables an attention reads, and window."""
+
+
 @dataclass(slots=True)
 class TracedLayer:
     """One layer in a graph: the symbols of its keys and values after the operators so far."""
@@ -122,6 +126,8 @@ class TracedLayer:
     keys: GraphSymbol
     values: GraphSymbol
     shape: KVShape
+    plans: set[PlanKey]
+    """Of all attention operators so far; see `attention.plans`."""
 
 
 class TracedCache:
@@ -129,12 +135,14 @@ class TracedCache:
 
     def __init__(self, graph: Graph, shape: KVShape) -> None:
         self.shape = shape
+        self.plans: set[PlanKey] = set()
         sizes = ("blocks", shape.block_size, shape.num_kv_heads, shape.head_dim)
         self._layers = [
             TracedLayer(
                 graph.input(f"keys_{index}", np.float32, sizes),
                 graph.input(f"values_{index}", np.float32, sizes),
                 shape,
+                self.plans,
             )
             for index in range(shape.num_layers)
         ]

@@ -125,36 +125,39 @@ class _PaddleGroup:
     def __init__(self, step: HostStep, rows: IntArray, count: int, size: int, place: Any) -> None:
         context = step.context_len[rows, None].astype(np.int64)
         self.count, self.longest = count, int(context.max())
-        keys = np.arange(self.longest)
-        slots = step.block_tables[rows][:, keys // size].astype(np.int64) * size + keys % size
+        # Places beyond a row's context read its last token: others may be NaN, which no weight of 0 hides.
+        keys = np.minimum(np.arange(self.longest), context - 1)
+        tables = np.take_along_axis(step.block_tables[rows], keys // size, axis=1).astype(np.int64)
         self.tokens = (step.query_start[rows, None] + np.arange(count)).reshape(-1)
         """[n * Q], indices of the rows' tokens in the step."""
-        self.kv_slots = tensor_of(np.where(keys < context, slots, 0).reshape(-1), place)
+        self.kv_slots = tensor_of((tables * size + keys % size).reshape(-1), place)
         """int64[n * L]"""
         self._first = tensor_of((context[:, :, None] - count).astype(np.int32), place)
         """int32[n, 1, 1], position of each row's first token."""
         self._place = place
-        self._masks: dict[int | None, Array] = {}
+        self._mask: Array | None = None
 
     def mask(self, window: int | None, begin: int, end: int) -> Array:
         """Return float32[n, 1, 1, end - begin, L] for some tokens of each row: 0 if a token attends to a key, else a
         large negative number."""
-        if window in self._masks:
-            return self._masks[window]
+        if self._mask is not None:
+            return self._mask
         tokens = paddle.arange(begin, end, dtype="int32", device=self._place).unsqueeze(1)
         distance = self._first + tokens - paddle.arange(self.longest, dtype="int32", device=self._place)
         hidden = distance < 0 if window is None else paddle.logical_or(distance < 0, distance >= window)
         mask = (hidden.astype("float32") * _HIDDEN).unsqueeze([1, 2])
         if end - begin == self.count:  # the other layers need the same
-            self._masks[window] = mask
+            self._mask = mask
         return mask
 
 
 class PaddleAttentionPlan:
-    """Attention inputs derived from a step's metadata, once for all layers; computed on the host."""
+    """Attention inputs derived from a step's metadata, once for all layers of a group with a window; computed on the
+    host."""
 
-    def __init__(self, step: StepInput, layer: PaddleLayer, place: Any) -> None:
+    def __init__(self, step: StepInput, layer: PaddleLayer, window: int | None, place: Any) -> None:
         host = step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        host = host.within(window, layer.block_size)
         width = int(np.prod(layer.keys.shape[1:]))
         by_count: defaultdict[int, list[int]] = defaultdict(list)
         for row, count in enumerate(np.diff(host.query_start).tolist()):
@@ -353,7 +356,8 @@ class PaddleOps(Ops):
         self.longest_sort = longest_sort
         self.place = paddle.set_device(device)
         self.paddle_dtype = _DTYPES[dtype]
-        self._planned: tuple[StepInput, PaddleAttentionPlan] | None = None
+        self._planned: dict[tuple[int, int | None], tuple[StepInput, PaddleAttentionPlan]] = {}
+        """Of the last step, by group of layers and window."""
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         return tensor_of(array.view(np.int64) if array.dtype == np.uint64 else array, self.place)
@@ -451,10 +455,13 @@ class PaddleOps(Ops):
         paddle.scatter_(layer.value_words, kv_slots, words_of(v))
 
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend over gathered keys and values; the plan of a step is computed once for all layers."""
-        if self._planned is None or self._planned[0] is not step:
-            self._planned = (step, PaddleAttentionPlan(step, layer, self.place))
-        return self._planned[1].attend(q, layer, heads)
+        """Attend over gathered keys and values; layers with the same table and window share the plan of a step."""
+        key = step.group, heads.window
+        planned = self._planned.get(key)
+        if planned is None or planned[0] is not step:
+            plan = PaddleAttentionPlan(step, layer, heads.window, self.place)
+            planned = self._planned[key] = step, plan
+        return planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         most = len(x) if self.longest_sort is None else self.longest_sort // experts.top_k

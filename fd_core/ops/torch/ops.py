@@ -69,7 +69,6 @@ class TorchOps(TorchSampling, Ops):
     """
 
     name = "torch"
-    groups_layers = True
     framework = "torch"
     kv_dtypes: Collection[str] = ("int8",)
     encodes = True

@@ -255,7 +255,7 @@ def gather_inputs(
         max_query=width,
         max_context=max_context,
         uniform=width == 1 or spans.shape is not None,
-        host=HostStep(query_start, context, block_tables[0]),
+        host=HostStep(query_start, context, block_tables[0] if len(tables) == 1 else block_tables),
         grouped=None if len(tables) == 1 else GroupTables(*map(np.ascontiguousarray, (kv_slots, block_tables))),
         **({} if lora_slots is None else _adapter_fields(lora_slots)),
     )

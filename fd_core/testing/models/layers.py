@@ -196,7 +196,8 @@ class LayerOn:
         history: npt.NDArray[Any] = np.resize(make(min(math.prod(shape), 250_007)), shape)
         free = np.ones(count, np.bool_)
         for (tokens, context), table in zip(rows, tables, strict=True):
-            free[table[: -(-(context - tokens) // g.block_size)]] = False
+            first = 0 if g.window is None else max(0, context - tokens + 1 - g.window) // g.block_size
+            free[table[first : -(-(context - tokens) // g.block_size)]] = False
         history[free] = np.nan  # as a failed request leaves blocks, until a token is written
         if self.cache.shape.quantized:
             history = quantize_kv(history)
@@ -312,10 +313,8 @@ class LayerOn:
         """
         ops = self.ops
 
-        def call(name: str, *arguments: Any, usual: bool = True) -> Any:
-            if isinstance(fusions, type):
-                return getattr(fusions, name)(ops, *arguments)
-            return getattr(fusions, name if usual or fusions.any_norms else f"composed_{name}")(*arguments)
+        def call(name: str, *arguments: Any) -> Any:
+            return getattr(fusions, name)(*([ops] if isinstance(fusions, type) else []), *arguments)
 
         def result(value: Any) -> Any:
             """Return the input of the next fusion; later operations may write into it."""
@@ -330,8 +329,7 @@ class LayerOn:
         x = activations(ops, self.x)
         qkv, output, gate_up, down = self.loras()
         norm = self.norm if self.g.pre_norm else None
-        usual = self.g.pre_norm and self.heads.usual_norms
-        q = result(call("attention_inputs", x, norm, self.qkv, self.heads, self.kv, self.step, qkv, usual=usual))
+        q = result(call("attention_inputs", x, norm, self.qkv, self.heads, self.kv, self.step, qkv))
         if held is not None:
             self.written = self.exported()
             self.cache.import_blocks(np.arange(self.cache.num_blocks, dtype=np.int32), held)
@@ -340,8 +338,7 @@ class LayerOn:
         if self.experts is not None:
             result(call("moe_residual", y, self.norm, self.experts, self.g.activation))
         else:
-            activation, plain = self.g.ungated or self.g.activation, self.g.ungated is not None
-            name, usual = "plain_mlp_inputs" if plain else "mlp_inputs", plain or self.g.pre_norm
-            inner = result(call(name, y, norm, self.gate_up, activation, gate_up, usual=usual))
+            name = "plain_mlp_inputs" if self.g.ungated else "mlp_inputs"
+            inner = result(call(name, y, norm, self.gate_up, self.g.ungated or self.g.activation, gate_up))
             result(call("project_residual", inner, self.down, y, self.post_norm, down))
         return results

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, Forward, KVCache, StepInput
+from fd_core.ops.contract import Array, Forward, GroupTables, KVCache, KVShape, StepInput
 
 from fd_gpu_cuda.device import Cuda, Replay, out_of_memory
 
@@ -91,18 +91,22 @@ class _Graph:
 
 
 class GraphInputs:
-    """Input memory of all graphs of a device; each shape uses views of that of the largest."""
+    """Input memory of all graphs of a device; each shape uses views of that of the largest.
+
+    Slots and tables are those of every group of layers of the cache.
+    """
 
     def __init__(self, shapes: GraphShapes, limits: Limits, device: torch.device) -> None:
         def zeros(*size: int) -> Array:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        tokens, rows = shapes.most_tokens, max(rows for rows, _ in shapes)
-        self._max_context = limits.max_model_len
-        self._token_ids, self._positions, self._kv_slots = zeros(3, tokens)
+        tokens, rows, groups = shapes.most_tokens, max(rows for rows, _ in shapes), limits.groups.count
+        self._max_context, self._blocks = limits.max_model_len, limits.blocks_per_seq
+        self._token_ids, self._positions = zeros(2, tokens)
+        self._kv_slots = zeros(groups * tokens)
         self._context_len = zeros(rows)
         self._lora_slots = zeros(tokens)
-        self.block_tables = zeros(rows, limits.blocks_per_seq)
+        self._block_tables = zeros(groups * rows * self._blocks)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._query_start = {width: starts * width for width in {1, shapes.width}}
         self._columns = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -111,31 +115,32 @@ class GraphInputs:
         sizes = [rows * width for rows, width in shapes]
         self._logits_rows = dict(zip(shapes, zeros(sum(sizes)).split(sizes), strict=True))
 
-    def of(self, shape: Shape, spare_block: int, block_size: int, *, adapted: bool = False) -> StepInput:
+    def of(self, shape: Shape, spare_block: int, cache: KVShape, *, adapted: bool = False) -> StepInput:
         """Return the memory of a step of a shape, filled with padding, for contexts of any length.
 
         `adapted` adds adapter slots.
         """
         rows, width = shape
-        tokens = rows * width
+        tokens, groups = rows * width, cache.groups.count
+        kv_slots = self._kv_slots[: groups * tokens].fill_(spare_block * cache.block_size).view(groups, tokens)
+        tables = self._block_tables[: groups * rows * self._blocks].fill_(spare_block).view(groups, rows, -1)
         torch.remainder(self._columns[:tokens], width, out=self._positions[:tokens])
         self._token_ids[:tokens].zero_()
-        self._kv_slots[:tokens].fill_(spare_block * block_size)
         self._context_len[:rows].fill_(width)
-        self.block_tables[:rows].fill_(spare_block)
         self._lora_slots[:tokens].zero_()
         return StepInput(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
-            kv_slots=self._kv_slots[:tokens],
+            kv_slots=kv_slots[0],
             query_start=self._query_start[width][: rows + 1],
             context_len=self._context_len[:rows],
-            block_tables=self.block_tables[:rows],
+            block_tables=tables[0],
             logits_rows=self._logits_rows[shape],
             max_query=width,
             max_context=self._max_context,
             uniform=True,
             lora_slots=self._lora_slots[:tokens] if adapted else None,
+            grouped=GroupTables(kv_slots, tables) if groups > 1 else None,
         )
 
 
@@ -173,12 +178,11 @@ class DeviceGraphs:
         """
         if self._inputs is None:
             self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
-        size, graphs = cache.shape.block_size, dict[Shape, _Graph]()
-        shapes, free = list(self.shapes), list[int]()
+        graphs, shapes, free = dict[Shape, _Graph](), list(self.shapes), list[int]()
         chosen = [shapes[0], *shapes[1 :: max(1, len(shapes) // _FEW)]][:_FEW] if self._few else shapes
         with self._cuda.capturing():
             for shape in chosen:
-                step = self._inputs.of(shape, spare_block, size, adapted=adapted)
+                step = self._inputs.of(shape, spare_block, cache.shape, adapted=adapted)
                 try:
                     logits = self._logits_of(forward, step, cache)
                     replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
@@ -202,7 +206,8 @@ class DeviceGraphs:
         targets = [*graph.vectors, graph.step.logits_rows[:wanted]]
         torch._foreach_copy_(targets, [*_vectors(step), step.logits_rows])
         # Stale entries in the rest of the tables are beyond the contexts of this step.
-        graph.step.block_tables[:, : step.block_tables.shape[1]].copy_(step.block_tables)
+        tables = _places(step).block_tables
+        _places(graph.step).block_tables[..., : tables.shape[-1]].copy_(tables)
         graph.replay()
         return graph.logits[:wanted]
 
@@ -224,8 +229,13 @@ class DeviceGraphs:
             logits.copy_(found)
 
 
+def _places(step: StepInput) -> StepInput | GroupTables:
+    """Return the owner of the slots and tables of all groups of layers."""
+    return step.grouped or step
+
+
 def _vectors(step: StepInput) -> tuple[Array, ...]:
-    vectors = step.token_ids, step.positions, step.kv_slots, step.context_len
+    vectors = step.token_ids, step.positions, _places(step).kv_slots, step.context_len
     return vectors if step.lora_slots is None else (*vectors, step.lora_slots)
 
 

@@ -78,7 +78,7 @@ class CudaOps(TorchOps):
     """
 
     name = "torch"
-    groups_layers = False  # graphs capture the tables of one group
+    groups_layers = False  # texts of padded steps with adapters differ
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False
@@ -354,12 +354,20 @@ class CudaOps(TorchOps):
         return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
 
     def attention_inputs(
-        self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
+        self,
+        x: Any,
+        norm: Norm | None,
+        qkv: Any,
+        heads: Heads,
+        layer: CudaLayer,
+        step: StepInput,
+        lora: Lora | None = None,
     ) -> Array:
         kernel = self._kernels.rotate_and_store
-        if kernel is None or heads.query_rope is not None:
+        unusual = heads.norms_rotated or heads.joint_widths is not None or heads.query_rope is not None
+        if kernel is None or unusual:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
-        normed = self.rms_norm(x, norm)
+        normed = self.normalize(x, norm)
         projected = self.linear(normed, qkv)
         if lora is not None:
             projected = self.lora(projected, normed, lora)

@@ -495,12 +495,9 @@ class ModelTrial:
     def _of_layer(self, ops: CudaOps, layer: Layer, rows: Sequence[tuple[int, int]]) -> Iterator[Compared]:
         plain, model, attention = self._plain, self._model, layer.attention
         heads, block = attention.heads, layer.feed_forward
-        gated = isinstance(block, Moe) or block.gated
-        if attention.norm is None or block.norm is None or heads.norms_rotated or heads.joint_widths or not gated:
-            return  # composed of primitives, without the fusions
         step, num_blocks = random_step(plain, rows, self._block_size, model.vocab_size, self._random)
         own, reference = self._caches(layer, num_blocks)
-        x = self._normal(len(step.positions), attention.norm.weight.shape[0]) * _SMALL
+        x = self._normal(len(step.positions), model.spec.embedding.shape[1]) * _SMALL
 
         q = plain.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, reference, step)
         yield Compared("queries", ops.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, own, step), q)
@@ -515,17 +512,16 @@ class ModelTrial:
             yield Compared("the adapters' terms", *(self._adapted(each, step, x) for each in (ops, plain)))
         y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
-        expected = plain.rms_norm(y, block.norm)
-        yield Compared("the norm after attention", ops.rms_norm(other, block.norm), expected)
+        expected = plain.normalize(y, block.norm)
+        yield Compared("the norm after attention", ops.normalize(other, block.norm), expected)
         activation, norm = model.decoder.activation, model.decoder.final_norm
         if isinstance(block, Moe):
             z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
             other = ops.moe_residual(y.clone(), block.norm, block.experts, activation)
         else:
-            inner = plain.mlp_inputs(y.clone(), block.norm, block.gate_up, activation)
-            yield Compared(
-                "the activated products", ops.mlp_inputs(y.clone(), block.norm, block.gate_up, activation), inner
-            )
+            method = "mlp_inputs" if block.gated else "plain_mlp_inputs"
+            each, inner = (getattr(it, method)(y.clone(), block.norm, block.gate_up, activation) for it in (ops, plain))
+            yield Compared("the activated products", each, inner)
             z = plain.settle(plain.project_residual(inner, block.down, y.clone(), block.post_norm))
             other = ops.project_residual(inner, block.down, y.clone(), block.post_norm)
         law: Literal["near", "experts"] = "experts" if isinstance(block, Moe) else "near"
@@ -617,7 +613,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 class FlashInferAttention:
     """FlashInfer attention of steps that are not replayed; it plans on the host, from the host's metadata.
 
-    There is one plan per layer geometry of a step, created by the first such layer.
+    There is one plan per layer geometry and group of layers of a step, created by the first such layer.
 
     Its calls match the releases recorded in `tests/test_flash_infer_calls.py`.
     """
@@ -627,18 +623,19 @@ class FlashInferAttention:
         self._cuda = cuda
         self._workspace: Array | None = None
         self._wrappers: dict[tuple[Any, ...], Any] = {}
-        self._step: StepInput | None = None
+        self._rows: Array | None = None
+        """`query_start` of the last step, which its groups of layers share."""
         self._planned: set[tuple[Any, ...]] = set()
         self._copied: dict[tuple[Any, ...], Callable[[], None]] = {}
         """By geometry, a function that waits for the copy of its last plan."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. Needs `step.host`."""
-        if step is not self._step:
-            self._step = step
+        if step.query_start is not self._rows:
+            self._rows = step.query_start
             self._planned.clear()
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, layer.block_size)
-        geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype)
+        geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype, step.group)
         if geometry not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._cuda.device)
@@ -652,7 +649,10 @@ class FlashInferAttention:
                 # A plan is copied from pinned memory of its wrapper, which the next plan overwrites: where steps are
                 # launched ahead, the copy may still be queued. All that is before it belongs to older steps.
                 self._copied[geometry]()
-            lists = (step.host.query_start.copy(), *page_lists(step.host, layer.block_size))
+            lists = (
+                step.host.query_start.copy(),
+                *page_lists(step.host.within(heads.window, layer.block_size), layer.block_size),
+            )
             wrapper.plan(
                 *map(torch.from_numpy, lists),
                 *sizes,

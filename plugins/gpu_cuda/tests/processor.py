@@ -139,7 +139,9 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     distance = own[:, None] - place
     seen = (distance >= 0) & (distance < (heads.window or 2**30))
     slots = step.block_tables.long()[row][:, place // size] * size + place % size
-    slots = torch.where(place < context, slots, slots[:, :1])  # other places may be NaN, which no weight of 0 hides
+    slots = torch.where(
+        seen, slots, slots.gather(1, own[:, None].long())
+    )  # others may be NaN, which no weight of 0 hides
     grouped = q.unflatten(1, (heads.num_kv_heads, -1)).float()
     keys, values = layer.keys[slots].float(), layer.values[slots].float()
     if layer.quantized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,9 +67,11 @@ def test_each_geometry_is_planned_once_a_step() -> None:
     attend = FlashInferAttention(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper), Processor())
     plain, narrow = Heads(4, 2, 8, 0.3, Rope(None, None)), Heads(4, 2, 8, 0.3, Rope(None, None), window=6, softcap=3.0)
     Wrapper.plans = 0
-    for planned in (2, 4):
-        step = on_both(numbers)
-        for heads in (plain, narrow, plain, narrow):
+    for planned in (3, 6):
+        first = on_both(numbers)
+        other = replace(first, group=1, block_tables=first.block_tables.flip(0))
+        other = replace(other, host=replace(first.host, block_tables=numbers.block_tables[::-1]))
+        for heads, step in [(plain, first), (narrow, first), (plain, other)] * 2:
             torch.testing.assert_close(attend(q, layer, heads, step), plain_attention(q, layer, heads, step))
         assert Wrapper.plans == planned
 

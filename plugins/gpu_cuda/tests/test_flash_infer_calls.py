@@ -85,7 +85,7 @@ def wrapper_of(release: str, calls: list[tuple[str, dict[str, Any]]]) -> type:
 
 def step() -> Any:
     host = HostStep(ids(0, 1, 4), ids(9, 4), np.array([[7, 2, 5], [3, 0, 0]], np.int32))
-    return SimpleNamespace(host=host)
+    return SimpleNamespace(host=host, query_start=torch.from_numpy(host.query_start), group=0)
 
 
 def layer() -> TorchLayer:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from extent import AT_LENGTH  # noqa: E402
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
 from fd_core.config import EngineConfig, Limits  # noqa: E402
-from fd_core.ops.contract import Ops, StepInput  # noqa: E402
+from fd_core.ops.contract import KVShape, Ops, StepInput  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
@@ -217,13 +217,13 @@ def test_padding_does_not_touch_other_blocks(folder: Path) -> None:
 
 
 def test_graphs_of_all_shapes_read_the_same_memory() -> None:
-    shapes = GraphShapes.of(limits(K))
+    shapes, cache = GraphShapes.of(limits(K)), KVShape(1, 1, 8, 4)
     inputs = GraphInputs(shapes, limits(K), torch.device("cpu"))
-    steps = {shape: inputs.of(shape, 48, 4) for shape in shapes}
+    steps = {shape: inputs.of(shape, 48, cache) for shape in shapes}
     for name in ("token_ids", "positions", "kv_slots", "context_len", "block_tables"):
         assert len({getattr(step, name).data_ptr() for step in steps.values()}) == 1, name
     assert len({step.logits_rows.data_ptr() for step in steps.values()}) == len(steps)
-    step = inputs.of((2, 1 + K), 48, 4)
+    step = inputs.of((2, 1 + K), 48, cache)
     assert step.positions.tolist() == [0, 1, 2, 3] * 2
     assert step.query_start.tolist() == [0, 4, 8]
     assert step.context_len.tolist() == [4, 4]

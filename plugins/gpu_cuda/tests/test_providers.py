@@ -143,6 +143,22 @@ def with_softcap(model: DecoderModel) -> DecoderModel:
     return replace(model, decoder=replace(model.decoder, layers=layers))
 
 
+def without_norms(model: DecoderModel) -> DecoderModel:
+    layers = (
+        replace(each, attention=replace(each.attention, norm=None), feed_forward=replace(each.feed_forward, norm=None))
+        for each in model.decoder.layers
+    )
+    return replace(model, decoder=replace(model.decoder, layers=tuple(layers)))
+
+
+@pytest.mark.parametrize("field", ["attention", "rotate_and_store", "gate"])
+def test_kernels_are_tried_on_layers_without_norms_before_blocks(models: Models, field: str) -> None:
+    for kernel, kept in ((getattr(PLAIN, field), "double"), (raising, "plain")):
+        providers = table_with(field, lambda kernel=kernel: kernel)
+        settled(without_norms(models("llama")), providers)
+        assert providers.name(field) == kept
+
+
 def test_ignored_window_is_accepted_only_without_window_layers(models: Models) -> None:
     assert settled(models("llama"), table_with("attention", lambda: without_window)).attention is without_window
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.ops.contract import Heads, KVShape, Rope
+from fd_core.ops.contract import Heads, HostStep, KVShape, Rope
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.onnx_graph.attention import plan as plan_of
+from fd_core.ops.onnx_graph.attention import plan
 from fd_core.ops.onnx_graph.pack import OnnxOps
 from fd_core.testing.models.arrays import step_input
 
@@ -27,30 +27,34 @@ def step_of(rows):
     return replace(step, block_tables=np.where(np.arange(6) < used, tables, np.int32(2**20)))
 
 
+def plan_of(step, window=None):
+    return plan(HostStep(step.query_start, step.context_len, step.block_tables), BLOCK, window)
+
+
 @settings(deadline=None, max_examples=200)
-@given(ROWS)
-def test_groups_partition_tokens_without_foreign_blocks(rows):
+@given(ROWS, st.sampled_from([None, 3]))
+def test_parts_partition_tokens_without_foreign_blocks(rows, window):
     step = step_of(rows)
-    plan = plan_of(step, BLOCK)
-    results = np.concatenate([plan[f"tokens_{group}"].reshape(-1) for group in range(2)])
-    assert results[plan["places"]].tolist() == list(range(len(step.positions)))
-    assert len(set(plan["places"].tolist())) == len(step.positions)
+    found = plan_of(step, window)
+    results = np.concatenate([found[f"tokens_{part}"].reshape(-1) for part in range(2)])
+    assert results[found["places"]].tolist() == list(range(len(step.positions)))
+    assert len(set(found["places"].tolist())) == len(step.positions)
     row_of = np.repeat(np.arange(len(rows)), np.diff(step.query_start))
-    for group in range(2):
-        tokens, tables = plan[f"tokens_{group}"], plan[f"tables_{group}"]
-        assert len(plan[f"keys_at_{group}"]) == tables.shape[1] * BLOCK
+    for part in range(2):
+        tokens, tables = found[f"tokens_{part}"], found[f"tables_{part}"]
+        assert len(found[f"keys_at_{part}"]) == tables.shape[1] * BLOCK
         for mine, table in zip(tokens, tables, strict=True):
             (row,) = set(row_of[mine].tolist())
             assert set(table.tolist()) <= set(step.block_tables[row].tolist()) - {2**20}
 
 
 def test_rows_are_split_where_padding_costs_most():
-    plan = plan_of(step_of([(1, 9), (20, 20), (1, 5)]), BLOCK)
-    assert [plan[f"tokens_{group}"].shape for group in range(2)] == [(2, 1), (1, 20)]
-    plan = plan_of(step_of([(1, 24), (1, 4), (1, 3)]), BLOCK)
-    assert [plan[f"tables_{group}"].shape for group in range(2)] == [(2, 1), (1, 6)]
-    plan = plan_of(step_of([(2, 8), (2, 8)]), BLOCK)
-    assert plan["tokens_0"].tolist() == [[0, 1], [2, 3]]
+    found = plan_of(step_of([(1, 9), (20, 20), (1, 5)]))
+    assert [found[f"tokens_{part}"].shape for part in range(2)] == [(2, 1), (1, 20)]
+    found = plan_of(step_of([(1, 24), (1, 4), (1, 3)]))
+    assert [found[f"tables_{part}"].shape for part in range(2)] == [(2, 1), (1, 6)]
+    found = plan_of(step_of([(2, 8), (2, 8)]))
+    assert found["tokens_0"].tolist() == [[0, 1], [2, 3]]
 
 
 def test_empty_rows_are_skipped():
@@ -61,8 +65,8 @@ def test_empty_rows_are_skipped():
         context_len=np.array([8, 4, 5], np.int32),
         block_tables=step.block_tables[[0, 0, 1]],
     )
-    plan = plan_of(step, BLOCK)
-    assert len(set(plan["places"].tolist())) == 5
+    found = plan_of(step)
+    assert len(set(found["places"].tolist())) == 5
 
 
 @settings(deadline=None, max_examples=15)
@@ -74,9 +78,10 @@ def test_attention_matches_oracle_for_any_batch(rows, window):
     blocks = np.arange(len(rows) * 6)
     content = rng.normal(size=(len(blocks), 1, 2, BLOCK, 2, 8)).astype(np.float32)
     q = rng.normal(size=(len(step.positions), 4, 8)).astype(np.float32)
-    stale = np.full_like(content, np.nan)  # data of other requests beyond the contexts
-    for row, (_, context) in enumerate(rows):
-        for position in range(context):
+    stale = np.full_like(content, np.nan)  # data of other requests beyond the contexts and before the windows
+    for row, (count, context) in enumerate(rows):
+        first = 0 if window is None else max(0, context - count - window + 1) // BLOCK * BLOCK
+        for position in range(first, context):
             where = (step.block_tables[row, position // BLOCK], 0, slice(None), position % BLOCK)
             stale[where] = content[where]
     found = []

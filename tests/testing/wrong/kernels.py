@@ -80,16 +80,12 @@ class RotatesTheFirst16384Positions(NumpyOps):
 
 @shown_by("layer", norms_rotated=True)
 class NormalizesHeadsBeforeRope(NumpyOps):
-    any_norms = True
-
     def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
         return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
 
 
 @shown_by("layer", query_rope=True)
 class RotatesQueriesAsKeys(NumpyOps):
-    any_norms = True
-
     def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
         return super().attention_inputs(x, norm, qkv, replace(heads, query_rope=None), layer, step, lora)
 
@@ -108,8 +104,6 @@ class NormalizesHeadsOneByOne(NumpyOps):
 
 @shown_by("layer", pre_norm=False, composed=False)
 class NormalizesEveryInput(NumpyOps):
-    any_norms = True
-
     def attention_inputs(self, x, norm, *rest):
         return super().attention_inputs(x, norm or Norm(np.ones(x.shape[1], np.float32), 1e-6), *rest)
 
@@ -1248,6 +1242,20 @@ class AddsTheMaskToCappedScores(NumpyOps):
         for row, context in enumerate(step.context_len.tolist()):
             rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
             output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
+        return output
+
+
+@shown_by("layer", window=7, block_size=1)
+class MultipliesTheKeyBeforeTheWindowByZero(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            tokens = slice(step.query_start[row], step.query_start[row + 1])
+            before = context - (tokens.stop - tokens.start) - (heads.window or context)
+            if before >= 0:
+                block = step.block_tables[row, before // held.shape[2]]
+                output[tokens] += np.float32(0) * held[0, block, before % held.shape[2]].sum()
         return output
 
 

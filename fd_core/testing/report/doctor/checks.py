@@ -271,7 +271,8 @@ def _transfer(ops: Ops, size: Size, method: str) -> Prepared:
 
 def _attention(ops: Ops, size: Size, method: str = "paged_attention", kv_dtype: str = "auto") -> Prepared:
     layer = _layer(ops, size, kv_dtype=kv_dtype)
-    q, _, _ = _heads(ops, layer)
+    q, k, v = _heads(ops, layer)
+    ops.write_kv(layer.kv, k, v, layer.step.kv_slots)
     g = layer.g
     read = 2 * sum(context for _, context in layer.rows) * _kept(ops, layer)
     moved = read + 2 * layer.tokens * g.heads * g.d * _width(ops)
@@ -319,16 +320,16 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
         return Prepared(call, (weights + tokens * wide) * _width(ops))
 
     match method:
-        case "attention_inputs" | "composed_attention_inputs":
-            inputs = partial(getattr(ops, method), x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+        case "attention_inputs":
+            inputs = partial(ops.attention_inputs, x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
             return prepared(inputs, g.hidden * heads, g.hidden + heads)
         case "project_residual":
             inner = g.heads * g.d
             a = activations(ops, Values(2)(tokens, inner))
             project = partial(ops.project_residual, a, layer.output, x)
             return prepared(lambda: ops.settle(project()), g.hidden * inner, 2 * g.hidden + inner)
-        case "mlp_inputs" | "composed_mlp_inputs":
-            gated = partial(getattr(ops, method), x, layer.norm, layer.gate_up, "silu")
+        case "mlp_inputs":
+            gated = partial(ops.mlp_inputs, x, layer.norm, layer.gate_up, "silu")
             return prepared(gated, 2 * g.hidden * g.inner, g.hidden + g.inner)
         case "plain_mlp_inputs":
             plain = partial(ops.plain_mlp_inputs, x, layer.norm, layer.qkv, "relu2")
@@ -461,8 +462,7 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("logprobs", partial(_scored, method="logprobs"))
     yield OpCheck("ranks", partial(_scored, method="ranks"), exact=True)
     yield OpCheck("verify", _verify, exact=True)
-    fusions = ("attention_inputs", "project_residual", "mlp_inputs", "logits")
-    for method in (*fusions, "composed_attention_inputs", "composed_mlp_inputs"):
+    for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
         yield OpCheck(method, partial(_fusion, method=method))
     yield OpCheck("plain_mlp_inputs", partial(_fusion, method="plain_mlp_inputs"), asks=("ungated",))
     yield OpCheck("settle", _settle)

@@ -25,7 +25,7 @@ from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.parts import cases_of, supported_by
 from fd_core.testing.kit.target import parse_target
-from fd_core.testing.models.arrays import assert_near
+from fd_core.testing.models.arrays import assert_near, assert_same
 from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES, OpCheck, PartCheck, Size
 from fd_core.testing.report.doctor.runs import OpFinding, PackDescribed, PackRefused, ProbeBegun
 
@@ -106,8 +106,7 @@ def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: lis
     for ours, theirs in zip(found, right, strict=True):
         assert ours.shape == theirs.shape, f"expected shape {theirs.shape}, got {ours.shape}"
         if check.exact or theirs.dtype.kind in "iu":
-            places = np.flatnonzero((ours != theirs).reshape(-1))
-            assert not len(places), f"{len(places)} of {theirs.size} values differ, the first at index {places[0]}"
+            assert_same(ours, theirs)
         elif check.primitive == "logprobs":  # float32 in packs of any dtype
             assert_near(_ORACLE, ours, theirs)
         else:

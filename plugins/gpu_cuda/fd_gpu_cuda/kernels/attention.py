@@ -730,9 +730,10 @@ class PagedAttention:
         """0 between launches."""
         self._prompt_counters = torch.zeros(_PROMPT_PROGRAMS * multiprocessors, dtype=torch.int32, device=device)
         """One per divided tile and KV head; 0 between launches."""
-        self._step: StepInput | None = None
+        self._rows: Array | None = None
+        """`query_start` of the last step, which its groups of layers share."""
         self._divisions: dict[tuple[Any, ...], Division] = {}
-        """Of `_step`: its layers have few kinds."""
+        """Of that step: its layers have few kinds."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Does not synchronize."""
@@ -755,8 +756,8 @@ class PagedAttention:
             _decode[(programs,)](*given, *_scaling(heads), **constants)
         if prompts:
             tile = prefill_tile(sizes, self._shared_memory)
-            if step is not self._step:
-                self._step, self._divisions = step, {}
+            if step.query_start is not self._rows:
+                self._rows, self._divisions = step.query_start, {}
             key = heads.num_kv_heads, heads.window, tile
             if key not in self._divisions:
                 self._divisions[key] = self.division(step.host, heads, tile)
