@@ -22,6 +22,8 @@ from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
+_COMMON: Final = "FD_SUITE"
+"""Variable that all processes and their launcher have."""
 
 
 class LauncherSuite:
@@ -163,7 +165,7 @@ class _History:
     def check(self) -> None:
         """Compare what each process reports with what happened to it, whatever happened to others of its name."""
         assert self._launchers[0].nodes() == self._nodes, "nodes change with the processes on them"
-        taken = list[tuple[int, object]]()
+        taken, counted = list[tuple[object, ...]](), any(node.devices for node in self._nodes)
         for each in self._started:
             spec, process, code = each.spec, each.process, self._codes.get(each)
             assert process.name == spec.name and process.announced() == each.announced
@@ -177,9 +179,10 @@ class _History:
                 process.kill()
             else:
                 seen = json.loads(each.announced or "")
-                cores, devices = seen["cores"], seen["devices"]
+                cores, devices = seen["cores"], seen["devices"] if counted else []
                 assert len(devices) == spec.devices, f"a process with {spec.devices} devices sees {devices}"
-                taken += [(id(each.launcher), one) for one in (*devices, *(cores if len(cores) == spec.cores else ()))]
+                own = (*devices, *(cores if len(cores) == spec.cores else ()))
+                taken += [(id(each.launcher), process.node, one) for one in own]
         assert len(taken) == len(set(taken)), "two processes have one core or device"
         for launcher in self._launchers:
             for name in ("cores", "devices"):
@@ -220,13 +223,15 @@ class _History:
                 self._suite.spec(
                     name,
                     *(action, "a b", "{c}", NODE_ADDRESS, f"words of {number}"),
-                    environment={f"FD_SUITE_{number}": NODE_ADDRESS},
+                    environment={f"FD_SUITE_{number}": NODE_ADDRESS, _COMMON: NODE_ADDRESS},
                     secrets={f"FD_SUITE_KEY_{number}": f"{_HIDDEN} {number}"},
                     cores=int(number > 0 and launcher is self._launchers[0] and len(specs) < free),
                     devices=int(len(specs) < devices),
                 )
             )
-        for spec, process in zip(specs, launcher.start(specs), strict=True):
+        with mock.patch.dict(os.environ, {_COMMON: "of the launcher"}):  # which a spec replaces
+            processes = launcher.start(specs)
+        for spec, process in zip(specs, processes, strict=True):
             announced = None if spec.command[2] == "exit" else self._suite.announced_by(process)
             self._started.append(_Started(launcher, spec, process, announced))
             if announced is not None:

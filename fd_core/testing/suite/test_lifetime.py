@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,29 @@ def test_engines_share_no_device(target: Target, count: int, ranks: int) -> None
     except ConfigError:  # too few devices
         return
     assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
-    chosen = [dict(each.environment) for each in found]
-    for name, value in chosen[0].copy().items():
-        if count > 1 and all(own.get(name) == value for own in chosen):
+    require_separate([each.environment for each in found], [core for each in found for core in each.cores])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_no_device(target: Target, size: int) -> None:
+    try:
+        found = target.cls.rank_environments(size)
+    except ConfigError:  # too few devices
+        return
+    assert len(found) == size, f"expected {size} environments, got {found}"
+    require_separate([own for own in found if own])  # the first rank may see all devices
+
+
+def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[int] = ()) -> None:
+    """Raise `AssertionError` if two processes have a device or a core in common, or if nothing separates them."""
+    chosen = [dict(own) for own in environments]
+    for name, value in {**chosen[0]}.items() if len(chosen) > 1 else ():
+        if all(own.get(name) == value for own in chosen):
             chosen = [{key: own[key] for key in own if key != name} for own in chosen]  # such as a number of threads
-    used = [("core", str(core)) for each in found for core in each.cores]
+    used = [("core", str(core)) for core in cores]
     used += [(name, one) for own in chosen for name, value in own.items() for one in value.split(",")]
-    assert len(used) == len(set(used)), f"engines share a device: {found}"
-    assert used or not any(each.environment for each in found), f"engines have the same devices: {found}"
+    assert len(used) == len(set(used)), f"processes share a device: {environments}"
+    assert used or not any(environments), f"processes have the same devices: {environments}"
 
 
 @pytest.mark.parametrize("slots", [1, 8, 257])

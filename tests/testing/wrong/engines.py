@@ -399,3 +399,12 @@ def _make_named(self):
 )
 class AttendsToAllWithASecondImplementation:
     """One of its implementations of attention ignores the window."""
+
+
+def _first_device(cls, size):
+    return [{"CUDA_VISIBLE_DEVICES": "0"}] * size
+
+
+@wrong("reference", "lifetime:test_ranks_share_no_device*", rank_environments=classmethod(_first_device))
+class GivesRanksOneDevice:
+    """Every rank of a model sees the first device."""

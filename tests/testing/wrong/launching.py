@@ -323,3 +323,12 @@ class SharesTheFirstDevice(SpawnLauncher):
         names = [",".join(self._devices[: spec.devices]) for spec in specs]
         seen = [{**spec.environment, "CUDA_VISIBLE_DEVICES": name} for spec, name in zip(specs, names, strict=True)]
         return super().start([replace(spec, environment=own) for spec, own in zip(specs, seen, strict=True)])
+
+
+@found_by(ANY_ORDER)
+class KeepsItsOwnVariables(OwnedProcess):
+    """Variables of the launcher replace those of a process."""
+
+    def __init__(self, spec, *arguments, **named):
+        kept = {name: os.environ.get(name, value) for name, value in spec.environment.items()}
+        super().__init__(replace(spec, environment=kept), *arguments, **named)
