@@ -22,11 +22,7 @@ def changed(cache, **methods):
     "kv:test_an_import_touches_its_blocks_alone",
     "kv:test_an_exported_array_is_the_callers",
     "kv:test_blocks_of_another_type_are_refused",
-    spreads_to=(
-        "golden:test_preemption_changes_no_text*",
-        "kv:test_an_engine_goes_on_from_imported_blocks",
-        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
-    ),
+    spreads_to=("kv:test_an_engine_goes_on_from_imported_blocks",),
 )
 class ImportsIntoTheNextBlock:
     def allocate_kv(self, shape, num_blocks):

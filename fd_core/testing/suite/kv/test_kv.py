@@ -11,9 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVCache, KVShape, Ops
-from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Golden
-from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import assert_same
 from fd_core.testing.models.stepper import parts_of
@@ -114,27 +112,3 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
             "the imported blocks were not used"
         )
     golden.check([spec], texts.tokens)
-
-
-@pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
-@pytest.mark.law("5.2")
-def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
-    specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
-    with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
-        probe = parts_of(engine)
-        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched to admit all requests
-        # A cached prefix needs no load, so all prefixes are evicted.
-        release = probe.running_batch.release
-
-        def forgetting(slot: int) -> Request:
-            request = release(slot)
-            probe.pool.forget_prefixes()
-            return request
-
-        probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched
-        texts = run(engine, specs)
-        stats = engine.stats().scheduler
-        assert stats.counters.preemptions > 0
-        assert stats.offload.saved_tokens > 0
-        assert stats.offload.loaded_tokens > 0
-    golden.check(specs, texts.tokens)
