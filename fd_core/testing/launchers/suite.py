@@ -185,6 +185,7 @@ class _History:
                 taken += [(id(each.launcher), process.node, one) for one in own]
         assert len(taken) == len(set(taken)), "two processes have one core or device"
         for launcher in self._launchers:
+            assert launcher.here in (None, *(node.id for node in self._nodes)), f"{launcher.here} is no node"
             for name in ("cores", "devices"):
                 with pytest.raises(LaunchError):
                     launcher.start([self._suite.spec("more", **{"cores": 0, name: self._free(launcher, name) + 1})])
