@@ -44,27 +44,6 @@ def check_restored(cache: KVCache, data: npt.NDArray[Any]) -> None:
         assert_same(cache.export_blocks(some).view(np.uint8), np.ascontiguousarray(right).view(np.uint8))
 
 
-def test_an_import_touches_its_blocks_alone(ops: Ops, require: Callable[..., None]) -> None:
-    require("primitives")
-    cache = ops.allocate_kv(SHAPE, 7)
-    every = np.arange(7, dtype=np.int32)
-    zeros = np.zeros_like(cache.export_blocks(every))
-    cache.import_blocks(every, zeros)
-    cache.import_blocks(blocks(2, 5), np.ones_like(zeros[:2]))
-    assert [bool(block.any()) for block in cache.export_blocks(every)] == [at in (2, 5) for at in range(7)]
-
-
-def test_an_exported_array_is_the_callers(ops: Ops, require: Callable[..., None]) -> None:
-    require("primitives")
-    cache = ops.allocate_kv(SHAPE, 3)
-    held = cache.export_blocks(blocks(1))
-    before = held.tobytes()
-    cache.import_blocks(blocks(1), np.ones_like(held))
-    assert held.tobytes() == before
-    held[:] = 0
-    assert cache.export_blocks(blocks(1)).all()
-
-
 def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., None]) -> None:
     require("primitives")
     cache = ops.allocate_kv(SHAPE, 7)
