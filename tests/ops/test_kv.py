@@ -1,8 +1,6 @@
 """The kit's cases of caches, on every pack."""
 
 from fd_core.testing.suite.kv.test_kv import (  # noqa: F401 -- the cases
-    test_an_exported_array_is_the_callers,
-    test_an_import_touches_its_blocks_alone,
     test_blocks_are_restored_bit_for_bit,
     test_blocks_of_another_type_are_refused,
 )

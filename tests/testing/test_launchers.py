@@ -21,8 +21,9 @@ LONG = {cls for number, cls in enumerate(IN_HISTORIES) if number % 4}
 )
 def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    suite, launcher = LauncherSuite(), cls()
+    suite = LauncherSuite()
     suite.patience, suite.launcher_class = 5.0, lambda: cls
+    launcher = suite.new_launcher()
     test, fixtures = getattr(suite, WRONG[cls]), {"launching": launcher, "capfd": capfd}
     try:
         with pytest.raises((AssertionError, LaunchError, pytest.fail.Exception)):

@@ -315,6 +315,11 @@ class RotatesWhatWasWorkedOut(RouterPolicy):
         return context.candidates[context.candidates.workers.index(order[-1])]
 
 
+class NeverChoosesTheLast(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[int(context.random * max(1, len(context.candidates) - 1))]
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -348,6 +353,7 @@ def without_shrinking(monkeypatch):
         (KeepsSessions, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
         (ServesMixedOnly, SERVES, (True,)),
+        (NeverChoosesTheLast, SERVES, (False,)),
         (HashesUrls, OTHER, ()),
         (ComparesIdentities, "workers=64", ()),
         (CountsIn8Bits, "workers=257,loads=one idle", ()),

@@ -215,6 +215,14 @@ class SharesItsTimers(LoadPolicy):
         (type(self).timers if name.endswith("_since") else self.__dict__)[name] = value
 
 
+class RoundsDown(LoadPolicy):
+    """A single worker with half as much load again as it can take stays alone."""
+
+    def propose(self, load, now):
+        found, pressure = super().propose(load, now), self._pressure(load, max(load.ready, 1))
+        return max(load.target, int(load.ready * min(pressure, 2.0))) if found > load.target else found
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -247,6 +255,7 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (AddsOnce, FOLLOWS, (40,)),
         (WindsUp, FOLLOWS, (40,)),
         (CountsTheGap, FOLLOWS, (40,)),
+        (RoundsDown, FOLLOWS, (19,)),
         (KeepsTheLastLatency, FOLLOWS, (40,)),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],

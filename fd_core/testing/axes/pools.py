@@ -129,10 +129,14 @@ def check_kv(ops: Ops, case: Case) -> None:
     # Axes of the cache: block, layer, key or value, position, head, element.
     expected[:, index].swapaxes(1, 2)[undefined] = after[:, index].swapaxes(1, 2)[undefined]
     _assert_bits(after, expected, "cache after the write (block, layer, key or value, position, head, element)")
-    assert not np.shares_memory(after, cache.export_blocks(every)), "exported blocks share memory with the cache"
+    for some in (every, every[:1]):
+        one, two = cache.export_blocks(some), cache.export_blocks(some)
+        assert not np.shares_memory(one, two), "exported blocks share memory with the cache"
     other = ops.allocate_kv(shape, count)
     other.import_blocks(every[::-1].copy(), after)
     _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
+    other.import_blocks(every[:1], after[:1])
+    _assert_bits(other.export_blocks(every)[1:], expected[::-1][1:], "blocks next to an imported one")
     some = generator(count).permutation(every)[: 1 + count // 3]
     _assert_bits(cache.export_blocks(some), expected[some], "some blocks exported")
 

@@ -48,6 +48,7 @@ _EMBEDDING: Final = (
     Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
     Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
     Axis("centred", (False, True)),
+    Axis("added", (False, True)),
     Axis("ids", ("random", "edges", "same")),
     Axis("source", ("F32", "F16", "BF16")),
 )
@@ -64,11 +65,15 @@ def check_embedding(ops: Ops, case: Case) -> None:
     elif case["ids"] == "same":
         ids[:] = vocabulary - 1
     scale, prepared = float(case["scale"] or 0), ops.prepare_embedding(_stored(table, case))
-    more = {"centred": True} if case["centred"] else {}
-    found = ops.embedding(prepared, inputs("ids", ids.astype(np.int32)), scale, **more)
+    rows_of_table, more = inputs("ids", ids.astype(np.int32)), {"centred": True} if case["centred"] else {}
+    if case["added"]:
+        x = Values(rows + 1)(rows, hidden)
+        found, expected = ops.add_positions(activations(ops, x), prepared, rows_of_table), x + table[ids]
+    else:
+        found, expected = ops.embedding(prepared, rows_of_table, scale, **more), table[ids] * np.float32(scale)
+        expected = expected - expected.mean(axis=1, keepdims=True) if more else expected
     inputs.check_unchanged()
-    expected = table[ids] * np.float32(scale)
-    assert_near(ops, found, expected - expected.mean(axis=1, keepdims=True) if more else expected)
+    assert_near(ops, found, expected)
 
 
 _EMBEDDING_EDGES: Final = {

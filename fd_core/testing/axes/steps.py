@@ -135,6 +135,7 @@ AXES: Final = (
         (0, 2**15 - 3, 2**16 - 3, 2**31 - 2000),
         ("StepPlan.step", "StepPlan.epoch", "StepPlan.gens", "Admission.gen"),
     ),
+    Axis("attention", ("auto", "triton", "flashinfer", "torch"), ("EngineConfig.attention_backend",)),
 )
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
 request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
@@ -164,7 +165,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     **{
         f"EngineConfig.{name}": _START
         for name in (
-            *("revision", "model_impl", "backend", "attention_backend", "postprocess"),
+            *("revision", "model_impl", "backend", "postprocess"),
             *("native_kernels", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },
@@ -244,6 +245,7 @@ def settings_of(case: Case, longest: int) -> dict[str, Any]:
         "structured_output": case["structured"] or bool(case["drafts"]),
         "max_forced_tokens": case["forced"],
         "output_transport": case["transport"],
+        "attention_backend": case["attention"],
         "save_preempted_kv": case["memory"] == "restored",
         "host_kv_memory": 2**24 if case["memory"] == "restored" else 0,
     }
@@ -418,8 +420,8 @@ def supported_by(target: Target) -> Callable[[Axis, Value], bool]:
         needs = {axis.needs, *(abilities_of(str(value)) if axis.name == "model" else ())}
         if needs & target.limits.keys():
             return False
-        if axis.name == "kv_dtype":
-            return value in target.ops.kv_dtypes
+        if axis.name in ("kv_dtype", "attention"):
+            return value in (target.ops.kv_dtypes if axis.name == "kv_dtype" else target.implementations)
         if axis.name == "weights":
             return target.quantization == "auto" and value in target.ops.weight_formats
         return target.exact or not ("moe" in needs or axis.name in EXACT_ONLY)

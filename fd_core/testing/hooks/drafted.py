@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import KVCache, StepInput
 from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
@@ -22,6 +24,15 @@ from fd_core.types import IntArray
 
 _MANY: Final = 10**6
 """Cheap tokens that are never used up."""
+
+
+class _DraftModel(NullModel):
+    """The scripted model with as many positions as it says."""
+
+    def states(self, step: StepInput, cache: KVCache) -> Any:
+        last = int(step.positions.max(initial=0))
+        require(last < self.max_positions, "8", f"a draft model of {self.max_positions} positions computes {last}")
+        return super().states(step, cache)
 
 
 class DrafterUnderTest(NamedTuple):
@@ -40,8 +51,9 @@ class DrafterUnderTest(NamedTuple):
         max_model_len: int = 1024,
         block_size: int = 4,
         cheap_tokens: int = _MANY,
+        model: str = "alike",
     ) -> Drafter:
-        """Return a new drafter; the draft model, if it uses one, is the scripted one."""
+        """Return a new drafter; the draft model, if it uses one, is the scripted one, or one of other sizes."""
         limits = Limits(
             max_num_seqs=slots,
             max_num_batched_tokens=slots * (1 + k + max_model_len),
@@ -59,7 +71,9 @@ class DrafterUnderTest(NamedTuple):
                 cheap_tokens=cheap_tokens,
                 ops=NullBackend(EngineConfig(model="null")).make_ops(),
                 model_path=Path("draft"),
-                load_model=lambda _: NullModel(vocab_size, max_positions=max_model_len),
+                load_model=lambda _: _DraftModel(
+                    vocab_size + 64 * (model == "wider"), 16 if model == "shorter" else max_model_len
+                ),
                 options=MappingProxyType(dict(self.options)),
             )
         )
@@ -80,15 +94,16 @@ AXES: Final = (
     Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
     Axis("events", ("none", "reused", "shorter", "moved", "alike"), ("Drafter.admit.slot",)),
     Axis("instances", ("one", "in-turn", "threads")),
+    Axis("model", ("alike", "shorter"), ("DraftContext.load_model",), rare=({"model": "wider"},)),
 )
 """`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, and
-of one of the same length that begins and ends as its text."""
+of one of the same length that begins and ends as its text. A draft model of a `shorter` context or a `wider`
+vocabulary is refused, or drafts within its context and that vocabulary."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Drafter.context": "its fields are varied",
     "Drafter.allocate.limits": "they follow from slots, drafts and the vocabulary",
     "DraftContext.ops": "the pack of the scripted model; the engine's tests use others",
     "DraftContext.model_path": "backends without checkpoints ignore it",
-    "DraftContext.load_model": "it loads the scripted model",
     "DraftContext.options": "the suite's `options`",
     "DraftContext.kv_cache_dtype": "the scripted model has one",
 }
@@ -120,7 +135,8 @@ class _DraftSlots:
 
     def _new(self, slots: int) -> Drafter:
         cheap = int_of(self._case, "cheap_tokens")
-        return self._subject.new(slots, self._k, self._vocab, self._longest, self._block_size, cheap)
+        sizes = self._k, self._vocab, self._longest, self._block_size
+        return self._subject.new(slots, *sizes, cheap_tokens=cheap, model=str(self._case["model"]))
 
     def _text(self, slot: int) -> list[int]:
         length, vocab, kind = int_of(self._case, "prompt"), int_of(self._case, "vocab"), self._case["text"]
@@ -237,7 +253,11 @@ def _require_unchanged(name: str, found: IntArray, before: IntArray) -> None:
 
 def check_drafter(subject: DrafterUnderTest, case: Case) -> None:
     """Drive a drafter as the runner does, and check its drafts after each step. Raises `InvariantViolated`."""
-    ours = _DraftSlots(subject, case)
+    try:
+        ours = _DraftSlots(subject, case)
+    except ConfigError as refused:
+        require(case["model"] != "alike", "8", f"the draft model was refused: {refused}")
+        return
     others = [_DraftSlots(subject, case, 1)] if case["instances"] != "one" else []
     package = subject.cls.__module__.partition(".")[0]
     for number in range(int_of(case, "steps")):

@@ -92,7 +92,7 @@ class ScalingPolicySuite:
         require_freed(self.new_policy)
 
     @pytest.mark.law("8")
-    @pytest.mark.parametrize("demand", [40, 200, 5000])
+    @pytest.mark.parametrize("demand", [_SLOTS + 3, 40, 200, 5000])
     def test_the_number_follows_the_load(self, demand: int) -> None:
         """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
         before a worker starts, and load beyond the number that the file allows.

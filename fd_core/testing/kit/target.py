@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, requested_sizes
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, FdError
 from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
@@ -120,6 +120,18 @@ class Target:
     def ops(self) -> Ops:
         """One pack, shared by tests that only compute."""
         return self.backend.make_ops()
+
+    @cached_property
+    def implementations(self) -> Mapping[str, Target]:
+        """The target with each implementation of attention that is available here, by the name of the setting."""
+        found = {"auto": self}
+        for name in () if "attention_backend" in self._settings else self.cls.attention_backends:
+            text = f"{self.text}{',' if ':' in self.text else ':'}attention_backend={name}"
+            each = Target(text, self.name, {**self._settings, "attention_backend": name}, self._folder)
+            with suppress(FdError):
+                each.backend.make_ops()
+                found[name] = each
+        return found
 
     @cached_property
     def postprocess(self) -> type[Postprocess]:

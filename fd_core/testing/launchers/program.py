@@ -38,6 +38,9 @@ def main(action: str, *arguments: str) -> None:
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("FD_SUITE")},
+        "devices": [
+            one for name in os.environ if name.endswith("VISIBLE_DEVICES") for one in os.environ[name].split(",") if one
+        ],
         "cores": sorted(os.sched_getaffinity(0)),
         "pid": os.getpid(),
     }

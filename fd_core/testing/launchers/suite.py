@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 
@@ -19,6 +22,8 @@ from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
+_COMMON: Final = "FD_SUITE"
+"""Variable that all processes and their launcher have."""
 
 
 class LauncherSuite:
@@ -28,6 +33,8 @@ class LauncherSuite:
     """Name under which a plugin registers it."""
     patience: float = 60.0
     """Timeout in seconds."""
+    devices: Mapping[str, str] = MappingProxyType({"CUDA_VISIBLE_DEVICES": "5,7"})
+    """Variables that name devices to a launcher; nothing runs on them."""
 
     def launcher_class(self) -> type[Launcher]:
         """Return the class of the launcher; override for a class that no plugin registers."""
@@ -35,9 +42,14 @@ class LauncherSuite:
 
         return installed_plugins().load(LAUNCHER, self.launcher)
 
+    def new_launcher(self) -> Launcher:
+        """Create the launcher where there are devices."""
+        with mock.patch.dict(os.environ, self.devices):
+            return self.launcher_class()()
+
     @pytest.fixture
     def launching(self) -> Iterator[Launcher]:
-        launcher = self.launcher_class()()
+        launcher = self.new_launcher()
         yield launcher
         launcher.close()
 
@@ -89,7 +101,7 @@ class LauncherSuite:
 
     def test_processes_start_and_end_in_any_order(self, launching: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
         """Use few names with two launchers, and check after each call all processes, also those that ended."""
-        other = self.launcher_class()()
+        other = self.new_launcher()
         try:
             history = _History(self, (launching, other))
             history.run()
@@ -153,7 +165,7 @@ class _History:
     def check(self) -> None:
         """Compare what each process reports with what happened to it, whatever happened to others of its name."""
         assert self._launchers[0].nodes() == self._nodes, "nodes change with the processes on them"
-        pinned = list[tuple[int, int]]()
+        taken, counted = list[tuple[object, ...]](), any(node.devices for node in self._nodes)
         for each in self._started:
             spec, process, code = each.spec, each.process, self._codes.get(each)
             assert process.name == spec.name and process.announced() == each.announced
@@ -165,12 +177,18 @@ class _History:
                 process.terminate()  # a no-op
             if code is not None:
                 process.kill()
-            elif len(cores := json.loads(each.announced or "")["cores"]) == spec.cores:
-                pinned += [(id(each.launcher), core) for core in cores]
-        assert len(pinned) == len(set(pinned)), "two processes have one core"
+            else:
+                seen = json.loads(each.announced or "")
+                cores, devices = seen["cores"], seen["devices"] if counted else []
+                assert len(devices) == spec.devices, f"a process with {spec.devices} devices sees {devices}"
+                own = (*devices, *(cores if len(cores) == spec.cores else ()))
+                taken += [(id(each.launcher), process.node, one) for one in own]
+        assert len(taken) == len(set(taken)), "two processes have one core or device"
         for launcher in self._launchers:
-            with pytest.raises(LaunchError):
-                launcher.start([self._suite.spec("more", cores=self._free(launcher) + 1)])
+            assert launcher.here in (None, *(node.id for node in self._nodes)), f"{launcher.here} is no node"
+            for name in ("cores", "devices"):
+                with pytest.raises(LaunchError):
+                    launcher.start([self._suite.spec("more", **{"cores": 0, name: self._free(launcher, name) + 1})])
 
     def close(self, launcher: Launcher) -> None:
         """Close a launcher, which ends its processes; their methods still return."""
@@ -198,19 +216,23 @@ class _History:
 
     def _start(self, launcher: Launcher, *actions: str) -> _Started:
         """Start two processes, and return the first one."""
-        names, specs, free = self._names(launcher), list[ProcessSpec](), self._free(launcher)
+        names, specs, free = self._names(launcher), list[ProcessSpec](), self._free(launcher, "cores")
+        devices = self._free(launcher, "devices")
         for name, action in zip(names, actions or ("stay", "ignore"), strict=True):
             number = len(self._started) + len(specs)
             specs.append(
                 self._suite.spec(
                     name,
                     *(action, "a b", "{c}", NODE_ADDRESS, f"words of {number}"),
-                    environment={f"FD_SUITE_{number}": NODE_ADDRESS},
+                    environment={f"FD_SUITE_{number}": NODE_ADDRESS, _COMMON: NODE_ADDRESS},
                     secrets={f"FD_SUITE_KEY_{number}": f"{_HIDDEN} {number}"},
                     cores=int(number > 0 and launcher is self._launchers[0] and len(specs) < free),
+                    devices=int(len(specs) < devices),
                 )
             )
-        for spec, process in zip(specs, launcher.start(specs), strict=True):
+        with mock.patch.dict(os.environ, {_COMMON: "of the launcher"}):  # which a spec replaces
+            processes = launcher.start(specs)
+        for spec, process in zip(specs, processes, strict=True):
             announced = None if spec.command[2] == "exit" else self._suite.announced_by(process)
             self._started.append(_Started(launcher, spec, process, announced))
             if announced is not None:
@@ -223,9 +245,10 @@ class _History:
                 assert _HIDDEN not in shown, "a secret is shown"
         return self._started[-2]
 
-    def _free(self, launcher: Launcher) -> int:
-        """Return the number of processors that no process of the launcher has, asked to end or not."""
-        return sum(node.cores for node in self._nodes) - sum(each.spec.cores for each in self._running(launcher))
+    def _free(self, launcher: Launcher, name: str) -> int:
+        """Return the number of cores or devices that no process of the launcher has, asked to end or not."""
+        there, taken = self._nodes, (each.spec for each in self._running(launcher))
+        return sum(getattr(node, name) for node in there) - sum(getattr(spec, name) for spec in taken)
 
     def _exit(self, launcher: Launcher) -> None:
         ended = self._start(launcher, "exit", "ignore")

@@ -56,6 +56,15 @@ _COMMON: Final = (
     Axis("cut", (False, True)),
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
 )
+_CITIES: Final[Mapping[str, dict[str, Any]]] = {
+    "optional": {"type": ["string", "null"]},
+    "any_of": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    "one_of": {"oneOf": [{"type": "string"}, {"type": "null"}]},
+    "all_of": {"allOf": [{"type": "string", "minLength": 1}]},
+    "enum": {"enum": ["Rome", "10115", "true"]},
+    "ref": {"$ref": "#/$defs/City"},
+}
+"""Schemas of a string, as clients write them."""
 CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
@@ -69,9 +78,9 @@ CALL_AXES: Final = (
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
-        ("string", "optional", "any_of", "ref", "typed", "bare"),
+        ("string", *_CITIES, "typed", "bare"),
         ("ToolParser.tools",),
-        rare=tuple({"schema": kind, "value": "word"} for kind in ("optional", "any_of", "ref")),
+        rare=tuple({"schema": kind, "value": "word"} for kind in _CITIES),
     ),
     *_COMMON,
 )
@@ -233,14 +242,6 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     if model.contents and not target.cls.before_calls:
         model.end_with(target, case["tail"])
     return model
-
-
-_CITIES: Final[Mapping[str, dict[str, Any]]] = {
-    "optional": {"type": ["string", "null"]},
-    "any_of": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-    "ref": {"$ref": "#/$defs/City"},
-}
-"""Schemas of a string, as clients write them."""
 
 
 def _schema(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

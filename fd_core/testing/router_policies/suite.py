@@ -209,8 +209,9 @@ class RouterPolicySuite:
                 router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
         for number in range(100):
-            tokens = np.arange(number % 7, number % 7 + 300, dtype=np.int32)
-            answer = router.select(RouteRequest(tokens), float(number), draw.random())
+            tokens = np.arange(number, number + 300, dtype=np.int32)
+            request = RouteRequest(tokens, session=f"session {number}")
+            answer = router.select(request, float(number), draw.random())
             assert isinstance(answer, Selection), answer
             running.append(answer)
             if len(running) > 10:
@@ -220,6 +221,8 @@ class RouterPolicySuite:
         state = router.snapshot()
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
         assert sum(one.tally.selected for one in state.workers) == 100 * len(roles)
+        idle = [one.worker.url for one in state.workers if not one.tally.selected]
+        assert not idle, f"of 100 different requests, {idle} served none"
 
 
 def print_choices() -> None:

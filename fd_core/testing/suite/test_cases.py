@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -22,11 +23,12 @@ def check(target: Target, case: KitCase) -> None:
 @pytest.mark.fd_cases(LAYERS)
 def test_layer(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer")
-    check(target, case)
+    every = [*target.implementations.values()]
+    check(every[zlib.crc32(str(case).encode()) % len(every)], case)
 
 
 @pytest.mark.fd_cases(steps.STEPS)
-@pytest.mark.law("4")
+@pytest.mark.law("4", "5.2")
 def test_step(target: Target, case: KitCase) -> None:
     case.with_only(steps.supported_by(target)).check(target, f"fdcore conformance {target}")
 

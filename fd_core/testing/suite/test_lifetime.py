@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,16 @@ def test_default_sizes_hold_a_whole_context(target: Target) -> None:
         assert run(engine, [greedy("a", range(5), 4)]).ends == {"a": FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..., None], dtype: str) -> None:
-    require(dtype)
+    """float16 is optional: its absence needs no declared limit."""
+    if dtype != "float16":
+        require(dtype)
     config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
-    assert target.cls(config).make_ops().dtype == dtype
-
-
-def test_float16_is_computed_or_refused(target: Target) -> None:
-    """Optional: its absence needs no declared limit."""
-    config = target.config().__class__(model="kit", backend=target.name, dtype="float16", num_threads=1)
     try:
-        assert target.cls(config).make_ops().dtype == "float16"
+        assert target.cls(config).make_ops().dtype == dtype
     except ConfigError as refused:
-        assert refused.field == "--dtype"
+        assert (dtype, refused.field) == ("float16", "--dtype"), refused
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(1, 1), (2, 1), (2, 2)])
@@ -80,14 +76,29 @@ def test_engines_share_no_device(target: Target, count: int, ranks: int) -> None
     except ConfigError:  # too few devices
         return
     assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
-    chosen = [dict(each.environment) for each in found]
-    for name, value in chosen[0].copy().items():
-        if count > 1 and all(own.get(name) == value for own in chosen):
+    require_separate([each.environment for each in found], [core for each in found for core in each.cores])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_no_device(target: Target, size: int) -> None:
+    try:
+        found = target.cls.rank_environments(size)
+    except ConfigError:  # too few devices
+        return
+    assert len(found) == size, f"expected {size} environments, got {found}"
+    require_separate([own for own in found if own])  # the first rank may see all devices
+
+
+def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[int] = ()) -> None:
+    """Raise `AssertionError` if two processes have a device or a core in common, or if nothing separates them."""
+    chosen = [dict(own) for own in environments]
+    for name, value in {**chosen[0]}.items() if len(chosen) > 1 else ():
+        if all(own.get(name) == value for own in chosen):
             chosen = [{key: own[key] for key in own if key != name} for own in chosen]  # such as a number of threads
-    used = [("core", str(core)) for each in found for core in each.cores]
+    used = [("core", str(core)) for core in cores]
     used += [(name, one) for own in chosen for name, value in own.items() for one in value.split(",")]
-    assert len(used) == len(set(used)), f"engines share a device: {found}"
-    assert used or not any(each.environment for each in found), f"engines have the same devices: {found}"
+    assert len(used) == len(set(used)), f"processes share a device: {environments}"
+    assert used or not any(environments), f"processes have the same devices: {environments}"
 
 
 @pytest.mark.parametrize("slots", [1, 8, 257])

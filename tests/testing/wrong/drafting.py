@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from fd_core.runner.drafting import Drafter
+from fd_core.runner.drafting.draft_model import DraftModelDrafter
 from fd_core.runner.drafting.lookup import NgramDrafter
 
 WRONG: dict[str, WrongDrafter] = {}
@@ -366,3 +367,20 @@ class ExtendsSlotsInOrder(NgramDrafter):
 
     def extend(self, slots, tokens, counts):
         super().extend(np.sort(slots), tokens, counts)
+
+
+@noticed("test_case")
+class IgnoresThePositionsOfItsModel(DraftModelDrafter):
+    """A draft model whose context is shorter than the target's computes positions that it does not have."""
+
+    def allocate(self, limits):
+        super().allocate(limits)
+        self._longest = limits.max_model_len
+
+
+@noticed("test_case")
+class AcceptsAnyVocabulary(DraftModelDrafter):
+    """A vocabulary that is padded differently has tokens that the target does not have."""
+
+    def __init__(self, context):
+        super().__init__(replace(context, vocab_size=context.load_model(context.model_path).vocab_size))

@@ -377,3 +377,34 @@ def _mebibytes(self):
 @wrong("reference", "lifetime:test_default_sizes_hold_a_whole_context", free_memory=_mebibytes)
 class CountsMemoryInMebibytes:
     """An engine has room for few blocks and short contexts."""
+
+
+def _make_named(self):
+    ops, name = ReferenceBackend.make_ops(self), self.config.attention_backend
+
+    class Named(type(ops)):
+        def paged_attention(self, q, layer, heads, step):
+            heads = replace(heads, window=None) if name == "torch" else heads
+            return super().paged_attention(q, layer, heads, step)
+
+    ops.__class__ = Named
+    return ops
+
+
+@wrong_in(
+    "reference",
+    "model=mistral-window,attention=torch,requests=9",
+    make_ops=_make_named,
+    attention_backends=("triton", "torch"),
+)
+class AttendsToAllWithASecondImplementation:
+    """One of its implementations of attention ignores the window."""
+
+
+def _first_device(cls, size):
+    return [{"CUDA_VISIBLE_DEVICES": "0"}] * size
+
+
+@wrong("reference", "lifetime:test_ranks_share_no_device*", rank_environments=classmethod(_first_device))
+class GivesRanksOneDevice:
+    """Every rank of a model sees the first device."""

@@ -781,3 +781,11 @@ class RemembersMissingKeys(MemoryStore):
     def put(self, values, timeout):
         self.missing.difference_update(key for key, _ in values[:1])
         return super().put(values, timeout)
+
+
+@found_by("store:timeout=0.9")
+class RoundsTimeouts(MemoryStore):
+    """Its client library takes whole seconds."""
+
+    def put(self, values, timeout):
+        return super().put(values, int(timeout))

@@ -1353,3 +1353,11 @@ class SumsSixteenThousandInputs(NumpyOps):
 class KeepsBlocksInSixteenBits(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
         return super().paged_attention(q, layer, heads, replace(step, block_tables=step.block_tables.astype(np.int16)))
+
+
+@shown_by("embedding", added=True)
+class AddsPositionsFromOne(NumpyOps):
+    """The first row of a table of positions is taken for padding."""
+
+    def add_positions(self, x, table, positions):
+        return x + table[np.minimum(positions + 1, len(table) - 1)]

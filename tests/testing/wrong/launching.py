@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -312,3 +313,31 @@ class ReadsUtf8Only(OwnedProcess):
         self._process.stdout = _Strict(self._process.stdout)
         with suppress(UnicodeDecodeError):
             super()._forward()
+
+
+@found_by(ANY_ORDER)
+class SharesTheFirstDevice(SpawnLauncher):
+    """Devices are counted, but every process sees the first ones."""
+
+    def start(self, specs):
+        names = [",".join(self._devices[: spec.devices]) for spec in specs]
+        seen = [{**spec.environment, "CUDA_VISIBLE_DEVICES": name} for spec, name in zip(specs, names, strict=True)]
+        return super().start([replace(spec, environment=own) for spec, own in zip(specs, seen, strict=True)])
+
+
+@found_by(ANY_ORDER)
+class KeepsItsOwnVariables(OwnedProcess):
+    """Variables of the launcher replace those of a process."""
+
+    def __init__(self, spec, *arguments, **named):
+        kept = {name: os.environ.get(name, value) for name, value in spec.environment.items()}
+        super().__init__(replace(spec, environment=kept), *arguments, **named)
+
+
+@found_by(ANY_ORDER)
+class NamesItsHost(SpawnLauncher):
+    """The node of this process has another name than in the list of nodes."""
+
+    @property
+    def here(self):
+        return "localhost"

@@ -536,6 +536,19 @@ class ReadsOptionalStringsAsValues(GlmTools):
 
 
 @breaks("8.[134]", "calls")
+class ReadsEnumsAsValues(GlmTools):
+    """An `enum` of strings without a type: `10115` becomes a number."""
+
+    def _value(self, tool, key):
+        if "enum" not in parameter_schema(self.tools.get(tool, {}), key):
+            return (yield from super()._value(tool, key))
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        if closed:
+            self.emit_arguments(json_of(value, KINDS))
+        return bool(closed)
+
+
+@breaks("8.[134]", "calls")
 class ReadsOneLineOfArguments(HermesTools):
     """Arguments that a model indents are cut off."""
 

@@ -95,8 +95,6 @@ class ReleasesAnIdleSlot:
     "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
     "signals:test_idle_slot_is_empty*",
     spreads_to=(
-        "golden:test_preemption_changes_no_text*",
-        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_an_abort_ends_a_request_in_every_state*",
     ),
@@ -134,8 +132,6 @@ class ReleasesInEveryColumn:
     "signals:test_unfinished_chunk_delivers_nothing",
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
-        "golden:test_preemption_changes_no_text*",
-        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
         "signals:test_an_abort_ends_a_request_in_every_state*",
@@ -201,7 +197,6 @@ class SwapsRows:
 
 @wrong(
     "null",
-    "golden:test_speculation_changes_no_text*",
     "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
@@ -215,7 +210,6 @@ class AcceptsOneDraftTooMany:
 @wrong(
     "null",
     "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
-    spreads_to=("golden:test_speculation_changes_no_text*",),
 )
 class AcceptsDraftsAfterARejectedOne:
     def verify(self, sampled, drafts, num_drafts):
@@ -243,7 +237,6 @@ class ShowsReleasesInLogprobs:
 @wrong(
     "null",
     "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0-2]",
-    spreads_to=("golden:test_preemption_changes_no_text*",),
 )
 class CountsOneForEachDecode:
     """Pads a step to the next power of two of tokens without charging for it."""

@@ -11,9 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVCache, KVShape, Ops
-from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Golden
-from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import assert_same
 from fd_core.testing.models.stepper import parts_of
@@ -44,27 +42,6 @@ def check_restored(cache: KVCache, data: npt.NDArray[Any]) -> None:
     cache.import_blocks(blocks(6, 0, 3), share)
     for some, right in ((blocks(6, 0, 3), share), (blocks(3), share[2:])):
         assert_same(cache.export_blocks(some).view(np.uint8), np.ascontiguousarray(right).view(np.uint8))
-
-
-def test_an_import_touches_its_blocks_alone(ops: Ops, require: Callable[..., None]) -> None:
-    require("primitives")
-    cache = ops.allocate_kv(SHAPE, 7)
-    every = np.arange(7, dtype=np.int32)
-    zeros = np.zeros_like(cache.export_blocks(every))
-    cache.import_blocks(every, zeros)
-    cache.import_blocks(blocks(2, 5), np.ones_like(zeros[:2]))
-    assert [bool(block.any()) for block in cache.export_blocks(every)] == [at in (2, 5) for at in range(7)]
-
-
-def test_an_exported_array_is_the_callers(ops: Ops, require: Callable[..., None]) -> None:
-    require("primitives")
-    cache = ops.allocate_kv(SHAPE, 3)
-    held = cache.export_blocks(blocks(1))
-    before = held.tobytes()
-    cache.import_blocks(blocks(1), np.ones_like(held))
-    assert held.tobytes() == before
-    held[:] = 0
-    assert cache.export_blocks(blocks(1)).all()
 
 
 def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., None]) -> None:
@@ -114,27 +91,3 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
             "the imported blocks were not used"
         )
     golden.check([spec], texts.tokens)
-
-
-@pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
-@pytest.mark.law("5.2")
-def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
-    specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
-    with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
-        probe = parts_of(engine)
-        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched to admit all requests
-        # A cached prefix needs no load, so all prefixes are evicted.
-        release = probe.running_batch.release
-
-        def forgetting(slot: int) -> Request:
-            request = release(slot)
-            probe.pool.forget_prefixes()
-            return request
-
-        probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched
-        texts = run(engine, specs)
-        stats = engine.stats().scheduler
-        assert stats.counters.preemptions > 0
-        assert stats.offload.saved_tokens > 0
-        assert stats.offload.loaded_tokens > 0
-    golden.check(specs, texts.tokens)

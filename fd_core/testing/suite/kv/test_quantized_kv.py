@@ -38,7 +38,6 @@ def test_quantized_blocks_are_restored_bit_for_bit(ops8: Ops) -> None:
 
 def test_kv_that_left_the_device_serves_as_well_as_computed(narrow: Target) -> None:
     test_kv.test_an_engine_goes_on_from_imported_blocks(narrow, Golden(narrow))
-    test_kv.test_texts_survive_a_preemption_whose_kv_is_restored(narrow, Golden(narrow), 2)
 
 
 def test_the_engine_keeps_what_it_was_asked_for(narrow: Target) -> None:
