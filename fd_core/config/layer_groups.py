@@ -30,6 +30,8 @@ class LayerGroups(msgspec.Struct, frozen=True):
     """Groups whose layers attend to a window."""
     window: int = 0
     """Tokens that a token attends to in a sliding group, including itself; 0 if there is no such group."""
+    chunked: bool = False
+    """True if `window` is the size of chunks instead, of which a token attends to its own."""
 
     @property
     def count(self) -> int:
@@ -42,9 +44,8 @@ class LayerGroups(msgspec.Struct, frozen=True):
     def first_read(self, position: IntArray, block_size: int) -> IntArray: ...
     def first_read(self, position: int | IntArray, block_size: int) -> int | IntArray:
         """Return the table entry of the first block that a token at `position` reads in a sliding group."""
-        if isinstance(position, int):
-            return max(position + 1 - self.window, 0) // block_size
-        return np.maximum(position + 1 - self.window, 0) // block_size
+        first = position - (position % self.window if self.chunked else self.window - 1)
+        return max(first, 0) // block_size if isinstance(first, int) else np.maximum(first, 0) // block_size
 
     @overload
     def first_kept(self, position: int, block_size: int) -> int: ...
@@ -96,7 +97,7 @@ class LayerGroups(msgspec.Struct, frozen=True):
         return min(each * block_size, 2**31 - 1)
 
     def _most(self, block_size: int) -> int:
-        """Return the most blocks of a sliding group that hold one window, wherever it begins."""
+        """Return the most blocks of a sliding group that hold one window or chunk, wherever it begins."""
         return -(-(self.window - 1) // block_size) + 1
 
 

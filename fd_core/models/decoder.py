@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.models.families.spec import (
-    AttentionSpec,
     DecoderSpec,
     LinearShare,
     LinearSpec,
@@ -228,8 +228,8 @@ class DecoderModel:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        index, count = self.ops.stage.index, self.ops.stage.count
-        *before, own = (1 + max(at for _, at in self._places(groups, Stage(i, count))) for i in range(index + 1))
+        stages = range(self.ops.stage.index + 1)
+        *before, own = (1 + max(index for _, index in self._places(groups, stage)) for stage in stages)
         sizes = own, heads.num_kv_heads, heads.head_dim, block_size
         return KVShape(*sizes, first_kv_head=kv.start, first_layer=sum(before), groups=groups)
 
@@ -237,11 +237,27 @@ class DecoderModel:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
         if not self.spec.causal:
             return ONE_GROUP
-        return divide_layers([_slides(layer.attention) for layer in self.spec.layers], longest)
+        return divide_layers([window for stage in self._windows for window in stage], longest, chunked=self._chunked)
 
-    def _places(self, groups: LayerGroups, stage: Stage) -> Sequence[tuple[int, int]]:
+    @cached_property
+    def _chunked(self) -> bool:
+        """True if every window is a chunk, all of one size."""
+        windowed = [layer.attention for layer in self.spec.layers if layer.attention.window is not None]
+        return len({each.window for each in windowed}) == 1 and all(each.chunked for each in windowed)
+
+    @cached_property
+    def _windows(self) -> list[tuple[int | None, ...]]:
+        """For each stage, the windows of its layers; None if blocks outside of it are kept."""
+        freed = [
+            None if at.chunked and not self._chunked else at.window
+            for at in (layer.attention for layer in self.spec.layers)
+        ]
+        count = self.ops.stage.count
+        return [tuple(freed[stage_layers(self.spec, Stage(index, count))]) for index in range(count)]
+
+    def _places(self, groups: LayerGroups, stage: int) -> Sequence[tuple[int, int]]:
         """Return the group of each layer of a stage, and its index there; all layers of an encoder share one."""
-        windows = tuple(_slides(layer.attention) for layer in self.spec.layers[stage_layers(self.spec, stage)])
+        windows = self._windows[stage]
         return places_of(windows, groups) if self.spec.causal else [(0, 0)] * len(windows)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
@@ -277,7 +293,7 @@ class DecoderModel:
                 x = ops.add_positions(x, decoder.positions, step.positions)
             x = _normed(x, decoder.embedding_norm, ops)
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
-        places = self._places(cache.shape.groups, self.ops.stage)
+        places = self._places(cache.shape.groups, self.ops.stage.index)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
             attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
@@ -312,11 +328,6 @@ class DecoderModel:
     def _before_fusion(self, x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         """Return activations, or the stream with a norm that fusions compute: a layer norm is computed before them."""
         return (x, norm) if norm is None or norm.bias is None else (self.ops.layer_norm(x, norm), None)
-
-
-def _slides(attention: AttentionSpec | Heads) -> int | None:
-    """Return the window of a layer whose blocks before it are freed; those before a chunk are kept."""
-    return None if attention.chunked else attention.window
 
 
 def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:

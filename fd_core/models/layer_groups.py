@@ -8,17 +8,17 @@ from functools import lru_cache
 from fd_core.config.layer_groups import MAX_GROUPS, ONE_GROUP, LayerGroups
 
 
-def divide_layers(windows: Sequence[int | None], longest: int) -> LayerGroups:
+def divide_layers(windows: Sequence[int | None], longest: int, *, chunked: bool = False) -> LayerGroups:
     """Divide layers with these windows, None for no window, into as few groups as the rarer kind of layer has layers.
 
-    A window of at least `longest` tokens, the longest context, counts as none.
+    A window of at least `longest` tokens, the longest context, counts as none. `chunked` windows are chunks.
     """
     sliding = [window for window in windows if window is not None and window < longest]
     whole = len(windows) - len(sliding)
     if not sliding:
         return ONE_GROUP
     size = max(min(whole or len(sliding), len(sliding)), -(-len(windows) // MAX_GROUPS))
-    return LayerGroups(whole=-(-whole // size), sliding=-(-len(sliding) // size), window=max(sliding))
+    return LayerGroups(whole=-(-whole // size), sliding=-(-len(sliding) // size), window=max(sliding), chunked=chunked)
 
 
 @lru_cache(maxsize=64)

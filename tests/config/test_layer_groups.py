@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 
-GROUPS = st.builds(LayerGroups, st.integers(0, 3), st.integers(1, 5), st.integers(1, 70))
+GROUPS = st.builds(LayerGroups, st.integers(0, 3), st.integers(1, 5), st.integers(1, 70), st.booleans())
 SIZES = st.integers(1, 20)
 
 
@@ -17,7 +17,8 @@ def test_first_block_that_a_token_reads_holds_the_begin_of_its_window(
     groups: LayerGroups, size: int, position: int
 ) -> None:
     first = groups.first_read(position, size)
-    assert first == max(position - groups.window + 1, 0) // size
+    begin = position // groups.window * groups.window if groups.chunked else max(position - groups.window + 1, 0)
+    assert first == begin // size
     assert groups.first_read(np.array([position], np.int32), size).tolist() == [first]
 
 
@@ -28,6 +29,8 @@ def test_blocks_suffice_for_every_token_of_a_request(groups: LayerGroups, size: 
     for position in range(tokens):
         sliding = position // size + 1 - groups.first_read(position, size)
         assert groups.whole * (position // size + 1) + groups.sliding * sliding <= held
+        kept = position // size + 1 - groups.first_kept(position, size)
+        assert sliding <= kept and groups.whole * (position // size + 1) + groups.sliding * kept <= held
 
 
 @given(groups=st.one_of(GROUPS, st.just(ONE_GROUP)), size=SIZES, blocks=st.integers(0, 500))
