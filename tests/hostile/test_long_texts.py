@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     encode = Tokenizer.encode
     letters: list[str] = []
 
-    def slow(self: Tokenizer, text: str, add_special: bool = True) -> list[int]:
+    def slow(self: Tokenizer, text: str, *arguments: Any, **named: Any) -> list[int]:
         if len(text) == LONG:
             letters.append(text[0])
             time.sleep(0.5)
-        return encode(self, text, add_special)
+        return encode(self, text, *arguments, **named)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
     return letters
@@ -37,6 +38,13 @@ def server(read: list[str], request: pytest.FixtureRequest) -> Iterator[LiveServ
     """Server with a slow tokenizer; the parameter holds its settings."""
     with live(**request.param) as running:
         yield running
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def send(server: LiveServer, letter: str, key: str = "", source: str = "127.0.0.1") -> socket.socket:
@@ -59,8 +67,7 @@ def test_text_does_not_wait_for_much_longer_texts(server: LiveServer, read: list
 
 def test_text_of_a_disconnected_client_is_not_tokenized(server: LiveServer, read: list[str]) -> None:
     waiting = [send(server, letter) for letter in "abcdef"]
-    while not read:
-        time.sleep(0.01)
+    wait_for(lambda: read)
     for connection in waiting:
         connection.close()
     assert server.post("/tokenize", {"prompt": "z" * LONG}).status == 200
@@ -78,12 +85,10 @@ def test_many_long_texts_of_one_client_do_not_delay_others(
     server: LiveServer, read: list[str], much: dict[str, str], little: dict[str, str]
 ) -> None:
     waiting = [send(server, letter, **much) for letter in "abcdefgh"]
-    while len(read) < 1:
-        time.sleep(0.01)
+    wait_for(lambda: read)
     time.sleep(0.1)  # the first client's other texts have to be queued first
     waiting.append(send(server, "z", **little))
-    while "z" not in read:
-        time.sleep(0.01)
+    wait_for(lambda: "z" in read)
     assert len(read) <= 6
     for connection in waiting:
         connection.close()
