@@ -305,7 +305,7 @@ class StepInput:
         if self.grouped is None:
             return self
         slots, tables = self.grouped.kv_slots[group], self.grouped.block_tables[group]
-        host = self.host and replace(self.host, block_tables=self.host.block_tables[group])
+        host = None if self.host is None else replace(self.host, block_tables=self.host.block_tables[group])
         return replace(self, kv_slots=slots, block_tables=tables, group=group, host=host, grouped=None)
 
 
