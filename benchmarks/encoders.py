@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import json
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -79,7 +81,7 @@ def _served(name: str, command: str, model: str, threads: int) -> Iterator[Serve
     words = [word.format(model=model, port=port, threads=threads, python=python) for word in command.split()]
     many = {each: str(threads) for each in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     variables = os.environ | many | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    with Path(f"{name}.log").open("w") as log:
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             words, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=end_with_parent
         )
@@ -90,6 +92,9 @@ def _served(name: str, command: str, model: str, threads: int) -> Iterator[Serve
                         break
                 except (urllib.error.URLError, OSError):
                     time.sleep(0.5)
+            else:
+                log.seek(0)
+                raise SystemExit(f"{name} did not start within {_LOAD_SECONDS} s:\n{log.read()[-2000:]}")
             yield f"http://127.0.0.1:{port}", process.pid
         finally:
             end(process)
@@ -122,7 +127,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
-    words = [word for word in (Path(options.folder) / "vocab.txt").read_text().split() if word.isalpha()]
+    known = json.loads((Path(options.folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [word for word in known if word.isalpha()]
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(_served(name, command, options.folder, options.threads))
