@@ -59,7 +59,10 @@ class LayerGroups(msgspec.Struct, frozen=True):
         return self.first_read(position // block_size * block_size, block_size)
 
     def read_after(self, first: int, tokens: int, block_size: int) -> range:
-        """Return the entries of sliding groups that whoever holds the leading `first` lacks to go on after `tokens`."""
+        """Return the entries of sliding groups from `first` on that the token after `tokens` tokens reads.
+
+        A request whose leading `first` entries are in place needs their KV as well.
+        """
         if not self.sliding:
             return range(0)
         upto = -(-tokens // block_size)

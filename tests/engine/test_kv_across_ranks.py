@@ -36,14 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_checkpoint("llama", folder / name, vocab_size=258, **heads) for name, heads in HEADS.items()}
 
 
-@pytest.fixture
-def secrets(tmp_path: Path) -> dict[str, str]:
-    file = tmp_path / "secret"
-    file.write_bytes(b"of sixteen bytes")
-    file.chmod(0o600)
-    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
-
-
 @contextmanager
 def ranks(size: int, path: Path, **settings: Any) -> Iterator[Engine]:
     """Run an engine of a model on ranks."""

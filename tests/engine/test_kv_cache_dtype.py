@@ -37,14 +37,6 @@ def texts(target: Target) -> dict[str, list[int]]:
         return run(engine, SPECS).tokens
 
 
-@pytest.fixture
-def secrets(tmp_path: Path) -> dict[str, str]:
-    file = tmp_path / "secret"
-    file.write_bytes(b"of sixteen bytes")
-    file.chmod(0o600)
-    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
-
-
 @pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_foreign_8_bit_dtype_names_get_a_hint(word: str) -> None:
     with pytest.raises(ConfigError, match=f"'{word}' is not supported; use int8") as refused:

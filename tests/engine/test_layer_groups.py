@@ -177,14 +177,6 @@ def test_request_holds_no_block_outside_its_windows(model: tuple[Path, LayerGrou
         assert max(held) <= groups.blocks(150, 4) + chunk
 
 
-@pytest.fixture
-def secrets(tmp_path: Path) -> dict[str, str]:
-    file = tmp_path / "secret"
-    file.write_bytes(b"of sixteen bytes")
-    file.chmod(0o600)
-    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
-
-
 @pytest.mark.law("5.2")
 @pytest.mark.parametrize("where", ["host tier", "store"])
 def test_preempted_requests_go_on_from_saved_windows(

@@ -27,7 +27,7 @@ _MANY: Final = 10**6
 
 
 class _DraftModel(NullModel):
-    """The scripted model with as many positions as it says."""
+    """The scripted model with a given maximum of positions."""
 
     def states(self, step: StepInput, cache: KVCache) -> Any:
         last = int(step.positions.max(initial=0))
