@@ -196,6 +196,25 @@ class TestsNoBiases(Llama):
     cases = {"plain": {}}  # noqa: RUF012
 
 
+@found_by("test_ropes_are_those_of_the_reference", "'partial_rotary_factor': 0.5.*are off by")
+class RotatesParts(Llama):
+    def traits(self, config):
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=1.0)
+        return Traits(rope=lambda layer: rope)
+
+
+@found_by("test_old_spellings_of_rope_mean_the_same", "is not read as in transformers: layers.0..attention.rope")
+class IgnoresRopeScaling(Llama):
+    def traits(self, config):
+        return super().traits(replace(config, values={**config.values, "rope_scaling": None}))
+
+
+@found_by("test_no_field_is_ignored", "ignores hidden_act, and 'relu'")
+class IgnoresTheActivation(Llama):
+    def traits(self, config):
+        return replace(super().traits(config), activation="silu")
+
+
 @found_by("test_a_window_is_short", "the window 4096 exceeds the kit's contexts")
 class TestsNoWindow(Mistral):
     cases = {"window": {}}  # noqa: RUF012
