@@ -6,7 +6,7 @@ from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
-from fd_core.models.families.builtin.qwen import Qwen2, Qwen3Moe
+from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
 from fd_core.models.families.contract import Family, Gguf
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 
@@ -213,6 +213,15 @@ class IgnoresRopeScaling(Llama):
 class IgnoresTheActivation(Llama):
     def traits(self, config):
         return replace(super().traits(config), activation="silu")
+
+
+@found_by("test_no_field_is_ignored", "ignores layer_types")
+class SlidesEverywhere(Qwen3):
+    def traits(self, config):
+        hidden = {field: config.values[field] for field in config.values if field != "layer_types"}
+        return super().traits(replace(config, values=hidden))
+
+    cases = {"window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}}  # noqa: RUF012
 
 
 @found_by("test_a_window_is_short", "the window 4096 exceeds the kit's contexts")

@@ -148,26 +148,26 @@ class FamilySuite:
         assert compared, "no field could be left out"
 
     def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
-        """Change each switch and number of the config that the family does not read: the model has to stay the same."""
+        """Change each switch, number, activation and list of the config that the family does not read.
+
+        The model has to stay the same. Lists are changed in all cases, as kinds of layers matter only with a window.
+        """
         _require_code(target)
-        given = next(iter(target.family.cases.values()))
-        values = target.filled(given)
-        base, tried, changed = _sampled(target, given), 0, 0
-        for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
-            value = values[field]
-            if value is not None and not isinstance(value, int | float) and "act" not in field:
-                continue  # activations are the only texts that always have another value
-            other: Any = (
-                not value if isinstance(value, bool) else "relu" if isinstance(value, str) else (value or 1) / 2
-            )
-            other = value + 1 if type(value) is int else other
-            tried += 1
-            try:
-                same = _sampled(target, {**given, field: other}) == base
-            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
-                continue
-            changed += 1
-            assert same, f"the family ignores {field}, and {other!r} instead of {value!r} changes the model"
+        tried = changed = 0
+        for index, given in enumerate(target.family.cases.values()):
+            values = target.filled(given)
+            base = _sampled(target, given)
+            for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
+                other = _other_value(field, values[field])
+                if other is None or (index and not isinstance(other, list)):
+                    continue
+                tried += 1
+                try:
+                    same = _sampled(target, {**given, field: other}) == base
+                except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                    continue
+                changed += 1
+                assert same, f"the family ignores {field}, and {other!r} instead of {values[field]!r} changes the model"
         assert changed or not tried, "no field could be changed"
 
     def test_ropes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
@@ -405,6 +405,15 @@ def _spellings(rope: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"rope_scaling": {**rest}, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}}
     yield {"rope_scaling": {**rest}, "original_max_position_embeddings": 32}
     yield {"rope_parameters": {**rope}, "rope_theta": 777.0, "partial_rotary_factor": 0.5}
+
+
+def _other_value(field: str, value: Any) -> Any:
+    """Return another value of a field; None for texts and objects of which only the family knows others."""
+    if isinstance(value, list) and value and all(str(each).endswith("_attention") for each in value):
+        return ["sliding_attention" if each == "full_attention" else "full_attention" for each in value]
+    if isinstance(value, str | list | Mapping):
+        return "relu" if "act" in field and isinstance(value, str) else None
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
 
 
 def _sampled(target: FamilyTarget, fields: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bytes]:
