@@ -269,7 +269,7 @@ class SlotTable:
         groups, first = self.groups, 0
         ends = self.sliding_end if groups.sliding else self.num_blocks
         entries = ends[rows]
-        if groups.sliding and np.count_nonzero(ahead := entries < self.num_blocks[rows]):
+        if groups.sliding and np.count_nonzero(entries < self.num_blocks[rows]):
             if len(rows) > 1:
                 parts = np.split(blocks, self.missing(rows).cumsum()[:-1])
                 return [each for row, part in zip(rows[:, None], parts, strict=True) for each in self.extend(row, part)]
