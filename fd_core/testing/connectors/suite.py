@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from fd_core.disagg.connectors.contract import (
     MAX_ADDRESS_BYTES,
     MAX_REFERENCE_BYTES,
-    Bytes,
     Connector,
     ConnectorError,
     KVInbox,
@@ -30,7 +29,7 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
 )
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd
+from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
 
@@ -70,28 +69,6 @@ def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
     assert isinstance(done.reference, bytes)
     assert len(done.reference) <= MAX_REFERENCE_BYTES
     return PutResult(done.reference, tuple(bytes(frame) for frame in done.frames))
-
-
-def carry(
-    inbox: KVInbox, outbox: KVOutbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
-) -> None:
-    """Transfer values in a random order within the window, and compare them after `take` and before `done`."""
-    left = dict(enumerate(values, first))
-    unsent, announced, taken = list(left), dict[int, PutResult](), dict[int, Bytes]()
-    while left:
-        moves = [("take", index) for index in announced if index not in taken]
-        moves += [("done", index) for index in taken]
-        if unsent and len(announced) < window:
-            moves.append(("put", unsent[0]))
-        move, index = chance.choice(moves)
-        if move == "put":
-            announced[index] = put(outbox, unsent.pop(0), left[index])
-        elif move == "take":
-            taken[index] = inbox.take(index, *announced[index])
-            assert bytes(taken[index]) == left[index], f"piece {index} differs from the value that was sent"
-        else:
-            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before `done`"
-            inbox.done(index, announced.pop(index).reference)
 
 
 def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
@@ -221,16 +198,9 @@ class ConnectorSuite:
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:
         decode, prefill = recipe.make(), recipe.make()
-
-        def work(number: int) -> None:
-            inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
-            values = [value_of(100 * number + index, 50_000) for index in range(10)]
-            carry(inbox, outbox, values, first=PIECES.start, window=WINDOW, chance=random.Random(number))  # noqa: S311
-            outbox.close()
-            inbox.close()
-
+        case = TRANSFERS.case("value_bytes=65537,moves=at random").values
         with ThreadPoolExecutor(4) as pool:
-            done = [pool.submit(work, number) for number in range(4)]
+            done = [pool.submit(move_lease, decode, prefill, case, number) for number in range(4)]
         prefill.close()
         decode.close()
         for each in done:

@@ -7,7 +7,7 @@ random numbers. Groups in virtual time show whether the number follows the load 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
+from fd_core.router.workers import ROLES, Role
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.purity import require_freed
@@ -92,8 +93,8 @@ class ScalingPolicySuite:
         require_freed(self.new_policy)
 
     @pytest.mark.law("8")
-    @pytest.mark.parametrize("demand", [_SLOTS + 3, 40, 200, 5000])
-    def test_the_number_follows_the_load(self, demand: int) -> None:
+    @pytest.mark.parametrize(("demand", "role"), [*zip((_SLOTS + 3, 40, 200, 5000), cycle(ROLES), strict=False)])
+    def test_the_number_follows_the_load(self, demand: int, role: Role) -> None:
         """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
         before a worker starts, and load beyond the number that the file allows.
         """
@@ -101,7 +102,9 @@ class ScalingPolicySuite:
         seconds = (2, 3600, 3600, 36_000, 10, 36_000, 3600)
         loads = (demand, None, demand, 0, demand, 0, demand)
         counts = run_group(
-            self.new_policy(), [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
+            self.new_policy(),
+            [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)],
+            role=role,
         )
         needed, ends = -(-demand // _SLOTS), [*accumulate(seconds)]
         most, after = max(counts), [counts[end - 1] for end in ends]
@@ -112,12 +115,16 @@ class ScalingPolicySuite:
             peak = max(counts[ends[at - 2] : ends[at]])
             assert after[at] < peak or peak <= after[at - 2], f"ten idle hours later there are still {peak} workers"
         limit = max(2, needed // 2)
-        last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit)[-1]
+        last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit, role=role)[-1]
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
 
 
 def run_group(
-    policy: ScalingPolicy, demands: Sequence[int | None], most: int = 1024, also: Callable[[], object] = lambda: None
+    policy: ScalingPolicy,
+    demands: Sequence[int | None],
+    most: int = 1024,
+    also: Callable[[], object] = lambda: None,
+    role: Role = "mixed",
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
@@ -133,7 +140,7 @@ def run_group(
             continue
         slots = ready * _SLOTS
         load = GroupLoad(
-            role="mixed",
+            role=role,
             target=target,
             ready=ready,
             running=min(demand, slots),

@@ -38,7 +38,9 @@ from fd_core.types import IntArray
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
 _REQUESTS: Final = 400
-"""Number of requests after which a policy must free old state."""
+"""Number of requests after which a policy must free old state, and after which each worker has served one."""
+_WORKERS: Final = 17
+"""Workers of a role that are in use together."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _CONSTANT: Final = 40
@@ -203,12 +205,12 @@ class RouterPolicySuite:
         router = Router(config, lambda _: self.policy_class())
         draw = random.Random(1)  # noqa: S311 - not for cryptography
         roles: tuple[Role, ...] = ("prefill", "decode") if pair else ("mixed",)
-        for at in range(3):
+        for at in range(_WORKERS):
             for role in roles:
                 worker = router.register(f"http://{role}{at}", role, 0.0)
                 router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
-        for number in range(100):
+        for number in range(_REQUESTS):
             tokens = np.arange(number, number + 300, dtype=np.int32)
             request = RouteRequest(tokens, session=f"session {number}")
             answer = router.select(request, float(number), draw.random())
@@ -217,12 +219,12 @@ class RouterPolicySuite:
             if len(running) > 10:
                 _end(router, running.pop(draw.randrange(len(running))), float(number))
         for selection in running:
-            _end(router, selection, 100.0)
+            _end(router, selection, float(_REQUESTS))
         state = router.snapshot()
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
-        assert sum(one.tally.selected for one in state.workers) == 100 * len(roles)
+        assert sum(one.tally.selected for one in state.workers) == _REQUESTS * len(roles)
         idle = [one.worker.url for one in state.workers if not one.tally.selected]
-        assert not idle, f"of 100 different requests, {idle} served none"
+        assert not idle, f"of {_REQUESTS} different requests, {idle} served none"
 
 
 def print_choices() -> None:

@@ -439,3 +439,33 @@ class UsesBuffersInTurn(Changed, TCPConnector):
             return buffer
 
         end.take = take
+
+
+@found_by("leases=2,opened=inboxes first,peer=none")
+class HasTheLimitsOfTheLatestLease(Changed, TCPConnector):
+    """A connector has one buffer for received values, of the size of the latest lease."""
+
+    def open_inbox(self, lease, *, value_bytes, **limits):
+        self.room = value_bytes
+        return super().open_inbox(lease, value_bytes=value_bytes, **limits)
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = whole.take(*piece)
+            if len(value) > self.room:
+                raise ConnectorError("a value is too long")
+            return value
+
+        end.take = take
+
+
+@found_by("value_bytes=65537,peer=none")
+class SendsSmallFrames(Changed, TCPConnector):
+    """Cuts values into more frames than a message may have."""
+
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            value = b"".join(whole.put(index, parts).frames)
+            return PutResult(b"", tuple(value[at : at + 4096] for at in range(0, len(value), 4096)) or (b"",))
+
+        end.put = put
