@@ -248,7 +248,6 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (KeepsTimesIn32Bits, "now=2147483640.0", ()),
         (KnowsOneRole, "role=decode", ()),
         (SharesState, "calls=700", ()),
-        (SharesState, "test_groups_do_not_affect_each_other", ()),
         (Proposes, "test_an_unknown_option_is_named", ()),
         (Flaps, SETTLES, (40,)),
         (NeverAdds, FOLLOWS, (40, "mixed")),

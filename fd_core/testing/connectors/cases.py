@@ -308,6 +308,16 @@ class _Transfer:
             for _ in range(1 + number % (2 * lease.window + 1)):
                 self._move(lease, number)
             announced = {index: _as_sent(piece) for index, piece in lease.announced.items()}
+        first = min(lease.values)
+        for name, call in (
+            ("put", lambda: lease.outbox.put(max(lease.values) + 1, [b"late"])),
+            ("take", lambda: lease.inbox.take(first, *announced.get(first, PutResult(b"", (b"late",))))),
+        ):
+            try:
+                call()
+            except ConnectorError:
+                continue
+            raise AssertionError(f"after the lease has ended, {name} raises no ConnectorError")
         sent = {index: _as_sent(piece) for index, piece in lease.announced.items()}
         assert sent == announced, "closing an outbox changed frames that are not sent yet"
 
@@ -343,6 +353,7 @@ def _happens_before(what: str, transfer: _Transfer) -> None:
                     assert_hidden(too_long, error)
                 else:
                     raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
+                transfer.move_all([lease])
 
 
 TRANSFERS: Final[Part[ConnectorPair]] = Part("transfer", AXES, check_transfer, allowed)

@@ -6,7 +6,7 @@ random numbers. Groups in virtual time show whether the number follows the load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -63,15 +63,6 @@ class ScalingPolicySuite:
             self.policy_class()(MappingProxyType({**self.options(), "no-such-option": 1}))
 
     @pytest.mark.law("8")
-    def test_groups_do_not_affect_each_other(self) -> None:
-        """Compare the proposals for a busy group alone, and next to an idle one."""
-        demands = [0 if second // 400 % 2 else 100 for second in range(1600)]
-        alone = run_group(self.new_policy(), demands)
-        busy, idle = self.new_policy(), self.new_policy()
-        idling = (idle.propose(GroupLoad(role="mixed", target=9, ready=9, slots=144), now) for now in range(1600))
-        assert run_group(busy, demands, also=lambda: next(idling)) == alone
-
-    @pytest.mark.law("8")
     @pytest.mark.parametrize("demand", [0, 10, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int) -> None:
         counts = run_group(self.new_policy(), [demand] * 7200)[3600:]
@@ -123,7 +114,6 @@ def run_group(
     policy: ScalingPolicy,
     demands: Sequence[int | None],
     most: int = 1024,
-    also: Callable[[], object] = lambda: None,
     role: Role = "mixed",
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
@@ -150,7 +140,6 @@ def run_group(
             ttft_seconds=None if not demand else 0.2 + max(0, demand - slots) / slots,
         )
         target = max(1, min(most, policy.propose(load, float(second))))
-        also()
         if target < ready + len(starting):
             starting = starting[: max(0, target - ready)]
             ready = min(ready, target)

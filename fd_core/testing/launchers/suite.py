@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.processes import python
 from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
@@ -134,10 +133,7 @@ class LauncherSuite:
             "specs = [kit.LauncherSuite().spec(name, cores=0) for name in 'ab']; "
             "print(*[process.pid for process in launcher.start(specs)], flush=True); time.sleep(600)"
         )
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        with subprocess.Popen(
-            [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE
-        ) as launching:
+        with python(code) as launching:
             assert launching.stdout is not None
             pids = launching.stdout.readline().split()
             launching.kill()

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -31,6 +28,7 @@ from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 from fd_core.types import IntArray
@@ -105,24 +103,15 @@ class RouterPolicySuite:
         if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
             lacks("the class of the policy is local, and no other process can import it")
         texts = ["plain", "workers=256,loads=equal,calls=40", "urls=unordered,session=each its own,calls=40"]
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        code = f"from {__name__} import print_choices; print_choices()"
-        ended = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            input=json.dumps(
-                [policy.cls.__module__, policy.cls.__qualname__, msgspec.to_builtins(policy.config), texts]
-            ),
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
+        passed = json.dumps([cls.__module__, cls.__qualname__, msgspec.to_builtins(policy.config), texts])
+        with python(f"from {__name__} import print_choices; print_choices()", PYTHONHASHSEED="77") as process:
+            printed, _ = process.communicate(passed.encode())
+        assert process.returncode == 0, "another process cannot use the policy, see its errors"
         cases = [ROUTING.case(text).values for text in texts]
         for case in cases:
             choices(policy, {**case, "block_size": 16, "max_sessions": 2})
         here = [choices(policy, case) for case in cases]
-        assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
+        assert json.loads(printed) == here, "another process with equal calls chose other workers"
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

@@ -469,3 +469,36 @@ class SendsSmallFrames(Changed, TCPConnector):
             return PutResult(b"", tuple(value[at : at + 4096] for at in range(0, len(value), 4096)) or (b"",))
 
         end.put = put
+
+
+@found_by("before=a refused value,peer=none")
+class SendsValuesOfAnyLength(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        whole._value_bytes = 1 << 40
+
+
+@found_by("before=four aborts,peer=none")
+class ReturnsPiecesAfterClose(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.close = lambda: None
+
+
+@found_by("before=four aborts,peer=none")
+class AcceptsPiecesAfterClose(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        end.close = lambda: None
+
+
+@found_by("before=a refused value,peer=none")
+class EndsALeaseAfterARefusedValue(Changed, TCPConnector):
+    """A value that is too long is no failure of the lease."""
+
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            try:
+                return whole.put(index, parts)
+            except ConnectorError:
+                whole.close()
+                raise
+
+        end.put = put
