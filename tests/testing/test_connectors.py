@@ -29,7 +29,6 @@ BROKEN = {
         "no_call_waits_for_a_side",
     ),
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", PLAIN),
-    "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
     "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
     "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),

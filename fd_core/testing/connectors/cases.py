@@ -309,17 +309,20 @@ class _Transfer:
                 self._move(lease, number)
             announced = {index: _as_sent(piece) for index, piece in lease.announced.items()}
         first = min(lease.values)
-        for name, call in (
-            ("put", lambda: lease.outbox.put(max(lease.values) + 1, [b"late"])),
-            ("take", lambda: lease.inbox.take(first, *announced.get(first, PutResult(b"", (b"late",))))),
-        ):
-            try:
-                call()
-            except ConnectorError:
-                continue
-            raise AssertionError(f"after the lease has ended, {name} raises no ConnectorError")
+        _require_refused(lambda: lease.outbox.put(max(lease.values) + 1, [b"late"]), "a late value")
+        piece = announced.get(first, PutResult(b"", (b"late",)))
+        _require_refused(lambda: lease.inbox.take(first, *piece), "a piece of a lease that is over")
         sent = {index: _as_sent(piece) for index, piece in lease.announced.items()}
         assert sent == announced, "closing an outbox changed frames that are not sent yet"
+
+
+def _require_refused(call: Callable[[], object], what: str, value: bytes = b"") -> None:
+    try:
+        call()
+    except ConnectorError as error:
+        assert_hidden(value, error)
+    else:
+        raise AssertionError(f"{what} was accepted")
 
 
 def _as_sent(piece: PutResult) -> PutResult:
@@ -344,15 +347,11 @@ def _happens_before(what: str, transfer: _Transfer) -> None:
         case "a refused value":
             with ExitStack() as stack:
                 lease = transfer.open(102, stack)
-                too_long = (b"a prompt " * int_of(transfer.case, "value_bytes"))[
-                    : int_of(transfer.case, "value_bytes") + 1
-                ]
-                try:
-                    lease.outbox.put(int_of(transfer.case, "first"), [too_long])
-                except ConnectorError as error:
-                    assert_hidden(too_long, error)
-                else:
-                    raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
+                first, most = min(lease.values), int_of(transfer.case, "value_bytes")
+                too_long = (b"a prompt " * most)[: most + 1]
+                what = f"a value of {most + 1:,} bytes, one over the limit"
+                _require_refused(lambda: lease.outbox.put(first, [too_long]), what, too_long)
+                _require_refused(lambda: lease.inbox.take(first, b"", [too_long]), what, too_long)
                 transfer.move_all([lease])
 
 

@@ -7,7 +7,6 @@ resources behind.
 
 from __future__ import annotations
 
-import random
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.stores import values
 
 WINDOW = 4
 PIECES = range(3, 40)
@@ -58,9 +58,8 @@ def new_lease() -> str:
     return secrets.token_hex(16)
 
 
-def value_of(index: int, length: int) -> bytes:
-    """Return a value of `length` bytes that is unique to an index."""
-    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be reproducible
+value_of = partial(values.value_of, "random")
+"""Returns a value of an index and a length."""
 
 
 def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
@@ -178,12 +177,6 @@ class ConnectorSuite:
     @pytest.mark.fd_cases(TRANSFERS)
     def test_case(self, recipe: Recipe, far: RemoteProcess, case: KitCase) -> None:
         case.check(ConnectorPair(recipe.make, partial(far.make, recipe)), "pytest", option="--fd-case")
-
-    @pytest.mark.law("6")
-    def test_frames_over_the_limit_are_refused(self, open_both: OpenBoth) -> None:
-        inbox, _ = open_both(value_bytes=1000)
-        with pytest.raises(ConnectorError):
-            inbox.take(3, b"", [bytes(1000), bytes(1)])
 
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:

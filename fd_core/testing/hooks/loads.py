@@ -44,10 +44,7 @@ EXCUSED: Final[Mapping[str, str]] = {}
 
 
 def check_scaling(make: Callable[[], ScalingPolicy], case: Case) -> None:
-    """Compare two instances that get equal calls, the first one beside another group, the second one in another world.
-
-    Raises `AssertionError`.
-    """
+    """Compare equal calls of two instances, beside another group and in another world. Raises `AssertionError`."""
     one, idle, target, past = make(), make(), int_of(case, "target"), list[tuple[GroupLoad, float, int]]()
     for call, now in enumerate(_times(case)):
         load = _load(case, call, target)

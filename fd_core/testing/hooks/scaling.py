@@ -92,11 +92,8 @@ class ScalingPolicySuite:
         self.follows_load.require()
         seconds = (2, 3600, 3600, 36_000, 10, 36_000, 3600)
         loads = (demand, None, demand, 0, demand, 0, demand)
-        counts = run_group(
-            self.new_policy(),
-            [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)],
-            role=role,
-        )
+        demands = [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
+        counts = run_group(self.new_policy(), demands, role=role)
         needed, ends = -(-demand // _SLOTS), [*accumulate(seconds)]
         most, after = max(counts), [counts[end - 1] for end in ends]
         assert most <= _OVERSHOOT * needed, f"{most} workers, {needed} are needed: it adds some while others start"

@@ -837,8 +837,7 @@ class StoreSuite:
 
     def test_open_returns_one_line_and_is_repeatable(self, store: KVStore) -> None:
         assert store.location.shown, "a store keeps its location, which the engine shows"
-        shares = self.sharing.reason is None
-        assert store.shared == shares, f"it has shared={store.shared}, and its suite says {shares}"
+        assert store.shared == (self.sharing.reason is None), f"its suite contradicts shared={store.shared}"
         for _ in range(2):
             line = store.open(TIMEOUT)
             assert line.strip() == line

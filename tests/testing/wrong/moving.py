@@ -502,3 +502,9 @@ class EndsALeaseAfterARefusedValue(Changed, TCPConnector):
                 raise
 
         end.put = put
+
+
+@found_by("before=a refused value,peer=none")
+class TakesValuesOfAnyLength(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda index, reference, frames: b"".join(frames)
