@@ -43,4 +43,6 @@ def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypa
         with pytest.raises((AssertionError, IndexError, LaunchError, pytest.fail.Exception)):
             test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
     finally:
+        for process, _, _ in getattr(launcher, "_running", ()):
+            process.close()
         launcher.close()

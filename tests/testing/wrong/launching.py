@@ -490,4 +490,4 @@ class _Inheriting(_Started):
             super().__init__(*arguments, **named)
 
     def changed(self, spec, words, more):
-        return words, {**more, "close_fds": False}
+        return ["timeout", "20", *words], {**more, "close_fds": False}  # so that none is left for long
