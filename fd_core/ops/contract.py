@@ -392,8 +392,6 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
-    groups_layers: bool = True
-    """False if a block holds the KV of all layers, also of those with a window; see `StepInput.grouped`."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
