@@ -42,9 +42,9 @@ class GraphShapes:
         """Return the shapes for an engine's limits, within its step token budget.
 
         One token a row: powers of two, then steps of 8, then of 32, up to the most rows that the limits allow. So where
-        a decode fits the budget, it fits padded. With drafts: powers of two.
+        a decode fits the budget, it fits padded. With drafts: powers of two, of rows no longer than the context.
         """
-        width, budget = 1 + limits.max_drafts, limits.max_num_batched_tokens
+        width, budget = min(1 + limits.max_drafts, limits.max_model_len), limits.max_num_batched_tokens
         powers = [1 << power for power in range(_DENSE_UPTO.bit_length())]
         medium = range(2 * _STEP, _COARSE_FROM, _STEP)
         large = range(_COARSE_FROM, _LARGEST + 1, _COARSE_STEP)
