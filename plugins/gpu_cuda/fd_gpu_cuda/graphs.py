@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import torch
@@ -185,7 +185,7 @@ class DeviceGraphs:
                 step = self._inputs.of(shape, spare_block, cache.shape, adapted=adapted)
                 try:
                     logits = self._logits_of(forward, step, cache)
-                    replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
+                    replay = self._cuda.capture(partial(self._write, forward, step, cache, logits))
                 except RuntimeError as error:
                     if not out_of_memory(error) or self._few or self._cuda.ranks is not None:
                         raise
