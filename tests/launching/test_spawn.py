@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -17,7 +13,6 @@ from fd_core.launching import spawn
 from fd_core.launching.contract import NODE_ADDRESS, Launcher, ProcessSpec
 from fd_core.launching.spawn import SpawnLauncher
 from fd_core.testing.launchers import LauncherSuite
-from tests.process_state import lives
 
 
 class TestSpawn(LauncherSuite):
@@ -62,24 +57,3 @@ def answers(url: str) -> bool:
     with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=30):
         return True
     return False
-
-
-def test_processes_end_with_their_launcher() -> None:
-    """A killed launcher cannot supervise its processes: they must exit as well."""
-    code = (
-        "from tests.launching.test_spawn import *\n"
-        "process, = SpawnLauncher().start([TestSpawn().spec('one', cores=0)])\n"
-        "while process.announced() is None: time.sleep(0.01)\n"
-        "print(process.pid, flush=True); time.sleep(600)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout as output:
-        pid = int(output.readline())
-        assert lives(pid)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        deadline = time.monotonic() + 30
-        while lives(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)

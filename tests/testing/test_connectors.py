@@ -29,11 +29,7 @@ BROKEN = {
         "no_call_waits_for_a_side",
     ),
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", PLAIN),
-    "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
-    "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
     "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
-    "returns pieces after close": (TCP, "i.close = lambda: None", "a_closed_inbox"),
-    "accepts pieces after close": (TCP, "o.close = lambda: None", "a_closed_outbox"),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
     "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),
     "leaks pieces without acknowledgement": (

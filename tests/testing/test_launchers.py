@@ -7,7 +7,21 @@ import pytest
 
 from fd_core.launching.contract import LaunchError
 from fd_core.testing.launchers import LauncherSuite
-from tests.testing.wrong.launching import WRONG
+from tests.testing.wrong.launching import WRONG, TwoNodes
+
+FOUR = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+"""Two devices for each of two nodes."""
+
+
+def test_intact_launcher_of_two_nodes_passes(capfd):
+    suite = LauncherSuite()
+    suite.launcher_class, suite.devices = lambda: TwoNodes, FOUR
+    launcher = suite.new_launcher()
+    try:
+        getattr(suite, HISTORY)(launcher, capfd)
+    finally:
+        launcher.close()
+
 
 HISTORY = "test_processes_start_and_end_in_any_order"
 """Takes seconds until it fails: the default run has every fourth of its faults."""
@@ -22,12 +36,13 @@ LONG = {cls for number, cls in enumerate(IN_HISTORIES) if number % 4}
 def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     suite = LauncherSuite()
-    suite.patience, suite.launcher_class = 5.0, lambda: cls
+    suite.patience, suite.launcher_class, suite.devices = 5.0, lambda: cls, FOUR
     launcher = suite.new_launcher()
     test, fixtures = getattr(suite, WRONG[cls]), {"launching": launcher, "capfd": capfd}
     try:
-        with pytest.raises((AssertionError, LaunchError, pytest.fail.Exception)):
+        with pytest.raises((AssertionError, IndexError, LaunchError, pytest.fail.Exception)):
             test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
     finally:
-        for process, _, _ in launcher._running:
+        for process, _, _ in getattr(launcher, "_running", ()):
             process.close()
+        launcher.close()

@@ -320,6 +320,46 @@ class NeverChoosesTheLast(RouterPolicy):
         return context.candidates[int(context.random * max(1, len(context.candidates) - 1))]
 
 
+class ChoosesAmongTheFirstEight(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[int(context.random * min(8, len(context.candidates)))]
+
+
+class KnowsTheWorkersItHasSeen(RequestNum):
+    """Fails for the departure of a worker that never was a candidate, such as one of another role."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._seen = set()
+
+    def choose(self, context):
+        self._seen.update(context.candidates.workers)
+        return super().choose(context)
+
+    def departed(self, worker):
+        self._seen.remove(worker)
+
+
+class ForgetsAnAddress(RouterPolicy):
+    """The departure of an incarnation takes the next one, with the same address, from the ring as well."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._known, self._ring = set(), {}
+
+    def choose(self, context):
+        for at, worker in enumerate(context.candidates.workers):
+            if worker not in self._known:
+                self._known.add(worker)
+                self._ring[worker.url] = at
+        there = [each for each in context.candidates if each.worker.url in self._ring]
+        return there[int(context.random * len(there))]
+
+    def departed(self, worker):
+        self._known.discard(worker)
+        self._ring.pop(worker.url, None)
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -354,6 +394,9 @@ def without_shrinking(monkeypatch):
         (KeepsWorkers, FORGETS, ()),
         (ServesMixedOnly, SERVES, (True,)),
         (NeverChoosesTheLast, SERVES, (False,)),
+        (ChoosesAmongTheFirstEight, SERVES, (False,)),
+        (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
+        (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
         (HashesUrls, OTHER, ()),
         (ComparesIdentities, "workers=64", ()),
         (CountsIn8Bits, "workers=257,loads=one idle", ()),

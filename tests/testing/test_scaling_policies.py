@@ -223,6 +223,13 @@ class RoundsDown(LoadPolicy):
         return max(load.target, int(load.ready * min(pressure, 2.0))) if found > load.target else found
 
 
+class ScalesOneRole(LoadPolicy):
+    """Workers of other roles stay as they are."""
+
+    def propose(self, load, now):
+        return super().propose(load, now) if load.role == "mixed" else load.target
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -241,22 +248,22 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (KeepsTimesIn32Bits, "now=2147483640.0", ()),
         (KnowsOneRole, "role=decode", ()),
         (SharesState, "calls=700", ()),
-        (SharesState, "test_groups_do_not_affect_each_other", ()),
         (Proposes, "test_an_unknown_option_is_named", ()),
         (Flaps, SETTLES, (40,)),
-        (NeverAdds, FOLLOWS, (40,)),
-        (NeverRemoves, FOLLOWS, (40,)),
-        (AddsWhileWorkersStart, FOLLOWS, (40,)),
-        (ChoosesFromATable, FOLLOWS, (5000,)),
-        (CountsWorkersInAByte, FOLLOWS, (5000,)),
+        (NeverAdds, FOLLOWS, (40, "mixed")),
+        (NeverRemoves, FOLLOWS, (40, "mixed")),
+        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed")),
+        (ChoosesFromATable, FOLLOWS, (5000, "mixed")),
+        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed")),
         (KeepsAllLoads, "test_it_forgets_loads", ()),
         (CachesPressures, "test_it_forgets_loads", ()),
         (LogsItsNumbers, "test_it_forgets_loads", ()),
-        (AddsOnce, FOLLOWS, (40,)),
-        (WindsUp, FOLLOWS, (40,)),
-        (CountsTheGap, FOLLOWS, (40,)),
-        (RoundsDown, FOLLOWS, (19,)),
-        (KeepsTheLastLatency, FOLLOWS, (40,)),
+        (AddsOnce, FOLLOWS, (40, "mixed")),
+        (WindsUp, FOLLOWS, (40, "mixed")),
+        (CountsTheGap, FOLLOWS, (40, "mixed")),
+        (ScalesOneRole, FOLLOWS, (40, "decode")),
+        (RoundsDown, FOLLOWS, (19, "mixed")),
+        (KeepsTheLastLatency, FOLLOWS, (40, "mixed")),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

@@ -68,7 +68,7 @@ class PutResult(NamedTuple):
     reference: bytes
     """Reference of the value for the other end; at most `MAX_REFERENCE_BYTES`."""
     frames: tuple[Bytes, ...] = ()
-    """Buffers to be sent after the message; not modified until they were sent."""
+    """Buffers to be sent after the message, at most one more than `parts`; not modified until they were sent."""
 
 
 class KVInbox(abc.ABC):

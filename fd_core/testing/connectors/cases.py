@@ -149,6 +149,7 @@ class _LeaseUnderTest:
 
     inbox: KVInbox
     outbox: KVOutbox
+    window: int
     values: dict[int, bytes]
     unsent: list[int] = field(default_factory=list)
     announced: dict[int, PutResult] = field(default_factory=dict)
@@ -181,10 +182,16 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
             transfer.run()
 
 
+def move_lease(decode: Connector, prefill: Connector, case: Case, number: int) -> None:
+    """Move the pieces of one lease of a case between two connectors. Raises `AssertionError` for one that differs."""
+    with ExitStack() as stack:
+        transfer = _Transfer(case, decode, prefill)
+        transfer.move_all([transfer.open(number, stack)])
+
+
 class _Transfer:
     def __init__(self, case: Case, decode: Connector, prefill: Connector) -> None:
         self.case, self.decode, self.prefill = case, decode, prefill
-        self._window = int_of(case, "window")
         self._draw = draws(int_of(case, "pieces"))
         self.another: Connector | None = None
         self._over: list[_LeaseUnderTest] = []
@@ -194,32 +201,33 @@ class _Transfer:
         """Open both ends of a lease; `stack` closes them."""
         return self._open_outbox(number, self._open_inbox(number, stack, name), stack, name)
 
+    def _limits(self, number: int) -> dict[str, int]:
+        """Return the limits of a lease; every second one has other limits than those before and after it."""
+        return {name: max(1, int_of(self.case, name) >> number % 2) for name in ("window", "value_bytes")}
+
     def _open_inbox(self, number: int, stack: ExitStack, name: str | None = None) -> Any:
-        first, count, size = int_of(self.case, "first"), int_of(self.case, "pieces"), int_of(self.case, "value_bytes")
+        first, count, limits = int_of(self.case, "first"), int_of(self.case, "pieces"), self._limits(number)
         name = name or _LEASES[str(self.case["lease"])](number)
-        pieces = range(first, first + max(count, self._window))
-        inbox = TimedEnd(
-            self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size),
-            self.decode.settings.timeout,
-        )
+        pieces = range(first, first + max(count, limits["window"]))
+        inbox = TimedEnd(self.decode.open_inbox(name, pieces=pieces, **limits), self.decode.settings.timeout)
         stack.callback(inbox.close)
         return inbox
 
     def _open_outbox(self, number: int, inbox: Any, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
-        first, count, size = int_of(self.case, "first"), int_of(self.case, "pieces"), int_of(self.case, "value_bytes")
+        first, count, limits = int_of(self.case, "first"), int_of(self.case, "pieces"), self._limits(number)
         name = name or _LEASES[str(self.case["lease"])](number)
         assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
-        outbox: Any = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
+        outbox: Any = self.prefill.open_outbox(name, inbox.address, **limits)
         outbox = TimedEnd(outbox, self.decode.settings.timeout)
         stack.callback(outbox.close)
         if self.case["closed"] == "inbox first":
             stack.callback(inbox.close)
         content = str(self.case["content"])
-        values = {first + at: value_of(content, 1000 * number + at, self._size(at)) for at in range(count)}
-        return _LeaseUnderTest(inbox, outbox, values, unsent=[*values])
+        sizes = [self._size(at, limits["value_bytes"]) for at in range(count)]
+        values = {first + at: value_of(content, 1000 * number + at, size) for at, size in enumerate(sizes)}
+        return _LeaseUnderTest(inbox, outbox, limits["window"], values, unsent=[*values])
 
-    def _size(self, at: int) -> int:
-        size = int_of(self.case, "value_bytes")
+    def _size(self, at: int, size: int) -> int:
         every_second = 0 if at % 2 else size
         return {"falling": max(0, size - 13 * at), "full": size, "empty": 0}.get(str(self.case["sizes"]), every_second)
 
@@ -256,7 +264,7 @@ class _Transfer:
         """Make one move; return False if no piece is left."""
         untaken = sorted(set(lease.announced) - set(lease.taken), reverse=self.case["take"] == "falling")
         moves = {"take": untaken[:1], "done": [*lease.taken][:1]}
-        if lease.unsent and len(lease.announced) < self._window:
+        if lease.unsent and len(lease.announced) < lease.window:
             moves["put"] = lease.unsent[:1]
         possible = [move for move, indices in moves.items() if indices]
         if not possible:
@@ -284,6 +292,7 @@ class _Transfer:
         parts = parts_of(value, int_of(self.case, "parts"), str(self.case["buffer"]))
         done = outbox.put(index, parts)
         assert len(done.reference) <= MAX_REFERENCE_BYTES, f"a reference has {len(done.reference)} bytes"
+        assert len(done.frames) <= len(parts) + 1, f"put returned {len(done.frames)} frames for {len(parts)} parts"
         if not done.frames:
             for part in parts:
                 flat = memoryview(part).cast("B")
@@ -296,11 +305,24 @@ class _Transfer:
         with ExitStack() as stack:
             lease = self.open(number, stack, name)
             self._over.append(lease)
-            for _ in range(1 + number % (2 * self._window + 1)):
+            for _ in range(1 + number % (2 * lease.window + 1)):
                 self._move(lease, number)
             announced = {index: _as_sent(piece) for index, piece in lease.announced.items()}
+        first = min(lease.values)
+        _require_refused(lambda: lease.outbox.put(max(lease.values) + 1, [b"late"]), "a late value")
+        piece = announced.get(first, PutResult(b"", (b"late",)))
+        _require_refused(lambda: lease.inbox.take(first, *piece), "a piece of a lease that is over")
         sent = {index: _as_sent(piece) for index, piece in lease.announced.items()}
         assert sent == announced, "closing an outbox changed frames that are not sent yet"
+
+
+def _require_refused(call: Callable[[], object], what: str, value: bytes = b"") -> None:
+    try:
+        call()
+    except ConnectorError as error:
+        assert_hidden(value, error)
+    else:
+        raise AssertionError(f"{what} was accepted")
 
 
 def _as_sent(piece: PutResult) -> PutResult:
@@ -325,15 +347,12 @@ def _happens_before(what: str, transfer: _Transfer) -> None:
         case "a refused value":
             with ExitStack() as stack:
                 lease = transfer.open(102, stack)
-                too_long = (b"a prompt " * int_of(transfer.case, "value_bytes"))[
-                    : int_of(transfer.case, "value_bytes") + 1
-                ]
-                try:
-                    lease.outbox.put(int_of(transfer.case, "first"), [too_long])
-                except ConnectorError as error:
-                    assert_hidden(too_long, error)
-                else:
-                    raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
+                first, most = min(lease.values), int_of(transfer.case, "value_bytes")
+                too_long = (b"a prompt " * most)[: most + 1]
+                what = f"a value of {most + 1:,} bytes, one over the limit"
+                _require_refused(lambda: lease.outbox.put(first, [too_long]), what, too_long)
+                _require_refused(lambda: lease.inbox.take(first, b"", [too_long]), what, too_long)
+                transfer.move_all([lease])
 
 
 TRANSFERS: Final[Part[ConnectorPair]] = Part("transfer", AXES, check_transfer, allowed)

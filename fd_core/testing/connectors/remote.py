@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import msgspec
 from fd_core.disagg.connectors import contract
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
+from fd_core.testing.kit.processes import python
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -175,13 +175,7 @@ class RemoteProcess:
     """Another process with connectors."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._process = python(f"from {__name__} import serve; serve()")
 
     def ask(self, method: str, target: int, *arguments: Any) -> Any:
         """Execute a call in the other process. Raises `ConnectorError` if the call did."""

@@ -7,9 +7,8 @@ resources behind.
 
 from __future__ import annotations
 
-import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from fd_core.disagg.connectors.contract import (
     MAX_ADDRESS_BYTES,
     MAX_REFERENCE_BYTES,
-    Bytes,
     Connector,
     ConnectorError,
     KVInbox,
@@ -30,9 +28,10 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
 )
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd
+from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.stores import values
 
 WINDOW = 4
 PIECES = range(3, 40)
@@ -59,9 +58,8 @@ def new_lease() -> str:
     return secrets.token_hex(16)
 
 
-def value_of(index: int, length: int) -> bytes:
-    """Return a value of `length` bytes that is unique to an index."""
-    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be reproducible
+value_of = partial(values.value_of, "random")
+"""Returns a value of an index and a length."""
 
 
 def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
@@ -70,28 +68,6 @@ def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
     assert isinstance(done.reference, bytes)
     assert len(done.reference) <= MAX_REFERENCE_BYTES
     return PutResult(done.reference, tuple(bytes(frame) for frame in done.frames))
-
-
-def carry(
-    inbox: KVInbox, outbox: KVOutbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
-) -> None:
-    """Transfer values in a random order within the window, and compare them after `take` and before `done`."""
-    left = dict(enumerate(values, first))
-    unsent, announced, taken = list(left), dict[int, PutResult](), dict[int, Bytes]()
-    while left:
-        moves = [("take", index) for index in announced if index not in taken]
-        moves += [("done", index) for index in taken]
-        if unsent and len(announced) < window:
-            moves.append(("put", unsent[0]))
-        move, index = chance.choice(moves)
-        if move == "put":
-            announced[index] = put(outbox, unsent.pop(0), left[index])
-        elif move == "take":
-            taken[index] = inbox.take(index, *announced[index])
-            assert bytes(taken[index]) == left[index], f"piece {index} differs from the value that was sent"
-        else:
-            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before `done`"
-            inbox.done(index, announced.pop(index).reference)
 
 
 def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
@@ -202,35 +178,12 @@ class ConnectorSuite:
     def test_case(self, recipe: Recipe, far: RemoteProcess, case: KitCase) -> None:
         case.check(ConnectorPair(recipe.make, partial(far.make, recipe)), "pytest", option="--fd-case")
 
-    @pytest.mark.law("6")
-    def test_a_value_over_the_limit_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
-        inbox, outbox = open_both(value_bytes=1000)
-        first = put(outbox, 3, value_of(3, 1000))
-        with pytest.raises(ConnectorError):
-            outbox.put(4, [bytes(1), bytes(1000)])
-        second = put(outbox, 4, value_of(4, 1000))
-        assert bytes(inbox.take(4, *second)) == value_of(4, 1000)
-        assert bytes(inbox.take(3, *first)) == value_of(3, 1000)
-
-    @pytest.mark.law("6")
-    def test_frames_over_the_limit_are_refused(self, open_both: OpenBoth) -> None:
-        inbox, _ = open_both(value_bytes=1000)
-        with pytest.raises(ConnectorError):
-            inbox.take(3, b"", [bytes(1000), bytes(1)])
-
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:
         decode, prefill = recipe.make(), recipe.make()
-
-        def work(number: int) -> None:
-            inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
-            values = [value_of(100 * number + index, 50_000) for index in range(10)]
-            carry(inbox, outbox, values, first=PIECES.start, window=WINDOW, chance=random.Random(number))  # noqa: S311
-            outbox.close()
-            inbox.close()
-
+        case = TRANSFERS.case("value_bytes=65537,moves=at random").values
         with ThreadPoolExecutor(4) as pool:
-            done = [pool.submit(work, number) for number in range(4)]
+            done = [pool.submit(move_lease, decode, prefill, case, number) for number in range(4)]
         prefill.close()
         decode.close()
         for each in done:
@@ -299,23 +252,6 @@ class ConnectorSuite:
             stranger.close()
         for index, each in zip((3, 4), there, strict=True):
             assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
-
-    @pytest.mark.law("6.1")
-    def test_a_closed_inbox_gives_nothing(self, open_both: OpenBoth) -> None:
-        inbox, outbox = open_both()
-        there = put(outbox, 3, value_of(3, 1000))
-        inbox.close()
-        inbox.close()
-        with pytest.raises(ConnectorError):
-            inbox.take(3, *there)
-
-    @pytest.mark.law("6.1")
-    def test_a_closed_outbox_takes_nothing(self, open_both: OpenBoth) -> None:
-        _, outbox = open_both()
-        outbox.close()
-        outbox.close()
-        with pytest.raises(ConnectorError):
-            outbox.put(3, [b"value"])
 
     @pytest.mark.law("6.2")
     def test_late_writes_harm_no_later_lease(self, open_both: OpenBoth) -> None:

@@ -38,23 +38,28 @@ AXES: Final = (
     Axis("follows", (False, True)),
 )
 """Axes of a sequence of calls; a case that follows sets the target to what the policy proposed."""
+_IDLE: Final = GroupLoad(role="mixed", target=9, ready=9, slots=144)
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 
 
 def check_scaling(make: Callable[[], ScalingPolicy], case: Case) -> None:
-    """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`."""
-    one, other, target = make(), make(), int_of(case, "target")
+    """Compare equal calls of two instances, beside another group and in another world. Raises `AssertionError`."""
+    one, idle, target, past = make(), make(), int_of(case, "target"), list[tuple[GroupLoad, float, int]]()
+    for call, now in enumerate(_times(case)):
+        load = _load(case, call, target)
+        proposed = one.propose(load, now)
+        assert type(proposed) is int, f"call {call} proposed {proposed!r}, which is no int"
+        assert proposed >= 0, f"call {call} proposed {proposed} workers"
+        past.append((load, now, proposed))
+        idle.propose(_IDLE, now)
+        target = min(proposed, 1000) if case["follows"] else target
+    other = make()
     with ThreadPoolExecutor(1) as pool:
-        for call, now in enumerate(_times(case)):
-            load = _load(case, call, target)
-            proposed = one.propose(load, now)
-            assert type(proposed) is int, f"call {call} proposed {proposed!r}, which is no int"
-            assert proposed >= 0, f"call {call} proposed {proposed} workers"
+        for call, (load, now, proposed) in enumerate(past):
             with another_world(shift=77 + call):
                 again = pool.submit(other.propose, load, now).result()
             assert again == proposed, f"two instances with equal calls differ at call {call}: {proposed} and {again}"
-            target = min(proposed, 1000) if case["follows"] else target
 
 
 def _times(case: Case) -> Iterator[float]:

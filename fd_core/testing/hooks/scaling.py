@@ -6,8 +6,8 @@ random numbers. Groups in virtual time show whether the number follows the load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, cycle, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
+from fd_core.router.workers import ROLES, Role
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.purity import require_freed
@@ -62,15 +63,6 @@ class ScalingPolicySuite:
             self.policy_class()(MappingProxyType({**self.options(), "no-such-option": 1}))
 
     @pytest.mark.law("8")
-    def test_groups_do_not_affect_each_other(self) -> None:
-        """Compare the proposals for a busy group alone, and next to an idle one."""
-        demands = [0 if second // 400 % 2 else 100 for second in range(1600)]
-        alone = run_group(self.new_policy(), demands)
-        busy, idle = self.new_policy(), self.new_policy()
-        idling = (idle.propose(GroupLoad(role="mixed", target=9, ready=9, slots=144), now) for now in range(1600))
-        assert run_group(busy, demands, also=lambda: next(idling)) == alone
-
-    @pytest.mark.law("8")
     @pytest.mark.parametrize("demand", [0, 10, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int) -> None:
         counts = run_group(self.new_policy(), [demand] * 7200)[3600:]
@@ -92,17 +84,16 @@ class ScalingPolicySuite:
         require_freed(self.new_policy)
 
     @pytest.mark.law("8")
-    @pytest.mark.parametrize("demand", [_SLOTS + 3, 40, 200, 5000])
-    def test_the_number_follows_the_load(self, demand: int) -> None:
+    @pytest.mark.parametrize(("demand", "role"), [*zip((_SLOTS + 3, 40, 200, 5000), cycle(ROLES), strict=False)])
+    def test_the_number_follows_the_load(self, demand: int, role: Role) -> None:
         """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
         before a worker starts, and load beyond the number that the file allows.
         """
         self.follows_load.require()
         seconds = (2, 3600, 3600, 36_000, 10, 36_000, 3600)
         loads = (demand, None, demand, 0, demand, 0, demand)
-        counts = run_group(
-            self.new_policy(), [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
-        )
+        demands = [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
+        counts = run_group(self.new_policy(), demands, role=role)
         needed, ends = -(-demand // _SLOTS), [*accumulate(seconds)]
         most, after = max(counts), [counts[end - 1] for end in ends]
         assert most <= _OVERSHOOT * needed, f"{most} workers, {needed} are needed: it adds some while others start"
@@ -112,12 +103,15 @@ class ScalingPolicySuite:
             peak = max(counts[ends[at - 2] : ends[at]])
             assert after[at] < peak or peak <= after[at - 2], f"ten idle hours later there are still {peak} workers"
         limit = max(2, needed // 2)
-        last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit)[-1]
+        last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit, role=role)[-1]
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
 
 
 def run_group(
-    policy: ScalingPolicy, demands: Sequence[int | None], most: int = 1024, also: Callable[[], object] = lambda: None
+    policy: ScalingPolicy,
+    demands: Sequence[int | None],
+    most: int = 1024,
+    role: Role = "mixed",
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
@@ -133,7 +127,7 @@ def run_group(
             continue
         slots = ready * _SLOTS
         load = GroupLoad(
-            role="mixed",
+            role=role,
             target=target,
             ready=ready,
             running=min(demand, slots),
@@ -143,7 +137,6 @@ def run_group(
             ttft_seconds=None if not demand else 0.2 + max(0, demand - slots) / slots,
         )
         target = max(1, min(most, policy.propose(load, float(second))))
-        also()
         if target < ready + len(starting):
             starting = starting[: max(0, target - ready)]
             ready = min(ready, target)

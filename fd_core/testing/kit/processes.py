@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
+
+def python(code: str, *, text: bool = False, **variables: str) -> subprocess.Popen[Any]:
+    """Start an interpreter that runs `code`, with the import path of this process and pipes to it."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    command, pipe = [sys.executable, "-P", "-c", code], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=text)
 
 
 class RunEnd(NamedTuple):

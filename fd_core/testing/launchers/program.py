@@ -18,14 +18,14 @@ def main(action: str, *arguments: str) -> None:
 
     - `fail`: print the arguments as lines, the first one with a byte that is not UTF-8, the last one after 3,000
       others and without an end of its line, and exit with code 7;
-    - `exit`: print the last argument, and exit with code 7;
+    - `exit`: print the last argument as an error, and exit with code 7;
     - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for as many seconds as
       the argument;
     - `ignore`: ignore SIGTERM;
     - anything else: end by SIGTERM.
     """
     if action == "exit":
-        print(arguments[-1])
+        print(arguments[-1], file=sys.stderr)
         sys.exit(7)
     if action == "fail":
         lines = [*arguments[:-1], *(f"line {number} of a long log" for number in range(3000)), arguments[-1]]
@@ -38,6 +38,7 @@ def main(action: str, *arguments: str) -> None:
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("FD_SUITE")},
+        "inherits": "PATH" in os.environ,
         "devices": [
             one for name in os.environ if name.endswith("VISIBLE_DEVICES") for one in os.environ[name].split(",") if one
         ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +21,14 @@ import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.processes import python
 from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
 _COMMON: Final = "FD_SUITE"
 """Variable that all processes and their launcher have."""
+_WORDS: Final = ('a "b"', "", "$HOME {c}", "ü\n'")
+"""Arguments that a shell or a template would change."""
 
 
 class LauncherSuite:
@@ -120,6 +125,22 @@ class LauncherSuite:
         self.until(are_forwarded)
         assert _HIDDEN not in shown, "a secret is in the output"
 
+    def test_processes_end_with_their_launcher(self) -> None:
+        """Kill the process of a launcher."""
+        cls = self.launcher_class()
+        code = (
+            f"import time, {__name__} as kit, {cls.__module__} as own; launcher = own.{cls.__qualname__}(); "
+            "specs = [kit.LauncherSuite().spec(name, cores=0) for name in 'ab']; "
+            "print(*[process.pid for process in launcher.start(specs)], flush=True); time.sleep(600)"
+        )
+        with python(code) as launching:
+            assert launching.stdout is not None
+            pids = launching.stdout.readline().split()
+            launching.kill()
+        assert len(pids) == 2, "a launcher in another process started nothing"
+        for pid in pids:
+            self.until(partial(_is_over, int(pid)))
+
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
         """Reserve all cores of a node again and again, after a request for too many of them."""
         cores, held = next(iter(launching.nodes())).cores, []
@@ -185,6 +206,7 @@ class _History:
                 taken += [(id(each.launcher), process.node, one) for one in own]
         assert len(taken) == len(set(taken)), "two processes have one core or device"
         for launcher in self._launchers:
+            assert launcher.start([]) == ()
             assert launcher.here in (None, *(node.id for node in self._nodes)), f"{launcher.here} is no node"
             for name in ("cores", "devices"):
                 with pytest.raises(LaunchError):
@@ -217,28 +239,34 @@ class _History:
     def _start(self, launcher: Launcher, *actions: str) -> _Started:
         """Start two processes, and return the first one."""
         names, specs, free = self._names(launcher), list[ProcessSpec](), self._free(launcher, "cores")
-        devices = self._free(launcher, "devices")
+        devices, spread = self._free(launcher, "devices"), len(self._started) // 4 % 2 == 1
         for name, action in zip(names, actions or ("stay", "ignore"), strict=True):
             number = len(self._started) + len(specs)
             specs.append(
                 self._suite.spec(
                     name,
-                    *(action, "a b", "{c}", NODE_ADDRESS, f"words of {number}"),
-                    environment={f"FD_SUITE_{number}": NODE_ADDRESS, _COMMON: NODE_ADDRESS},
+                    *(action, *_WORDS, NODE_ADDRESS, f"words of {number}"),
+                    environment={f"FD_SUITE_{number}": f" {_WORDS}\n", "FD_SUITE_EMPTY": "", _COMMON: NODE_ADDRESS},
                     secrets={f"FD_SUITE_KEY_{number}": f"{_HIDDEN} {number}"},
                     cores=int(number > 0 and launcher is self._launchers[0] and len(specs) < free),
                     devices=int(len(specs) < devices),
+                    group="a group",
+                    spread=spread,
                 )
             )
+        possible = self._numbers_of_nodes(launcher, specs)
         with mock.patch.dict(os.environ, {_COMMON: "of the launcher"}):  # which a spec replaces
             processes = launcher.start(specs)
+        found, wanted = len({process.node for process in processes}), (max if spread else min)(possible)
+        assert found == wanted, f"a group with spread={spread} is on {found} nodes instead of {wanted}"
         for spec, process in zip(specs, processes, strict=True):
             announced = None if spec.command[2] == "exit" else self._suite.announced_by(process)
             self._started.append(_Started(launcher, spec, process, announced))
             if announced is not None:
                 seen = json.loads(announced)
-                assert seen["arguments"] == ["a b", "{c}", process.address, spec.command[-1]]
-                assert seen["environment"] == {**dict.fromkeys(spec.environment, process.address), **spec.secrets}
+                assert seen["arguments"] == [*_WORDS, process.address, spec.command[-1]]
+                assert seen["environment"] == {**spec.environment, _COMMON: process.address, **spec.secrets}
+                assert seen["inherits"], "a process lacks the variables of its node"
                 node = next(node for node in launcher.nodes() if node.id == process.node)
                 assert seen["pid"] == process.pid and node.alive and node.address == process.address
                 shown = repr(spec) + repr(process) + repr(launcher.nodes()) + "".join(seen["command"])
@@ -249,6 +277,18 @@ class _History:
         """Return the number of cores or devices that no process of the launcher has, asked to end or not."""
         there, taken = self._nodes, (each.spec for each in self._running(launcher))
         return sum(getattr(node, name) for node in there) - sum(getattr(spec, name) for spec in taken)
+
+    def _numbers_of_nodes(self, launcher: Launcher, specs: Sequence[ProcessSpec]) -> set[int]:
+        """Return on how many nodes processes can be together, according to what is free."""
+        numbers, held = set(), [(each.process.node, each.spec) for each in self._running(launcher)]
+        for nodes in itertools.product(self._nodes, repeat=len(specs)):
+            there = [*held, *((node.id, spec) for node, spec in zip(nodes, specs, strict=True))]
+            if all(
+                sum(getattr(spec, name) for at, spec in there if at == node.id) <= getattr(node, name)
+                for node, name in itertools.product(self._nodes, ("cores", "devices"))
+            ):
+                numbers.add(len(set(nodes)))
+        return numbers
 
     def _exit(self, launcher: Launcher) -> None:
         ended = self._start(launcher, "exit", "ignore")
@@ -284,4 +324,7 @@ class _History:
 
 
 def _is_over(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Return True for a process that has ended, although its parent may not have read its exit code."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True

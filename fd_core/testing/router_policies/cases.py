@@ -85,6 +85,7 @@ AXES: Final = (
     ),
     Axis("made", ("of columns", "of candidates")),
     Axis("swept", ("after departures", "before each call")),
+    Axis("departed", ("at once", "a call later")),
 )
 """Axes of a sequence of calls."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -160,6 +161,7 @@ class _PolicyInstance:
         """Return the index of the chosen candidate, after workers departed."""
         for worker in gone:
             self._policy.departed(worker)
+            self._policy.departed(replace(worker, url=f"{worker.url}0", incarnation=-1))  # which it never saw
         if gone:
             self._policy.sweep(context.now)
         choice = self._policy.choose(context)
@@ -178,11 +180,12 @@ def _contexts(
     workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
     draw, once = draws(count), dict[Callable[..., Any], Any]()
     now, pace = float(case["now"] or 0), float(case["pace"] or 0)
-    addresses = set[int]()
+    addresses, left = set[int](), list[RouterWorker]()
     for call in range(calls):
-        gone: list[RouterWorker] = []
+        gone, left = left, []
         if call >= calls // 2 and (call - calls // 2) % 5 == 0:
-            workers, gone = _changed(str(case["change"]), workers, url, incarnation)
+            workers, left = _changed(str(case["change"]), workers, url, incarnation)
+            gone, left = (left, []) if case["departed"] == "at once" else (gone, left)
             once = {}
         away = case["change"] == "one is away" and count > 1  # it is unhealthy, or has failed this request
         shown = workers[call % 2 :] if away else workers

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -31,6 +28,7 @@ from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 from fd_core.types import IntArray
@@ -38,7 +36,9 @@ from fd_core.types import IntArray
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
 _REQUESTS: Final = 400
-"""Number of requests after which a policy must free old state."""
+"""Number of requests after which a policy must free old state, and after which each worker has served one."""
+_WORKERS: Final = 17
+"""Workers of a role that are in use together."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _CONSTANT: Final = 40
@@ -103,24 +103,15 @@ class RouterPolicySuite:
         if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
             lacks("the class of the policy is local, and no other process can import it")
         texts = ["plain", "workers=256,loads=equal,calls=40", "urls=unordered,session=each its own,calls=40"]
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        code = f"from {__name__} import print_choices; print_choices()"
-        ended = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            input=json.dumps(
-                [policy.cls.__module__, policy.cls.__qualname__, msgspec.to_builtins(policy.config), texts]
-            ),
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
+        passed = json.dumps([cls.__module__, cls.__qualname__, msgspec.to_builtins(policy.config), texts])
+        with python(f"from {__name__} import print_choices; print_choices()", PYTHONHASHSEED="77") as process:
+            printed, _ = process.communicate(passed.encode())
+        assert process.returncode == 0, "another process cannot use the policy, see its errors"
         cases = [ROUTING.case(text).values for text in texts]
         for case in cases:
             choices(policy, {**case, "block_size": 16, "max_sessions": 2})
         here = [choices(policy, case) for case in cases]
-        assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
+        assert json.loads(printed) == here, "another process with equal calls chose other workers"
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
@@ -203,12 +194,12 @@ class RouterPolicySuite:
         router = Router(config, lambda _: self.policy_class())
         draw = random.Random(1)  # noqa: S311 - not for cryptography
         roles: tuple[Role, ...] = ("prefill", "decode") if pair else ("mixed",)
-        for at in range(3):
+        for at in range(_WORKERS):
             for role in roles:
                 worker = router.register(f"http://{role}{at}", role, 0.0)
                 router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
-        for number in range(100):
+        for number in range(_REQUESTS):
             tokens = np.arange(number, number + 300, dtype=np.int32)
             request = RouteRequest(tokens, session=f"session {number}")
             answer = router.select(request, float(number), draw.random())
@@ -217,12 +208,12 @@ class RouterPolicySuite:
             if len(running) > 10:
                 _end(router, running.pop(draw.randrange(len(running))), float(number))
         for selection in running:
-            _end(router, selection, 100.0)
+            _end(router, selection, float(_REQUESTS))
         state = router.snapshot()
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
-        assert sum(one.tally.selected for one in state.workers) == 100 * len(roles)
+        assert sum(one.tally.selected for one in state.workers) == _REQUESTS * len(roles)
         idle = [one.worker.url for one in state.workers if not one.tally.selected]
-        assert not idle, f"of 100 different requests, {idle} served none"
+        assert not idle, f"of {_REQUESTS} different requests, {idle} served none"
 
 
 def print_choices() -> None:

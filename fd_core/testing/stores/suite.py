@@ -615,7 +615,7 @@ class StoreSuite:
                     raise AssertionError("calls of a closed store raise no StoreError")
 
             with ThreadPoolExecutor(2) as pool:
-                running = [pool.submit(work, call, store, started) for call in _calls(TIMEOUT)[1:3]]
+                running = [pool.submit(work, call, store, started) for call in _calls(TIMEOUT)[1 + number % 2 :: 2]]
                 started.wait(TIMEOUT)
                 time.sleep(0.002 * number)
                 store.close()
@@ -734,19 +734,21 @@ class StoreSuite:
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.02])
     def test_no_call_takes_longer_than_it_may(self, store: KVStore, back_door: BackDoor, timeout: float) -> None:
+        for call in _calls(TIMEOUT):  # each call has its own
+            call(store)
         keys = [key_of(number) for number in range(40)]
         values = [(key, [value_of(key, LIMIT)]) for key in keys]
-        calls: list[Callable[[], object]] = [
+        timed: list[Callable[[], object]] = [
             lambda: store.put(values, timeout),
             lambda: store.get(keys, LIMIT, timeout),
             lambda: store.longest_prefix(keys, LIMIT, timeout),
             lambda: store.stats(timeout),
             lambda: store.delete(keys, timeout),
         ]
-        for call in calls:
+        for each in timed:
             start = time.monotonic()
             try:
-                call()
+                each()
             except StoreError as error:
                 assert error.reason is FailureReason.TIMEOUT
                 assert_hidden(value_of(keys[0]), error)
@@ -835,6 +837,7 @@ class StoreSuite:
 
     def test_open_returns_one_line_and_is_repeatable(self, store: KVStore) -> None:
         assert store.location.shown, "a store keeps its location, which the engine shows"
+        assert store.shared == (self.sharing.reason is None), f"its suite contradicts shared={store.shared}"
         for _ in range(2):
             line = store.open(TIMEOUT)
             assert line.strip() == line

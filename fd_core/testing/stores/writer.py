@@ -10,10 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
+from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import lacks
 
 
@@ -43,13 +43,7 @@ def writer_process(cls: type[KVStore], location: str, main: str = "write") -> It
     """Start a process that writes to the location; skip the test if it cannot import the class."""
     if "<locals>" in cls.__qualname__:
         lacks("the class of the store is local to a function, and no other process can import it")
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {__name__} import {main}; {main}()"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = python(f"from {__name__} import {main}; {main}()", text=True)
     assert process.stdin is not None
     with process:
         # Not as arguments: a location may hold a password.

@@ -789,3 +789,72 @@ class RoundsTimeouts(MemoryStore):
 
     def put(self, values, timeout):
         return super().put(values, int(timeout))
+
+
+@found_by("store:opened=by another object")
+class ClosesTheOtherStores(MemoryStore):
+    """The list of open stores is one of the class."""
+
+    made = []  # noqa: RUF012 - that is the fault
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.made.append(self)
+
+    def close(self):
+        while self.made:
+            MemoryStore.close(self.made.pop())
+
+
+@found_by("test_open_returns_one_line_and_is_repeatable")
+class PretendsToBeShared(MemoryStore):
+    """Other processes have other values."""
+
+    shared = True
+
+
+@found_by("test_closing_during_calls_raises_store_errors_only")
+class CountsInValuesThatAreGone(MemoryStore):
+    """Only the beginning of a count expects that another thread closes the store."""
+
+    def longest_prefix(self, keys, limit, timeout):
+        self._opened()
+        time.sleep(0.001)  # so that it is usually here when it is closed
+        return sum(key in self._values for key in keys)
+
+
+@found_by("store:removed=from outside,count=9")
+class RemembersCounts(MemoryStore):
+    """A prefix that was complete stays so until this object deletes a value."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.complete = set()
+
+    def longest_prefix(self, keys, limit, timeout):
+        name = (*keys, limit)
+        if name not in self.complete:
+            count = super().longest_prefix(keys, limit, timeout)
+            if count < len(keys):
+                return count
+            self.complete.add(name)
+        return len(keys)
+
+    def put(self, values, timeout):
+        self.complete.clear()
+        return super().put(values, timeout)
+
+    def delete(self, keys, timeout):
+        self.complete.clear()
+        return super().delete(keys, timeout)
+
+
+@found_by("test_no_call_takes_longer_than_it_may", timeout=0.0)
+class KeepsTheFirstTimeout(MemoryStore):
+    """Its client has one timeout, that of the first call."""
+
+    first = None
+
+    def put(self, values, timeout):
+        self.first = self.first or timeout
+        return super().put(values, self.first)

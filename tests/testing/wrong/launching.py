@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-from fd_core.launching import spawn
-from fd_core.launching.contract import LaunchError, Node
+from fd_core.launching import owned, spawn
+from fd_core.launching.contract import Launcher, LaunchError, Node, require_startable
 from fd_core.launching.owned import OwnedProcess
 from fd_core.launching.spawn import SpawnLauncher
 
@@ -341,3 +343,151 @@ class NamesItsHost(SpawnLauncher):
     @property
     def here(self):
         return "localhost"
+
+
+class TwoNodes(Launcher):
+    """Intact: each of two nodes has half of the processors and devices of this machine."""
+
+    def __init__(self):
+        self.parts = {"a": SpawnLauncher(), "b": SpawnLauncher()}
+        for at, part in enumerate(self.parts.values()):
+            part._cores, part._devices = part._cores[at::2], part._devices[at::2]
+
+    def nodes(self):
+        parts = self.parts.items()
+        return tuple(Node(name, "127.0.0.1", len(part._cores), len(part._devices)) for name, part in parts)
+
+    def start(self, specs):
+        running = [held for part in self.parts.values() for held in part._running if held[0].exit_code() is None]
+        require_startable(specs, [process.name for process, _, _ in running])
+        possible = [nodes for nodes in itertools.product(self.parts, repeat=len(specs)) if self.fit(specs, nodes)]
+        if not possible:
+            there = [sum(getattr(node, name) for node in self.nodes()) for name in ("cores", "devices")]
+            asked = [sum(getattr(spec, name) for spec in specs) for name in ("cores", "devices")]
+            raise LaunchError(f"{asked[0]} processors of {there[0]} and {asked[1]} devices of {there[1]}")
+        started = []
+        try:
+            for spec, node in zip(specs, min(possible, key=lambda nodes: self.cost(specs, nodes)), strict=True):
+                started += self.parts[node].start([spec])
+                started[-1].node = node
+        except LaunchError:
+            for process in started:
+                process.close()
+            raise
+        return tuple(started)
+
+    def fit(self, specs, nodes):
+        return all(
+            sum(getattr(spec, name) for spec, at in zip(specs, nodes, strict=True) if at == node)
+            <= len(there) - sum(len(held[index]) for held in part._running if held[0].exit_code() is None)
+            for node, part in self.parts.items()
+            for name, index, there in (("cores", 1, part._cores), ("devices", 2, part._devices))
+        )
+
+    def cost(self, specs, nodes):
+        return -len(set(nodes)) if any(spec.spread for spec in specs) else len(set(nodes))
+
+    def close(self):
+        for part in self.parts.values():
+            part.close()
+
+
+@found_by(ANY_ORDER)
+class SpreadsNoGroup(TwoNodes):
+    def cost(self, specs, nodes):
+        return len(set(nodes))
+
+
+@found_by(ANY_ORDER)
+class SpreadsEveryGroup(TwoNodes):
+    def cost(self, specs, nodes):
+        return -len(set(nodes))
+
+
+@found_by(ANY_ORDER)
+class ReservesAGroupForever(SpawnLauncher):
+    """The name of a group stays taken after its processes have ended."""
+
+    def start(self, specs):
+        taken, names = self.__dict__.setdefault("taken", set()), {spec.group for spec in specs} - {None}
+        if taken & names:
+            raise LaunchError(f"the group {names} exists")
+        started = super().start(specs)
+        taken |= names
+        return started
+
+
+class _Started(OwnedProcess):
+    """Starts its process in another way."""
+
+    def __init__(self, spec, *arguments, **named):
+        popen = subprocess.Popen
+
+        def started(words, **more):
+            words, more = self.changed(spec, words, more)
+            return popen(words, **more)
+
+        with mock.patch.object(owned.subprocess, "Popen", started):
+            super().__init__(spec, *arguments, **named)
+
+
+@found_by(ANY_ORDER)
+class QuotesWordsForAShell(_Started):
+    def changed(self, spec, words, more):
+        return ["/bin/sh", "-c", "exec " + " ".join(f'"{word}"' for word in words)], more
+
+
+@found_by(ANY_ORDER)
+class LosesErrors(_Started):
+    """Forwards standard output alone."""
+
+    def changed(self, spec, words, more):
+        return words, {**more, "stderr": subprocess.DEVNULL}
+
+
+@found_by(ANY_ORDER)
+class ReplacesTheVariables(_Started):
+    """A process has the variables of its spec, and those that the interpreter needs."""
+
+    def changed(self, spec, words, more):
+        own = {*spec.environment, *spec.secrets, "PYTHONPATH"}
+        return words, {**more, "env": {name: value for name, value in more["env"].items() if name in own}}
+
+
+@found_by(ANY_ORDER)
+class OmitsEmptyVariables(_Started):
+    def changed(self, spec, words, more):
+        return words, {**more, "env": {name: value for name, value in more["env"].items() if value}}
+
+
+@found_by(ANY_ORDER)
+class StartsTheFirst(SpawnLauncher):
+    """Takes the resources of a group from its first process, of which there may be none."""
+
+    def start(self, specs):
+        return super().start([specs[0], *specs[1:]])
+
+
+@found_by("test_processes_end_with_their_launcher")
+class IsInheritedByItsProcesses(SpawnLauncher):
+    """The connections by which a process notices the end of its launcher are open in other processes."""
+
+    def start(self, specs):
+        return _start(self, specs, _Inheriting)
+
+
+class _Inheriting(_Started):
+    def __init__(self, *arguments, **named):
+        connected = owned.child_socket
+
+        @contextmanager
+        def inheritable():
+            with connected() as (own, theirs):
+                own.set_inheritable(True)
+                yield own, theirs
+
+        with mock.patch.object(owned, "child_socket", inheritable):
+            super().__init__(*arguments, **named)
+
+    def changed(self, spec, words, more):
+        return ["timeout", "20", *words], {**more, "close_fds": False}  # so that none is left for long

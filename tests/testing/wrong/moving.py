@@ -439,3 +439,72 @@ class UsesBuffersInTurn(Changed, TCPConnector):
             return buffer
 
         end.take = take
+
+
+@found_by("leases=2,opened=inboxes first,peer=none")
+class HasTheLimitsOfTheLatestLease(Changed, TCPConnector):
+    """A connector has one buffer for received values, of the size of the latest lease."""
+
+    def open_inbox(self, lease, *, value_bytes, **limits):
+        self.room = value_bytes
+        return super().open_inbox(lease, value_bytes=value_bytes, **limits)
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = whole.take(*piece)
+            if len(value) > self.room:
+                raise ConnectorError("a value is too long")
+            return value
+
+        end.take = take
+
+
+@found_by("value_bytes=65537,peer=none")
+class SendsSmallFrames(Changed, TCPConnector):
+    """Cuts values into more frames than a message may have."""
+
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            value = b"".join(whole.put(index, parts).frames)
+            return PutResult(b"", tuple(value[at : at + 4096] for at in range(0, len(value), 4096)) or (b"",))
+
+        end.put = put
+
+
+@found_by("before=a refused value,peer=none")
+class SendsValuesOfAnyLength(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        whole._value_bytes = 1 << 40
+
+
+@found_by("before=four aborts,peer=none")
+class ReturnsPiecesAfterClose(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.close = lambda: None
+
+
+@found_by("before=four aborts,peer=none")
+class AcceptsPiecesAfterClose(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        end.close = lambda: None
+
+
+@found_by("before=a refused value,peer=none")
+class EndsALeaseAfterARefusedValue(Changed, TCPConnector):
+    """A value that is too long is no failure of the lease."""
+
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            try:
+                return whole.put(index, parts)
+            except ConnectorError:
+                whole.close()
+                raise
+
+        end.put = put
+
+
+@found_by("before=a refused value,peer=none")
+class TakesValuesOfAnyLength(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda index, reference, frames: b"".join(frames)
