@@ -384,3 +384,23 @@ class AcceptsAnyVocabulary(DraftModelDrafter):
 
     def __init__(self, context):
         super().__init__(replace(context, vocab_size=context.load_model(context.model_path).vocab_size))
+
+
+@noticed("test_case")
+class ContinuesARequestInItsSlot(Shortest):
+    """Takes the kept text of a preempted request that returns for its whole text."""
+
+    def admit(self, slot, tokens):
+        text = self._texts[slot]
+        if not text or tokens[: len(text)].tolist() != list(text):
+            super().admit(slot, tokens)
+
+
+@noticed("test_case")
+class ContinuesARequestInAnotherSlot(Shortest):
+    """Moves a preempted request with the text that its earlier slot has, without the tokens since."""
+
+    def admit(self, slot, tokens):
+        head = tokens[:8].tolist()
+        earlier = [text for at, text in enumerate(self._texts) if at != slot and list(text[:8]) == head]
+        super().admit(slot, tokens[: len(earlier[0])] if earlier and len(earlier[0]) > 8 else tokens)

@@ -863,3 +863,20 @@ class LooksForAnOpeningOnly(QwenReasoning):
     @classmethod
     def _opened_by(cls, prompt_tail):
         return cls.begin in prompt_tail and cls.end not in prompt_tail
+
+
+@breaks("8.[134]", "answer")
+class KnowsMarkersAsTokens(QwenReasoning):
+    """A piece that is a marker ends what was held back as the beginning of one, which is lost."""
+
+    def push(self, text):
+        held = self._text[self._at :]
+        if text in self.markers and held.strip() and self.end.startswith(held):
+            self._text = self._text[: self._at]
+        return super().push(text)
+
+
+@breaks("8.[134]", "calls")
+class IgnoresTheCaseOfNames(HermesTools):
+    def begin_call(self, name):
+        super().begin_call(name.lower())
