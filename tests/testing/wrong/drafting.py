@@ -133,7 +133,7 @@ class SharesItsScratch(Shortest):
         super().grow(slot, np.array(self.scratch, np.int32))
 
 
-@noticed("test_clocks_and_random_numbers_do_not_matter")
+@noticed("test_case")
 class GuessesAtRandom(Shortest):
     def guess(self, slot, limit):
         return np.array([random.randrange(250) for _ in range(limit)], np.int32)
