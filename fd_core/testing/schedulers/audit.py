@@ -231,7 +231,7 @@ class Auditor:
         """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
         self.counts = Counter[str]()
-        """What the counters of a scheduler have to be, by name, those of drafts with the position."""
+        """Expected counters of a scheduler, by name, those of drafts with the position."""
         self.seconds = dict.fromkeys(PHASE_NAMES, 0.0)
         """Seconds of all requests that ended, by the name of the phase."""
         self.paused = False

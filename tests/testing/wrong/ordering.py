@@ -556,7 +556,7 @@ class ComparesTheBeginOfTenants(RenamesTenants):
         return tenant[:64]
 
 
-class ChargesAbortedRequests(FairShare):
+class ChargesWaitingRequests(FairShare):
     """A request that ended while it waited is charged its prompt."""
 
     noticed_by = "test_shares_of_tenants"
