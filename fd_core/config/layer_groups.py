@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Final, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from fd_core.types import IntArray
+if TYPE_CHECKING:  # the command line reads settings without numpy
+    import numpy as np
+    import numpy.typing as npt
+
+    from fd_core.types import IntArray
 
 MAX_GROUPS: Final = 16
 """Limit of groups: each has a block table in every step."""
@@ -45,7 +47,7 @@ class LayerGroups(msgspec.Struct, frozen=True):
     def first_read(self, position: int | IntArray, block_size: int) -> int | IntArray:
         """Return the table entry of the first block that a token at `position` reads in a sliding group."""
         first = position - (position % self.window if self.chunked else self.window - 1)
-        return max(first, 0) // block_size if isinstance(first, int) else np.maximum(first, 0) // block_size
+        return first * (first > 0) // block_size
 
     @overload
     def first_kept(self, position: int, block_size: int) -> int: ...
@@ -76,21 +78,17 @@ class LayerGroups(msgspec.Struct, frozen=True):
         yield from itertools.product(whole, range(self.whole))
         yield from itertools.product(sliding, range(self.whole, self.count))
 
-    def ordered(self, tables: IntArray, whole: range, sliding: range) -> IntArray:
-        """Return a copy of entries of `tables` int32[groups, n], see `order`."""
-        kept = tables[: self.whole, whole.start : whole.stop].T
-        others = tables[self.whole :, sliding.start : sliding.stop].T
-        return np.concatenate([kept.ravel(), others.ravel()])
-
-    def blocks(self, tokens: int, block_size: int) -> int:
+    @overload
+    def blocks(self, tokens: int, block_size: int) -> int: ...
+    @overload
+    def blocks(self, tokens: npt.NDArray[np.signedinteger], block_size: int) -> npt.NDArray[np.signedinteger]: ...
+    def blocks(
+        self, tokens: int | npt.NDArray[np.signedinteger], block_size: int
+    ) -> int | npt.NDArray[np.signedinteger]:
         """Return the number of blocks that a request with `tokens` tokens holds between steps."""
         each = -(-tokens // block_size)
-        return self.whole * each + self.sliding * min(each, self._most(block_size))
-
-    def blocks_of(self, tokens: npt.NDArray[np.signedinteger], block_size: int) -> npt.NDArray[np.signedinteger]:
-        """Return `blocks` of each element of an array."""
-        each = -(-tokens // block_size)
-        return self.whole * each + self.sliding * np.minimum(each, self._most(block_size)) if self.sliding else each
+        more = each - self._most(block_size)
+        return self.count * each - self.sliding * more * (more > 0) if self.sliding else each * self.whole
 
     def longest(self, blocks: int, block_size: int) -> int:
         """Return the most tokens that a request may have in a pool of `blocks`; 2**31 - 1 if only windows bound it."""

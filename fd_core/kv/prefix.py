@@ -71,3 +71,10 @@ def block_keys(chain: Sequence[bytes], groups: LayerGroups, whole: range, slidin
     if groups == ONE_GROUP:
         return tuple(chain[whole.start : whole.stop])
     return tuple(block_key(chain[entry], group) for entry, group in groups.order(whole, sliding))
+
+
+def ordered_blocks(tables: IntArray, groups: LayerGroups, whole: range, sliding: range) -> IntArray:
+    """Return a copy of entries of `tables` int32[groups, n], see `LayerGroups.order`."""
+    kept = tables[: groups.whole, whole.start : whole.stop].T
+    others = tables[groups.whole :, sliding.start : sliding.stop].T
+    return np.concatenate([kept.ravel(), others.ravel()])

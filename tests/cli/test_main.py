@@ -21,7 +21,7 @@ COMMANDS = [
     *(["serve"], ["chat"], ["complete"], ["models"], ["models", "list"], ["models", "pull"], ["plugins"], ["env"]),
     *(["plugins", "list"], ["install"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["bench", "serve"]),
 ]
-HEAVY = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "aiohttp", "tokenizers", "huggingface_hub", "gguf")
+HEAVY = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "aiohttp", "tokenizers", "huggingface_hub", "gguf"}
 
 
 def run(*arguments, **more):
@@ -29,10 +29,10 @@ def run(*arguments, **more):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
 
 
-def heavy_after(statement):
+def packages_after(statement):
     code = f"import sys\ntry:\n    {statement}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    return [name for name in ended.stderr.split() if name.partition(".")[0] in HEAVY]
+    return {name.partition(".")[0] for name in ended.stderr.split()}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,12 @@ def heavy_after(statement):
     ],
 )
 def test_nothing_heavy_is_imported(statement):
-    assert heavy_after(statement) == []
+    assert not packages_after(statement) & HEAVY
+
+
+def test_help_is_shown_without_numpy():
+    statement = "sys.argv = ['fdcore', 'serve', '--help']; from fd_core.cli.main import main; main()"
+    assert "numpy" not in packages_after(statement)
 
 
 @pytest.mark.timing

@@ -25,7 +25,7 @@ def test_first_block_that_a_token_reads_holds_the_begin_of_its_window(
 @given(groups=GROUPS, size=SIZES, tokens=st.integers(1, 300))
 def test_blocks_suffice_for_every_token_of_a_request(groups: LayerGroups, size: int, tokens: int) -> None:
     held = groups.blocks(tokens, size)
-    assert groups.blocks_of(np.array([tokens]), size).tolist() == [held]
+    assert groups.blocks(np.array([tokens]), size).tolist() == [held]
     for position in range(tokens):
         sliding = position // size + 1 - groups.first_read(position, size)
         assert groups.whole * (position // size + 1) + groups.sliding * sliding <= held

@@ -15,7 +15,7 @@ import msgspec
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects import operations as effects
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.prefix import block_keys
+from fd_core.kv.prefix import block_keys, ordered_blocks
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
@@ -225,7 +225,7 @@ class KVOffloading:
         groups, size = self.groups, self.block_size
         sliding = groups.read_after(entries.start, entries.stop * size, size)
         keys = block_keys(request.chain, groups, entries, sliding)
-        blocks = groups.ordered(tables, entries, range(entries.start, entries.start + len(sliding)))
+        blocks = ordered_blocks(tables, groups, entries, range(entries.start, entries.start + len(sliding)))
         load = effects.Load(self.operations.next, keys, blocks, slot=slot, request_id=request.spec.request_id)
         request.load = self.operations.begin(load, request, blocks)
         request.load_entries = entries
@@ -255,7 +255,7 @@ class KVOffloading:
         groups, size = self.groups, self.block_size
         sliding = groups.read_after(0, count * size, size)
         keys = block_keys(request.chain, groups, range(count), sliding)
-        blocks = groups.ordered(tables, range(count), sliding)
+        blocks = ordered_blocks(tables, groups, range(count), sliding)
         # Without groups that keep every block, no lookup finds what is skipped.
         skips = self.keep.persist and groups.whole > 0
         chosen = [index for index, key in enumerate(keys) if not (skips and key in self._stored_keys)]

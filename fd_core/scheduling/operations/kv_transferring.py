@@ -14,6 +14,7 @@ import msgspec
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects.operations import AbandonLease, Fetch, Fetched, Send
+from fd_core.kv.prefix import ordered_blocks
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
@@ -70,7 +71,7 @@ class KVTransferring:
         """
         spec, count, size = request.spec, request.num_tokens - 1, self.block_size
         sliding = len(self.groups.read_after(first, count, size))
-        blocks = self.groups.ordered(tables, range(first, -(-count // size)), range(first, first + sliding))
+        blocks = ordered_blocks(tables, self.groups, range(first, -(-count // size)), range(first, first + sliding))
         tokens = request.tokens.view(upto=count).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
@@ -131,7 +132,7 @@ class KVTransferring:
     def _send(self, request: Request, job: PrefillJob, tables: IntArray, *, upto: int, num_tokens: int | None) -> None:
         groups, held, first = self.groups, job.held_blocks, min(request.sent, upto)
         sliding = range(0) if num_tokens is None else groups.read_after(held, num_tokens, self.block_size)
-        sent = groups.ordered(tables, range(first, upto), sliding)
+        sent = ordered_blocks(tables, groups, range(first, upto), sliding)
         index = held + groups.whole * (first - held)
         send = Send(self.operations.next, job.lease, index, sent, num_tokens, request.cached_tokens or 0)
         self.operations.begin(send, request, sent)

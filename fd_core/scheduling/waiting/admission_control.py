@@ -92,7 +92,7 @@ def peak_growth(
     moments, left = np.unique(remaining).astype(np.int32), remaining.astype(np.int32)
     if len(moments) > _MOMENTS:
         moments = moments[np.linspace(0, len(moments) - 1, _MOMENTS).astype(np.intp)]
-    grown = groups.blocks_of(length + moments[:, None], block_size)
+    grown = groups.blocks(length + moments[:, None], block_size)
     demand = np.where(left >= moments[:, None], grown, 0).sum(axis=1)
     return max(int(demand.max()) - int(blocks.sum()), 0)
 
@@ -130,7 +130,7 @@ class AdmissionControl:
         if len(rows) == 0:
             return 0
         ends = slots.num_planned[rows] + self._remaining(slots, rows)
-        return int(np.maximum(slots.groups.blocks_of(ends, slots.block_size) - slots.num_owned(rows), 0).sum())
+        return int(np.maximum(slots.groups.blocks(ends, slots.block_size) - slots.num_owned(rows), 0).sum())
 
     def _remaining(self, slots: SlotTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         prompts = slots.prompt_len[rows]
