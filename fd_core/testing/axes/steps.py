@@ -66,6 +66,12 @@ AXES: Final = (
         ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts"),
     ),
     Axis("wrong_drafts", (0.3, 0.0, 0.1, 1.0)),
+    Axis(
+        "drafter",
+        ("texts", "model"),
+        rare=({"drafter": "model", "drafts": 5, "wrong_drafts": 0.0, "max_tokens": 33, "ends": "last first"},),
+        needs="checkpoints",
+    ),
     Axis("structured", (False, True), ("EngineConfig.structured_output",)),
     Axis("forced", (8, 0, 16), ("EngineConfig.max_forced_tokens",)),
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
@@ -75,6 +81,7 @@ AXES: Final = (
         ("EngineConfig.model", "Limits.groups"),
         needs="checkpoints",
     ),
+    Axis("stored", ("F32", "BF16", "F16"), needs="checkpoints"),
     Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
     Axis("kv_dtype", ("auto", "int8"), ("EngineConfig.kv_cache_dtype",)),
     Axis(
@@ -137,7 +144,8 @@ AXES: Final = (
     ),
     Axis("attention", ("auto", "triton", "flashinfer", "torch"), ("EngineConfig.attention_backend",)),
 )
-"""Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
+"""Axes of an engine and its requests. `drafter`: the oracle's texts, or a draft model; `stored`: dtype of a checkpoint,
+in two files unless it is float32; `abort` is the step after which two requests are aborted; `poisoned` adds a
 request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
 first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
 second time, under the same names; `company` is another engine of the same backend in this process; an `unlike`
@@ -208,6 +216,8 @@ def allowed(case: Case) -> bool:
     if case["reasoning"] is not None and not (case["structured"] or case["drafts"]):
         return False
     if case["reloaded"] and not case["adapters"]:
+        return False
+    if case["drafter"] == "model" and int_of(case, "drafts") > 5:  # each draft is a forward pass
         return False
     if case["poisoned"] and is_tied(str(case["model"])):  # logits of the token would be NaN for all
         return False
@@ -318,6 +328,13 @@ def requests_of(case: Case, digests: tuple[str, ...], first: int = 0) -> list[Re
 
 
 _PLAIN: Final = default_case(AXES)
+_CHANGE_TEXTS: Final = [
+    axis
+    for axis in AXES
+    if axis.name in ("pooling", "adapters", "poisoned", "ordered", "reasoning")
+    or (axis.fields and axis.fields[0].startswith("SamplingParams.") and axis.name != "max_tokens")
+]
+"""Axes of which a value but the plainest lets a text differ from the most likely one of the model."""
 _ORDER: Final = {name: place for place, name in enumerate(_PLAIN)}
 
 
@@ -463,7 +480,7 @@ def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
     settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs))
     if adapters:
         settings |= {
-            "lora_modules": tuple(f"{digest}={adapters[digest]}" for digest in digests),
+            "lora_modules": (f"{digests[0]}={adapters[digests[0]]}",),
             "max_loras": len(digests),
             "max_lora_rank": case["adapter_rank"],
         }
@@ -473,8 +490,12 @@ def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
         target=target,
         judge=_judge(target, case, [*specs, *full], adapters, settings),
         settings=settings,
+        adapters=[(digest, adapters[digest]) for digest in digests[1:]] if adapters else [],
         drafts=int_of(case, "drafts"),
         wrong_drafts=float(case["wrong_drafts"] or 0),
+        drafter=case["drafter"] == "model" and bool(case["drafts"]),
+        agrees=target.exact and all(case[axis.name] == axis.values[0] for axis in _CHANGE_TEXTS),
+        stored="" if case["stored"] == "F32" else f"@{case['stored']}",
         specs=specs,
         full=full,
         events=Events(
@@ -502,7 +523,7 @@ def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
         return ()
     if case["ordered"] == "pause" or not target.cls.updates_weights:
         return PauseGeneration(), ResumeGeneration()
-    return Sleep(2), WakeUp()
+    return Sleep(2), WakeUp(), Sleep(1), WakeUp()
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

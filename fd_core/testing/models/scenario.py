@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ import numpy as np
 from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import ControlOrder, UpdateWeights
 from fd_core.errors import FdError
+from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
+from fd_core.testing.models.drafting import speculation
 from fd_core.testing.models.stepper import parts_of
 from fd_core.testing.models.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
@@ -76,12 +79,20 @@ class Scenario:
     target: Target
     judge: Judge
     settings: Mapping[str, Any]
+    adapters: Sequence[tuple[str, Path]]
+    """Names and folders of adapters that are loaded after those of the settings, one by one."""
     drafts: int
     wrong_drafts: float
     specs: Sequence[RequestSpec]
     full: Sequence[RequestSpec]
     """Requests that fill the engine, submitted when all others have ended."""
     events: Events
+    stored: str = ""
+    """Suffix of the case of the checkpoint, see `write_checkpoint`."""
+    drafter: bool = False
+    """A draft model drafts: the model itself, or one with other weights if drafts may be wrong."""
+    agrees: bool = False
+    """A draft model with the right weights drafts exactly the texts."""
     neighbour: Scenario | None = None
     """The other engine and its requests."""
 
@@ -102,10 +113,9 @@ class Scenario:
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
         former = self.judge.case.replace(STEP_CASE, FORMER_STEP_CASE)
-        case = former if self.events.updated else self.judge.case
-        folder = self.target.checkpoint(case)
-        if self.events.updated and folder is not None:
-            rewrite_weights(folder, case)
+        case = former if self.events.updated else self.judge.case + self.stored
+        if self.drafter and (path := self.target.checkpoint(former if self.wrong_drafts else case)) is not None:
+            settings["speculative"] = speculation(self.drafts, path)
         with self.target.engine(
             self.drafts,
             self.judge.whole(),
@@ -128,17 +138,32 @@ class Scenario:
                     return request
 
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            for name, path in self.adapters:
+                engine.load_adapter(name, path)
             if self.events.updated:
-                if folder is not None:
-                    rewrite_weights(folder, self.judge.case)
-                failures: list[FdError | None] = []
-                for path in (Path("absent"), folder or Path("scripted")):
-                    engine.control(UpdateWeights(str(path)), failures.append)
-                    engine.begin_steps()
-                assert failures[1:] == [None], f"the weights were not updated: {failures}"
+                self._update(engine, former)
             if self.events.poison is not None and "kv_transfer" not in self.target.limits:
                 fill_with_nan(engine.probe().runner.cache)
+            before = engine.stats().compilations
             yield engine
+            for _ in range(2):
+                after = engine.stats().compilations
+                check_compilations(before, after)
+                before = after
+
+    def _update(self, engine: Engine, former: str) -> None:
+        """Replace the weights by those of another folder twice: first by the same ones, then by the right ones."""
+        failures: list[FdError | None] = []
+        path = self.target.checkpoint(former)
+        folder = None if path is None else path.with_name(f"{path.name}-again")
+        if folder is not None and path is not None and not folder.exists():
+            shutil.copytree(path, folder)
+        for path, case in ((Path("absent"), None), (folder, former), (folder, self.judge.case)):
+            if folder is not None and case is not None:
+                rewrite_weights(folder, case)
+            engine.control(UpdateWeights(str(path or "scripted")), failures.append)
+            engine.begin_steps()
+        assert failures[1:] == [None, None], f"the weights were not updated: {failures}"
 
     def drive(self, engine: Engine) -> Generator[None]:
         """Run the requests with all events, then those that fill the engine; yields after each step."""
@@ -152,6 +177,9 @@ class Scenario:
             yield from self._steps(engine, queue, texts, victims, self.events.orders)
         for spec in poisoned:
             self._check_poisoned(spec, texts)
+        drafts = engine.stats().scheduler.drafts
+        if self.agrees and self.drafter and not self.wrong_drafts:
+            assert 0 < drafts.proposed == drafts.accepted, f"of {drafts.proposed} right drafts {drafts.accepted} fit"
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
         if self.events.again:
@@ -296,6 +324,17 @@ class Scenario:
                 assert abs((ours.rank or 0) - (best.rank or 0)) <= 1, f"{where}: expected rank {best.rank}, {ours.rank}"
 
 
+def check_compilations(before: CompilationStats | None, after: CompilationStats | None) -> None:
+    """Compare two reports of a loaded engine: nothing decreases, and the start has ended. Raises `AssertionError`."""
+    what = f"expected compilations since the start, which ended with the warm-up: {before}, then {after}"
+    assert isinstance(before, CompilationStats | None) and type(after) is type(before), what
+    if before is not None and after is not None:
+        assert all(0 <= one <= two for one, two in zip(*map(msgspec.structs.astuple, (before, after)), strict=True)), (
+            what
+        )
+        assert (after.start, after.start_seconds) == (before.start, before.start_seconds), what
+
+
 def _exhaust(steps: Generator[None]) -> None:
     for _ in steps:
         pass
@@ -354,7 +393,7 @@ def copying(engine: Engine) -> Iterator[None]:
         try:
             for seed in range(_MOST_STEPS):
                 _copy_once(cache, blocks, seed)
-                if ended.is_set():
+                if ended.wait(1e-3):
                     return
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
             errors.append(error)

@@ -179,3 +179,13 @@ class HoldsTheCacheOfItsCaptures:
         if cache is not None:
             self.captured_cache = cache
         return super().compile_adapted(forward, cache, before)
+
+
+@wrong("reference", "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*")
+class HoldsItsWeights:
+    """Prepared weights are kept for a summary, also those of a model that sleeps or was replaced."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        prepared = super().prepare_linear(parts, biases, gated=gated)
+        self.__dict__.setdefault("every", []).append(prepared)
+        return prepared
