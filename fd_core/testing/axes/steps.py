@@ -26,7 +26,7 @@ from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.checkpoints import STEP_CASE, abilities_of, is_tied
+from fd_core.testing.models.checkpoints import ENCODER, STEP_CASE, abilities_of, is_tied
 from fd_core.testing.models.scenario import Events, Scenario
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
@@ -77,7 +77,7 @@ AXES: Final = (
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
     Axis(
         "model",
-        ("llama", "mistral-window", "qwen2-window", "gemma3", "qwen2", "qwen3-moe", "ernie-moe"),
+        ("llama", "mistral-window", "qwen2-window", "gemma3", "qwen2", "qwen3-moe", "ernie-moe", ENCODER),
         ("EngineConfig.model", "Limits.groups"),
         needs="checkpoints",
     ),
@@ -197,6 +197,8 @@ EXCUSED: Final[Mapping[str, str]] = {
 """Fields of the contract that no axis varies, with the reason."""
 EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
 """Axes whose effect on a text is indistinguishable from rounding in lower precision, as the choice of experts is."""
+_OF_DECODERS: Final = ("memory", "drafts", "structured", "kv_dtype", "adapters", "copies", "delivered", "poisoned")
+"""Axes of which encoders have the plainest value."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
 _GROUPS: Final = {"qwen2-window": 2, "gemma3": 2}
@@ -218,6 +220,12 @@ def allowed(case: Case) -> bool:
     if case["reloaded"] and not case["adapters"]:
         return False
     if case["drafter"] == "model" and int_of(case, "drafts") > 5:  # each draft is a forward pass
+        return False
+    if case["model"] == ENCODER and (
+        case["pooling"] == "tokens"
+        or _prompt(case) + 2 > _budget(case)
+        or any(case[name] != _PLAIN[name] for name in _OF_DECODERS)
+    ):
         return False
     if case["poisoned"] and is_tied(str(case["model"])):  # logits of the token would be NaN for all
         return False
@@ -371,7 +379,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         ignore_eos=value("ignore_eos"),
         reasoning=None if (most := value("reasoning")) is None else Reasoning(end=(11, 12, 11, 13), max_tokens=most),
     )
-    pooling = value("pooling")
+    pooling = case["pooling"] or "mean" if case["model"] == ENCODER else value("pooling")
     if pooling is not None:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     return RequestSpec(
@@ -486,6 +494,8 @@ def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
         }
     reloaded = (digests[0], spare) if case["reloaded"] else None
     full = requests_that_fill(settings, (*digests[1:], spare) if reloaded else tuple(digests))
+    if case["model"] == ENCODER:
+        full = [msgspec.structs.replace(spec, pooling=Pooling("mean"), params=specs[0].params) for spec in full]
     return Scenario(
         target=target,
         judge=_judge(target, case, [*specs, *full], adapters, settings),

@@ -19,7 +19,7 @@ from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
 from fd_core.models.families.contract import Family, MoeSpec
-from fd_core.models.families.installed import installed_families
+from fd_core.models.families.encoders.gemma import EmbeddingGemma
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import describe
 from fd_core.testing.models.arrays import Values
@@ -68,6 +68,10 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 """Hugging Face's model type and config fields in addition to `SIZES`, by case."""
 
+ENCODER: Final = "gemma3-encoder"
+"""Model of a `STEP_CASE` that attends in both directions and has no output projection."""
+_FAMILIES: Final = {**_CASES_OF_FAMILIES, ENCODER: (EmbeddingGemma, "mixed")}
+
 ENGINE_CASE: Final = "engine"
 """A minimal model, for tests that need an engine but no realistic model."""
 PACKED_ENGINE_CASE: Final = "packed_engine"
@@ -98,6 +102,7 @@ def abilities_of(case: str) -> tuple[str, ...]:
     spec = describe(ModelConfig(_config_of(case)))
     attention = [layer.attention for layer in spec.layers]
     needed = {
+        "encoders": not spec.causal,
         "biases": any(linear.bias for linear in spec.linears()),
         "interleaved_rope": any(each.rope.interleaved for each in attention),
         "moe": any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers),
@@ -109,7 +114,8 @@ def abilities_of(case: str) -> tuple[str, ...]:
 
 def is_tied(case: str) -> bool:
     """Return True if the head of a case is its embedding."""
-    return bool(CASES[case][1].get("tie_word_embeddings", False))
+    family, name = _FAMILIES[case]
+    return bool(family.cases[name].get("tie_word_embeddings", False))
 
 
 def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
@@ -135,10 +141,9 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
 
 def _config_of(case: str) -> dict[str, Any]:
     base, _, model = case.partition(":")
-    kind, changes = CASES.get(model or base, CASES["llama"])
-    name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
-    named = {"architectures": [name], "model_type": kind, "torch_dtype": "float32"}
-    config = {**SIZES, **changes, **_SIZES_OF.get(base, {}), **named}
+    family, name = _FAMILIES.get(model or base, _FAMILIES["llama"])
+    named = {"architectures": [family.architectures[0]], "model_type": family.model_type, "torch_dtype": "float32"}
+    config = {**SIZES, **family.cases[name], **_SIZES_OF.get(base, {}), **named}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     return config
@@ -187,6 +192,7 @@ def _weight(values: Values, name: str, shape: tuple[int, ...], norm_offset: floa
     if len(shape) == 1 or shape[0] == 1:
         norm, size = name.endswith("norm.weight"), np.ones(1, np.float32)
         if norm_offset:  # blocks outweigh the scaled embedding, whose own token is not the most likely next one
-            size = np.float32([1, -1] if name == "model.norm.weight" else [4] if "post_" in name else [1])
+            signs = [1, -1] if name == "model.norm.weight" else [4] if "post_" in name else [1]
+            size = np.array(signs, np.float32)
         return values(*shape, scale=0.2) + (np.resize(size, shape) - np.float32(norm_offset) if norm else np.float32(0))
     return values(*shape, scale=0.5 if "embed" in name or "lm_head" in name else 1.4 * shape[1] ** -0.5)

@@ -522,3 +522,24 @@ class CountsForTheComputingThread(_Compiling):
         if getattr(self, "owner", None) not in (None, threading.get_ident()):
             raise RuntimeError("another thread")
         return CompilationStats()
+
+
+@wrong_in("reference", "model=gemma3-encoder")
+class ComputesStatesInBuffersOfADecode:
+    """States use buffers that the first decode allocates; encoders do not decode."""
+
+    buffers = None
+
+    def compile(self, forward):
+        def allocating(step, cache):
+            self.buffers = {}
+            return forward(step, cache)
+
+        return allocating
+
+    def compile_states(self, states):
+        def buffered(step, cache):
+            self.buffers[len(step.token_ids)] = step.max_query
+            return states(step, cache)
+
+        return buffered

@@ -20,7 +20,6 @@ def changed(cache, **methods):
     "reference",
     "kv:test_blocks_are_restored_bit_for_bit",
     "kv:test_blocks_of_another_type_are_refused",
-    spreads_to=("kv:test_an_engine_goes_on_from_imported_blocks",),
 )
 class ImportsIntoTheNextBlock:
     def allocate_kv(self, shape, num_blocks):
