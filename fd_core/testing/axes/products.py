@@ -183,7 +183,7 @@ _LINEAR: Final = (
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("group", (None, 32, 128, "row")),
     Axis("stored", STORED),
-    Axis("second", ("same", "F32", "F16", "Q8_0", "Q4_1")),
+    Axis("second", ("same", "F32", "F16", "Q8_0", "Q4_1"), rare=({"second": "Q8_0", "parts": 2},)),
     Axis("data", ("alike", "large", "apart", "nan", "zeros")),
 )
 """`outputs` of each part; a gated linear has two, and computes gate and up `apart` from the activation or with it.

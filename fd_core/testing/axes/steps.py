@@ -533,7 +533,7 @@ def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
         return ()
     if case["ordered"] == "pause" or not target.cls.updates_weights:
         return PauseGeneration(), ResumeGeneration()
-    return Sleep(2), WakeUp(), Sleep(1), WakeUp()
+    return Sleep(2), WakeUp()
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

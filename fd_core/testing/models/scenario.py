@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -62,7 +61,7 @@ class Events:
     forgets_prefixes: bool = False
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
     orders: Sequence[ControlOrder] = ()
-    """Orders of an operator, all given after a few steps of the requests."""
+    """Orders of an operator, all given after a few steps of the requests, each time."""
     updated: bool = False
     """Load the engine with other weights, which an order replaces before the first step."""
     again: bool = False
@@ -114,8 +113,11 @@ class Scenario:
         first = self.events.first_number
         former = self.judge.case.replace(STEP_CASE, FORMER_STEP_CASE)
         case = former if self.events.updated else self.judge.case + self.stored
-        if self.drafter and (path := self.target.checkpoint(former if self.wrong_drafts else case)) is not None:
+        draft = f"{former}@BF16" if self.wrong_drafts else case  # a folder that no case rewrites
+        if self.drafter and (path := self.target.checkpoint(draft)) is not None:
             settings["speculative"] = speculation(self.drafts, path)
+        if self.events.updated and (path := self.target.checkpoint(case)) is not None:
+            rewrite_weights(path, case)
         with self.target.engine(
             self.drafts,
             self.judge.whole(),
@@ -152,18 +154,15 @@ class Scenario:
                 before = after
 
     def _update(self, engine: Engine, former: str) -> None:
-        """Replace the weights by those of another folder twice: first by the same ones, then by the right ones."""
+        """Replace the weights by those of the model: in the same folder, or, if requests come again, in another one."""
         failures: list[FdError | None] = []
-        path = self.target.checkpoint(former)
-        folder = None if path is None else path.with_name(f"{path.name}-again")
-        if folder is not None and path is not None and not folder.exists():
-            shutil.copytree(path, folder)
-        for path, case in ((Path("absent"), None), (folder, former), (folder, self.judge.case)):
-            if folder is not None and case is not None:
-                rewrite_weights(folder, case)
-            engine.control(UpdateWeights(str(path or "scripted")), failures.append)
+        folder = self.target.checkpoint(self.judge.case if self.events.again else former)
+        if folder is not None and not self.events.again:
+            rewrite_weights(folder, self.judge.case)
+        for path in (Path("absent"), folder or Path("scripted")):
+            engine.control(UpdateWeights(str(path)), failures.append)
             engine.begin_steps()
-        assert failures[1:] == [None, None], f"the weights were not updated: {failures}"
+        assert failures[1:] == [None], f"the weights were not updated: {failures}"
 
     def drive(self, engine: Engine) -> Generator[None]:
         """Run the requests with all events, then those that fill the engine; yields after each step."""
@@ -184,7 +183,7 @@ class Scenario:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
         if self.events.again:
             texts = Texts()
-            yield from self._steps(engine, resumed[::-1], texts, set())
+            yield from self._steps(engine, resumed[::-1], texts, set(), self.events.orders)
             for spec in resumed:
                 self._check(spec, texts)
         if self.events.reloaded is not None:
@@ -393,7 +392,7 @@ def copying(engine: Engine) -> Iterator[None]:
         try:
             for seed in range(_MOST_STEPS):
                 _copy_once(cache, blocks, seed)
-                if ended.wait(1e-3):
+                if ended.is_set():
                     return
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
             errors.append(error)

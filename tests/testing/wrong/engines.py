@@ -443,12 +443,12 @@ def _load_the_first_folder(self, path, ops, progress):
     return ReferenceBackend.load_model(self, self.__dict__.setdefault("folder", path), ops, progress)
 
 
-@wrong_in("reference", "ordered=update", load_model=_load_the_first_folder)
+@wrong_in("reference", "ordered=update,again=true", load_model=_load_the_first_folder)
 class LoadsTheFolderOfItsStart:
     """An update reads the folder with which the engine began."""
 
 
-@wrong_in("reference", "ordered=sleep")
+@wrong_in("reference", "ordered=sleep,again=true")
 class TakesItsMemoryBackOnce:
     """The handle of the memory of a cache is used up by the first wake-up."""
 
