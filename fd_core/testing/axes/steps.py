@@ -379,7 +379,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         ignore_eos=value("ignore_eos"),
         reasoning=None if (most := value("reasoning")) is None else Reasoning(end=(11, 12, 11, 13), max_tokens=most),
     )
-    pooling = case["pooling"] or "mean" if case["model"] == ENCODER else value("pooling")
+    pooling: Any = case["pooling"] or "mean" if case["model"] == ENCODER else value("pooling")
     if pooling is not None:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     return RequestSpec(

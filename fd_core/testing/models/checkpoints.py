@@ -70,7 +70,7 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 ENCODER: Final = "gemma3-encoder"
 """Model of a `STEP_CASE` that attends in both directions and has no output projection."""
-_FAMILIES: Final = {**_CASES_OF_FAMILIES, ENCODER: (EmbeddingGemma, "mixed")}
+_FAMILIES: Final[Mapping[str, tuple[type[Family], str]]] = {**_CASES_OF_FAMILIES, ENCODER: (EmbeddingGemma, "mixed")}
 
 ENGINE_CASE: Final = "engine"
 """A minimal model, for tests that need an engine but no realistic model."""
