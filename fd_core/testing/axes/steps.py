@@ -206,9 +206,9 @@ _GROUPS: Final = {"qwen2-window": 2, "gemma3": 2}
 _SLACK: Final = 4.0
 """The model has two layers and adapters, and a case compares thousands of tokens; logits of other rows differ by ten
 times the margin and more."""
-_MOST_TOKENS: Final = 1500
+_MOST_TOKENS: Final = 1200
 """Tokens of all requests of a case that is not rare."""
-_MOST_STEPS: Final = 500
+_MOST_STEPS: Final = 400
 _MOST_FILLED: Final = 1000
 """Longest context of which further requests fill the pool; attention to longer ones takes seconds in numpy."""
 
