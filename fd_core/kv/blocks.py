@@ -79,6 +79,8 @@ class BlockPool:
         """Number of times that a block was freed since the start; monotonic."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._named = np.zeros(num_blocks, np.bool_)
+        """True for the blocks in `_key_of`."""
 
     def stats(self) -> BlockStats:
         """Return gauges."""
@@ -163,17 +165,21 @@ class BlockPool:
         self._references[blocks] += 1
 
     def release(self, blocks: IntArray, fence: int) -> None:
-        """Remove one owner of each block; `fence` is the last step that the owner scheduled to touch them.
+        """Remove one owner of each block; `fence` is the last step that the owners scheduled to touch them.
 
-        `blocks` are in sequence order; the tail of a prefix is evicted before its head.
+        `blocks` are in sequence order, of one owner or of several; the tail of a prefix is evicted before its head.
         """
         if not len(blocks):
             return
-        if (self._references[blocks] <= 0).any():
+        counts, orphans = self._references[blocks], blocks[::-1]
+        if np.count_nonzero(counts <= 0):
             raise RuntimeError(f"release of blocks without owner: {blocks.tolist()}")
-        self._references[blocks] -= 1
+        if np.count_nonzero(counts > 1):  # two owners may give up the same block
+            np.subtract.at(self._references, blocks, 1)
+            orphans = np.array([*dict.fromkeys(orphans[self._references[orphans] == 0].tolist())], np.int32)
+        else:
+            self._references[blocks] = 0
         self._fence[blocks] = np.maximum(self._fence[blocks], fence)
-        orphans = blocks[self._references[blocks] == 0][::-1]
         latest = self._fence[orphans]
         steps = sorted(set(latest.tolist()))
         for step in steps:
@@ -183,12 +189,6 @@ class BlockPool:
             else:
                 self._fenced.append((step, group))
                 self._num_fenced += len(group)
-
-    def release_each(self, parts: list[IntArray], fence: int) -> None:
-        """Remove one owner of each block of each of `parts`, which may share blocks; see `release`."""
-        blocks = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        for part in parts if (self._references[blocks] > 1).any() else [blocks]:
-            self.release(part, fence)
 
     def answered(self, step: int) -> None:
         """Free the blocks that were fenced by steps up to `step`: their outputs arrived."""
@@ -221,19 +221,25 @@ class BlockPool:
         # Sequence order, tail first, as in `release`.
         self._set_free(np.array(waited[::-1], np.int32))
 
-    def register(self, block: int, key: bytes) -> bool:
-        """Name an owned block of settled tokens; return False if the block or the name is taken, which keeps the
-        first."""
-        if key in self._block_of or block in self._key_of:
-            return False
-        self._block_of[key] = block
-        self._key_of[block] = key
-        return True
+    def register(self, blocks: Iterable[int], keys: Iterable[bytes]) -> bool:
+        """Name owned blocks of settled tokens; return True if any has a new name.
+
+        A block or a name that is taken stays as it is; -1 stands for no block.
+        """
+        block_of, key_of, found = self._block_of, self._key_of, []
+        for block, key in zip(blocks, keys, strict=True):
+            if block >= 0 and key not in block_of and block not in key_of:
+                block_of[key] = block
+                key_of[block] = key
+                found.append(block)
+        self._named[found] = True
+        return bool(found)
 
     def forget_prefixes(self) -> None:
         """Drop all reusable content; owners keep their blocks."""
         self._block_of.clear()
         self._key_of.clear()
+        self._named[:] = False
         cached, self._cached = self._cached, OrderedDict()
         self._empty[self._num_empty : self._num_empty + len(cached)] = np.fromiter(cached, np.int32, len(cached))
         self._num_empty += len(cached)
@@ -269,23 +275,20 @@ class BlockPool:
         keys = [self._key_of.pop(block) for block in taken]
         for key in keys:
             del self._block_of[key]
+        self._named[taken] = False
         if self._recorder is not None:
             self._recorder.removed(keys)
         return np.array(taken, np.int32)
 
     def _set_free(self, blocks: IntArray) -> None:
         self._fence[blocks] = -1
-        if self._pins[blocks].any():
+        if np.count_nonzero(self._pins[blocks]):
             self._pinned.update(dict.fromkeys(blocks[self._pins[blocks] > 0].tolist()))
             blocks = blocks[self._pins[blocks] == 0]
         self.num_freed += len(blocks)
-        if self._key_of:
-            empty = []
-            for block in blocks.tolist():
-                if block in self._key_of:
-                    self._cached[block] = None
-                else:
-                    empty.append(block)
-            blocks = np.array(empty, np.int32)
+        named = self._named[blocks]
+        if np.count_nonzero(named):
+            self._cached.update(dict.fromkeys(blocks[named].tolist()))
+            blocks = blocks[~named]
         self._empty[self._num_empty : self._num_empty + len(blocks)] = blocks
         self._num_empty += len(blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product, starmap
 
 import numpy as np
 
@@ -129,13 +130,12 @@ class Prefixes:
         if len(request.chain) < upto:
             self.extend(request)
         chain = request.chain
-        named = False
-        for index, blocks in enumerate(tables[:, first:upto].T.tolist(), first):
-            for group, block in enumerate(blocks):
-                named |= block >= 0 and self._pool.register(block, block_key(chain[index], group))
-            if index < request.announced:
-                self._end(chain[index])
-                self._on_end(chain[index])
+        keys = chain[first:upto]
+        names = starmap(block_key, product(keys, range(len(tables))))
+        named = self._pool.register(tables[:, first:upto].T.ravel().tolist(), names)
+        for key in keys[: max(request.announced - first, 0)]:
+            self._end(key)
+            self._on_end(key)
         if named and self._recorder is not None and not (request.spec.cache_salt or request.spec.adapter):
             tokens = request.tokens.view()
             self._recorder.stored(chain, tokens, self.hasher.block_size, first=first, upto=upto, holds=self._pool.knows)

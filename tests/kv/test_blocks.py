@@ -68,8 +68,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = [b"%d-%d" % (self.names, index) for index in range(len(owner))]
         self.keys[self.names] = keys
         self.names += 1
-        for block, key in zip(owner.tolist(), keys, strict=True):
-            self.pool.register(block, key)
+        self.pool.register(owner.tolist(), keys)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -120,7 +119,7 @@ def test_shared_block_stays_fenced_for_latest_owner() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     assert blocks is not None
-    pool.register(0, b"key")
+    pool.register([0], [b"key"])
     pool.acquire(pool.match([b"key"]))
     pool.release(blocks, fence=7)
     pool.release(blocks, fence=3)
@@ -134,7 +133,7 @@ def test_block_only_read_is_reused_only_as_prefix() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
     assert blocks is not None
-    pool.register(int(blocks[0]), b"complete")
+    pool.register(blocks[:1].tolist(), [b"complete"])
     pool.pin(blocks)
     pool.release(blocks, -1)
     assert (pool.num_free, pool.num_fenced) == (0, 2)
@@ -156,8 +155,7 @@ def test_tail_of_prefix_is_evicted_before_head() -> None:
     blocks = pool.allocate(3)
     assert blocks is not None
     keys = [b"a", b"b", b"c"]
-    for block, key in zip(blocks.tolist(), keys, strict=True):
-        pool.register(block, key)
+    pool.register(blocks.tolist(), keys)
     pool.release(blocks, -1)
     assert pool.allocate(1) is not None
     assert len(pool.match(keys)) == 2
@@ -169,7 +167,7 @@ def test_first_block_registered_for_a_prefix_is_kept() -> None:
     assert first is not None
     assert second is not None
     for blocks in (first, second):
-        pool.register(int(blocks[0]), b"key")
+        pool.register(blocks.tolist(), [b"key"])
     assert pool.match([b"key"]).tolist() == first.tolist()
     pool.release(second, -1)
     pool.release(first, -1)

@@ -23,7 +23,11 @@ MUTANTS = (
     mutant(
         "completed-prefix-wakes-no-waiter",
         _WAIT,
-        (PREFIXES, "                self._on_end(chain[index])\n", ""),
+        (
+            PREFIXES,
+            "            self._end(key)\n            self._on_end(key)\n        if named",
+            "            self._end(key)\n        if named",
+        ),
     ),
     mutant(
         "prefix-wait-is-unbounded",

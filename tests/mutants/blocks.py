@@ -72,7 +72,7 @@ MUTANTS = (
     mutant(
         "free-while-another-owner-holds-it",
         "3.1: a reference count equals the number of owners; no free block is in a block table",
-        (POOL, "orphans = blocks[self._references[blocks] == 0][::-1]", "orphans = blocks[::-1]"),
+        (POOL, "dict.fromkeys(orphans[self._references[orphans] == 0].tolist())", "dict.fromkeys(orphans.tolist())"),
     ),
     mutant(
         "shared-block-has-one-owner",
@@ -145,7 +145,7 @@ MUTANTS = (
     mutant(
         "prefix-names-a-second-block",
         "3.1: a prefix names one block",
-        (POOL, "if key in self._block_of or block in self._key_of:", "if block in self._key_of:"),
+        (POOL, "key not in block_of and block not in key_of", "block not in key_of"),
     ),
     mutant(
         "reused-block-keeps-its-prefix",

@@ -99,6 +99,7 @@ class OutputProcessor:
         all_deliver = np.count_nonzero(delivers) == len(indices)
         asked, given = (indices, counts) if all_deliver else (indices[delivers], counts[delivers])
         delivered, ended = self._append(asked, given, outcomes.tokens, logprobs=output.logprobs)
+        self._pool.answered(plan.step)
         # Settle blocks before ending requests: the blocks that a last step completes are registered like any others.
         self._settle(plan, rows, indices, counts=counts, all_deliver=all_deliver)
         for slot, request, reason in ended:
@@ -108,7 +109,6 @@ class OutputProcessor:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
             current = (slots.last_step <= plan.step) & (slots.gen == output.gens)
             slots.hold_drafts(current.nonzero()[0], output.drafts_ready[current])
-        self._pool.answered(plan.step)
         if plan.revocations or outcomes.any_released:
             deltas += self._acknowledge(plan, outcomes, output)
         return deltas

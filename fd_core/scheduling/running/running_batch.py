@@ -133,14 +133,16 @@ class RunningBatch:
         completed = blocks > slots.num_registered[rows]
         if not np.count_nonzero(completed):
             return
-        rows, blocks = rows[completed], blocks[completed]
-        for slot, count in zip(rows.tolist(), blocks.tolist(), strict=True):
+        leaving, slides = list[IntArray](), slots.groups.sliding > 0
+        for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
             request = slots.request_in(slot)
             self._register(slot, request, count)
             if request.spec.prefill_job is not None:
                 self._send_settled(slot, request)
-        if slots.groups.sliding:
-            self._pool.release_each(slots.slide(rows, blocks * slots.block_size), step)
+            if slides and (taken := slots.slide(slot, count * slots.block_size)) is not None:
+                leaving.append(taken)
+        if leaving:
+            self._pool.release(np.concatenate(leaving), step)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
         """Register the settled blocks of a slot below entry `upto` of its table."""

@@ -12,6 +12,7 @@ Drafts in flight count as accepted; `num_planned` and `num_computed` are reduced
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Annotated
 
 import msgspec
@@ -265,25 +266,23 @@ class SlotTable:
 
     def extend(self, rows: npt.NDArray[np.intp], blocks: IntArray) -> list[BlockGrant]:
         """Extend the tables of the slots `rows` by one entry each, with `missing` of `blocks` for each slot in turn."""
-        groups = self.groups
-        if groups == ONE_GROUP:
-            entries = self.num_blocks[rows]
-            self.tables[0, rows, entries] = blocks
-            self.num_blocks[rows] += 1
-            return [*map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None])]
-        # Few slots fill a block in one step: for them, numpy takes longer than a loop.
-        grants: list[BlockGrant] = []
+        groups, first = self.groups, 0
         ends = self.sliding_end if groups.sliding else self.num_blocks
-        for slot in rows.tolist():
-            entry = int(ends[slot])
-            ahead = entry < self.num_blocks[slot]
-            for group in range(groups.whole if ahead else 0, groups.count):
-                block = blocks[len(grants) : len(grants) + 1]
-                self.tables[group, slot, entry] = block[0]
-                grants.append(BlockGrant(slot, entry, block, group))
-            self.sliding_end[slot] += 1
-            self.num_blocks[slot] += not ahead
-        return grants
+        entries = ends[rows]
+        if groups.sliding and np.count_nonzero(ahead := entries < self.num_blocks[rows]):
+            if len(rows) > 1:
+                parts = np.split(blocks, self.missing(rows).cumsum()[:-1])
+                return [each for row, part in zip(rows[:, None], parts, strict=True) for each in self.extend(row, part)]
+            first = groups.whole
+        else:
+            self.num_blocks[rows] += 1
+        ends[rows] = entries + 1
+        count = len(self.tables) - first
+        self.tables[first:, rows, entries] = blocks.reshape(-1, count).T
+        if count == 1:
+            return [*map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None], repeat(first))]
+        places = rows.repeat(count).tolist(), entries.repeat(count).tolist()
+        return [*map(BlockGrant, *places, blocks[:, None], [*range(first, first + count)] * len(rows))]
 
     def arrive(self, slot: int, num_tokens: int) -> IntArray:
         """Move the sliding blocks after the known prefix to where they were loaded for, with KV of `num_tokens` tokens.
@@ -301,15 +300,13 @@ class SlotTable:
         self.sliding_begin[slot], self.sliding_end[slot] = begin, end
         return unread
 
-    def slide(self, rows: npt.NDArray[np.intp], upto: IntArray) -> list[IntArray]:
-        """Take the blocks of sliding groups that slots `rows` with settled KV below `upto` int32[n] need not keep."""
-        begin, groups = self.groups.first_kept(upto, self.block_size), self.groups
-        leaving = begin > self.sliding_begin[rows]
-        taken = []
-        for slot, end in zip(rows[leaving].tolist(), begin[leaving].tolist(), strict=True):
-            taken.append(self.tables[groups.whole :, slot, self.sliding_begin[slot] : end].T.flatten())
-            self.sliding_begin[slot] = end
-        return taken
+    def slide(self, slot: int, upto: int) -> IntArray | None:
+        """Take the sliding blocks that a slot with settled KV below `upto` need not keep; None if there are none."""
+        first, begin = int(self.sliding_begin[slot]), self.groups.first_kept(upto, self.block_size)
+        if begin <= first:
+            return None
+        self.sliding_begin[slot] = begin
+        return self.tables[self.groups.whole :, slot, first:begin].T.ravel()
 
     def num_leaving(self) -> int:
         """Return how many blocks of sliding groups running slots give up when the steps in flight have outputs."""

@@ -58,8 +58,7 @@ def have_on_device(s: ContinuousBatchingScheduler, keys: tuple[bytes, ...]) -> N
     pool = s.probe().pool
     blocks = pool.allocate(len(keys))
     assert blocks is not None
-    for block, key in zip(blocks.tolist(), keys, strict=True):
-        pool.register(block, key)
+    pool.register(blocks.tolist(), keys)
     pool.release(blocks, -1)
 
 
