@@ -67,7 +67,7 @@ class PagedDriver:
             self.forward = lambda step, cache: model.head(ops.gather_rows(compute(step, cache), step.logits_rows))
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
-        groups = model.layer_groups(longest) if ops.groups_layers and isinstance(model, GroupedModel) else ONE_GROUP
+        groups = model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
         shape = groups.count, len(prompts), width
         shuffled = np.random.default_rng(0).permutation(math.prod(shape) + 3)[:-3]
         self.tables = shuffled.reshape(shape).astype(np.int32)
