@@ -289,7 +289,7 @@ class Computing:
         config, model = self._config, self.model
         scheduler = self._plugins.load(SCHEDULER, config.scheduler)
         shared = self.drafter is not None and self.drafter.kv_shape is not None
-        if shared or not (self.ops.groups_layers and scheduler.groups_layers):
+        if shared or not scheduler.groups_layers:
             return ONE_GROUP
         longest = self.max_positions if config.max_model_len is None else config.max_model_len
         return model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP

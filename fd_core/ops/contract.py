@@ -237,11 +237,11 @@ class HostStep:
     block_tables: IntArray
     """int32[N, max_blocks]; int32[groups, N, max_blocks] if the step is `grouped`."""
 
-    def within(self, window: int | None, block_size: int) -> HostStep:
-        """Return the step as if contexts began with the first block that a layer with this window reads."""
-        if window is None:
+    def within(self, heads: Heads, block_size: int) -> HostStep:
+        """Return the step as if contexts began with the first block that a layer with these heads reads."""
+        if heads.window is None:
             return self
-        first = np.maximum(self.context_len - np.diff(self.query_start) - window + 1, 0) // block_size
+        first = np.maximum(heads.first_key(self.context_len - np.diff(self.query_start)), 0) // block_size
         context = self.context_len - first * block_size
         entries = first[:, None] + np.arange(-(-int(context.max(initial=0)) // block_size))
         tables = np.take_along_axis(self.block_tables, np.minimum(entries, self.block_tables.shape[1] - 1), axis=1)
@@ -392,8 +392,6 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
-    groups_layers: bool = True
-    """False if a block holds the KV of all layers, also of those with a window; see `StepInput.grouped`."""
     framework: str
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""

@@ -6,12 +6,15 @@ import threading
 from collections import Counter, deque
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from fd_core.runner.observing import Observer
 from fd_core.testing.axes import parts
 from fd_core.testing.hooks.observed import OBSERVED
 from fd_core.testing.hooks.observers import ObserverSuite
+from fd_core.testing.kit.requirements import closed
 
 
 class Counts(Observer):
@@ -39,6 +42,22 @@ class KeepsTheLastSteps(Observer):
 class TestLastSteps(ObserverSuite):
     def observer_class(self):
         return KeepsTheLastSteps
+
+
+class CountsByEpoch(Counts):
+    """Counts each epoch on its own, and how many drafts each row had; what it counts is no total."""
+
+    def observe(self, step):
+        self.counts[step.epoch] += sum(len(request.token_ids) for request in step.requests)
+        self.counts.update(f"{request.drafts_accepted} accepted" for request in step.requests)
+        self.next_step = step.step + 1
+
+
+class TestCountsByEpoch(ObserverSuite):
+    bounded = closed("it counts each epoch")
+
+    def observer_class(self):
+        return CountsByEpoch
 
 
 class TestCounts(ObserverSuite):
@@ -167,14 +186,82 @@ class RegistersItself(Counts):
         self.alive.append(self)
 
 
-class CountsByEpoch(Counts):
+class CountsStepsByEpoch(Counts):
     def observe(self, step):
         self.counts[step.epoch] += 1
+
+
+class DropsRepeatedSteps(Counts):
+    """Takes a step whose number it has passed for one that it has seen."""
+
+    last = -1
+
+    def observe(self, step):
+        if step.step > self.last:
+            self.last = step.step
+            super().observe(step)
+
+
+class CountsTheFirstRow(Counts):
+    def observe(self, step):
+        if step.requests:
+            self.counts["tokens"] += len(step.requests) * len(step.requests[0].token_ids)
+
+
+class CountsFullBatches(Counts):
+    """Counts eight steps at a time, and forgets the others when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def observe(self, step):
+        self.steps.append(step)
+        if len(self.steps) == 8:
+            for each in self.steps:
+                super().observe(each)
+            self.steps.clear()
+
+
+class CountsInItsClass(Counts):
+    requests = 0
+
+    def observe(self, step):
+        CountsInItsClass.requests += len(step.requests)
+
+
+class CountsOneBatch(Counts):
+    def observe(self, step):
+        super().observe(msgspec.structs.replace(step, requests=step.requests[:256]))
+
+
+class CountsInSixteenBits(Counts):
+    def __init__(self):
+        self.counts = np.zeros(2, np.int16)
+
+    def observe(self, step):
+        for request in step.requests:
+            self.counts += np.array([len(request.token_ids), request.drafts_accepted], np.int16)
+
+
+class CountsShortNames(Counts):
+    """Counts one request for each beginning of a name."""
+
+    def observe(self, step):
+        rows = {request.request_id[:16]: request for request in step.requests}
+        super().observe(msgspec.structs.replace(step, requests=tuple(rows.values())))
 
 
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
+        (DropsRepeatedSteps, "first=32766,restarts=true"),
+        (CountsTheFirstRow, "drafts=some accepted,tokens=6"),
+        (CountsFullBatches, "plain"),
+        (CountsInItsClass, "observers=2"),
+        (CountsOneBatch, "requests=257"),
+        (CountsInSixteenBits, "steps=4,requests=1024,tokens=33,drafts=all accepted"),
+        (CountsShortNames, "names=long"),
         (DividesByDrafts, "plain"),
         (ReadsTheFirstRequest, "requests=0"),
         (ExpectsEveryStep, "gaps=2"),
@@ -190,7 +277,7 @@ class CountsByEpoch(Counts):
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
-        (CountsByEpoch, "test_memory_does_not_grow_with_steps"),
+        (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),
         (RegistersItself, "test_closing_releases_threads_and_files"),
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],

@@ -7,7 +7,7 @@ each other, and one graph serves every batch. Layers with the same block tables 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,15 @@ from fd_core.ops.onnx_graph.session import PlanKey, TracedLayer
 from fd_core.types import IntArray
 
 _PARTS = 2
-_SIZES = {"tokens": "nq", "positions": "n1q1", "tables": "nb", "holes": "m3", "keys_at": "l"}
+_SIZES = {"tokens": "nq", "positions": "n1q1", "firsts": "n1q1", "tables": "nb", "holes": "m3", "keys_at": "l"}
 """Dimensions of the inputs of a part of n rows, which are padded to q tokens and b blocks of keys."""
 
 
-def plan(host: HostStep, block_size: int, window: int | None) -> dict[str, npt.NDArray[Any]]:
-    """Return the attention inputs of a step for layers with this window: the rows in two padded parts, and the index of
-    each token's result."""
-    host = host.within(window, block_size)
+def plan(host: HostStep, block_size: int, heads: Heads) -> dict[str, npt.NDArray[Any]]:
+    """Return the attention inputs of a step for layers with the window of these heads: the rows in two padded parts,
+    and the index of each token's result."""
+    whole, host = host, host.within(heads, block_size)
+    begins = whole.context_len - host.context_len
     counts = np.diff(host.query_start)
     order = np.lexsort((host.context_len, counts))
     order = order[np.searchsorted(counts[order], 1) :]  # rows without tokens attend to nothing
@@ -37,7 +38,8 @@ def plan(host: HostStep, block_size: int, window: int | None) -> dict[str, npt.N
     done = 0
     for index, rows in enumerate((order[:cut], order[cut:])):
         # Operators may reject an empty part: it gets one token of one row, whose result is unused.
-        part = _part(host, rows, block_size) if len(rows) else _part(host, order[:1], block_size, alone=True)
+        alone = not len(rows)
+        part = _part(host, order[:1] if alone else rows, begins, block_size, heads, alone=alone)
         values |= {f"{name}_{index}": array for name, array in part.items()}
         tokens = part["tokens"]
         real = np.arange(tokens.shape[1]) < counts[rows, None]
@@ -46,12 +48,17 @@ def plan(host: HostStep, block_size: int, window: int | None) -> dict[str, npt.N
     return values | {"places": places}
 
 
-def plans(step: StepInput, keys: Collection[PlanKey], block_size: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the attention inputs of a step for these groups of layers and windows."""
+def key_of(heads: Heads, group: int) -> PlanKey:
+    """Return what layers have in common that share their attention inputs."""
+    return group, heads.window, heads.chunked
+
+
+def plans(step: StepInput, kinds: Mapping[PlanKey, Heads], block_size: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the attention inputs of a step for these kinds of layers."""
     found: dict[str, npt.NDArray[Any]] = {}
-    for key in keys:
+    for key, heads in kinds.items():
         own = step.of_group(key[0])
-        values = plan(HostStep(own.query_start, own.context_len, own.block_tables), block_size, key[1])
+        values = plan(HostStep(own.query_start, own.context_len, own.block_tables), block_size, heads)
         found |= {_name(name, key): array for name, array in values.items()}
     return found
 
@@ -76,8 +83,8 @@ def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSym
 
 def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> GraphSymbol:
     """Emit the attention of q [T, nh, d], [T, nh * d]: the results of both parts in the original order."""
-    graph, width, key = q.graph, heads.num_heads * heads.head_dim, (group, heads.window)
-    layer.plans.add(key)
+    graph, width, key = q.graph, heads.num_heads * heads.head_dim, key_of(heads, group)
+    layer.plans[key] = heads
     flat = graph.reshape(q, -1, width)
     parts = []
     for part in range(_PARTS):
@@ -98,8 +105,7 @@ def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> Grap
 
 
 def _name(name: str, key: PlanKey) -> str:
-    group, window = key
-    return f"{name}_{group}_{window}"
+    return "_".join(map(str, (name, *key)))
 
 
 def _input(graph: Graph, name: str, part: int, key: PlanKey) -> GraphSymbol:
@@ -132,11 +138,10 @@ def _mask(graph: Graph, part: int, key: PlanKey) -> GraphSymbol:
 
     def make() -> GraphSymbol:
         positions, keys = (_input(graph, name, part, key) for name in ("positions", "keys_at"))
-        seen, (_, window) = graph.op("LessOrEqual", keys, positions), key
-        if window is None:
+        seen = graph.op("LessOrEqual", keys, positions)
+        if key[1] is None:
             return seen
-        first = graph.op("Sub", positions, graph.constant(window, np.int32))
-        return graph.op("And", seen, graph.op("Greater", keys, first))
+        return graph.op("And", seen, graph.op("LessOrEqual", _input(graph, "firsts", part, key), keys))
 
     return graph.once(("mask", part, key), make)
 
@@ -155,9 +160,9 @@ def _cut(counts: IntArray, contexts: IntArray) -> int:
 
 
 def _part(
-    host: HostStep, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False
+    host: HostStep, rows: npt.NDArray[Any], begins: IntArray, block_size: int, heads: Heads, *, alone: bool
 ) -> dict[str, npt.NDArray[Any]]:
-    """Pad n rows to Q tokens and L = B * block_size keys."""
+    """Pad n rows to Q tokens and L = B * block_size keys. `begins`: position at which each row's context begins."""
     starts = host.query_start[rows, None]
     counts = host.query_start[rows + 1, None] - starts
     contexts = host.context_len[rows, None]
@@ -169,6 +174,7 @@ def _part(
     tables = host.block_tables[rows, : int(used.max())]
     positions = np.where(real, contexts - counts + place, 0)
     keys_at = np.arange(tables.shape[1] * block_size, dtype=np.int32)
+    firsts = heads.first_key(positions + begins[rows, None]) - begins[rows, None]
     return {
         # [n, Q], tokens of the step; padding repeats the row's first.
         "tokens": np.where(real, starts + place, starts).astype(np.int32),
@@ -179,4 +185,6 @@ def _part(
         # [m, 3], the cells (row, block, offset) beyond the rows' contexts.
         "holes": np.argwhere(keys_at.reshape(-1, block_size) >= contexts[:, :, None]),
         "keys_at": keys_at,
+        # [n, 1, Q, 1], the first key of each token; layers without a window do not read it.
+        "firsts": firsts[:, None, :, None].astype(np.int32),
     }

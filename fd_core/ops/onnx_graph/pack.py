@@ -42,9 +42,10 @@ from fd_core.ops.parallel import RankGroup, Stage
 
 def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, GraphSymbol]:
     """Emit the routing: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""
-    scores = graph.op("Softmax", graph.op("Gemm", x, graph.weight(experts.router), transB=1), axis=-1)
-    ranked = scores
-    if experts.correction_bias is not None:
+    ranked = graph.op("Gemm", x, graph.weight(experts.router), transB=1)
+    sigmoid = experts.scoring == "sigmoid"
+    scores = graph.op("Sigmoid", ranked) if sigmoid else graph.op("Softmax", ranked, axis=-1)
+    if experts.correction_bias is not None:  # otherwise products: scores of large ones round to 1, but differ
         ranked = graph.op("Add", scores, graph.weight(experts.correction_bias))
     _, chosen = graph.ops("TopK", 2, ranked, graph.integers(experts.top_k), axis=-1)
     weights = graph.op("GatherElements", scores, chosen, axis=1)
@@ -69,21 +70,23 @@ def routed_experts(
     hits = graph.op("ReduceSum", hits, graph.integers(2), keepdims=0)
     _, tokens = graph.ops("Split", 2, graph.op("NonZero", hits), axis=0, num_outputs=2)
     mine = graph.op("Gather", x, graph.op("Squeeze", tokens, graph.integers(0)))
-    sizes = graph.op("ReduceSum", hits, graph.integers(1), keepdims=0)
-    parts = graph.ops("Split", count, mine, sizes, axis=0)
-    outputs = [
-        compute(part, gate_up, down) for part, gate_up, down in zip(parts, experts.gate_up, experts.down, strict=True)
-    ]
-    sorted_outputs = graph.op("Concat", *outputs, axis=0)
     # Index of the output of (expert, token): the number of hits up to it, minus one; gathered for each token's experts.
     so_far = graph.op("CumSum", graph.reshape(hits, -1), graph.constant(0, np.int64))
     lies = graph.op("Sub", so_far, graph.constant(1, np.int64))
     per_token = graph.op("Transpose", graph.op("Reshape", lies, graph.op("Shape", hits)), perm=[1, 0])
     places = graph.op("GatherElements", per_token, chosen, axis=1)
-    weighted = graph.op(
-        "Mul", graph.op("Gather", sorted_outputs, places), graph.op("Unsqueeze", weights, graph.integers(2))
-    )
-    return graph.op("ReduceSum", weighted, graph.integers(1), keepdims=0)
+    if experts.weighs_inputs:
+        each = graph.reshape(weights, -1, 1)
+        mine = graph.op("Mul", mine, graph.op("ScatterElements", each, graph.reshape(places, -1, 1), each, axis=0))
+    sizes = graph.op("ReduceSum", hits, graph.integers(1), keepdims=0)
+    parts = graph.ops("Split", count, mine, sizes, axis=0)
+    outputs = [
+        compute(part, gate_up, down) for part, gate_up, down in zip(parts, experts.gate_up, experts.down, strict=True)
+    ]
+    found = graph.op("Gather", graph.op("Concat", *outputs, axis=0), places)
+    if not experts.weighs_inputs:
+        found = graph.op("Mul", found, graph.op("Unsqueeze", weights, graph.integers(2)))
+    return graph.op("ReduceSum", found, graph.integers(1), keepdims=0)
 
 
 logger = logging.getLogger(__name__)
@@ -98,8 +101,6 @@ class OnnxOps(NumpyOps):
     dtype = "float32"
     kv_dtypes = ()
     encodes = False
-    chunks = False
-    any_experts = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider
@@ -198,7 +199,7 @@ class OnnxOps(NumpyOps):
     def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
         if isinstance(layer, TracedLayer):
             return attention.attend(q, layer, heads, step.group)
-        plan = attention.plans(step, [(step.group, heads.window)], layer.shape[2])
+        plan = attention.plans(step, {attention.key_of(heads, step.group): heads}, layer.shape[2])
         return self._on_layer(
             layer, {"q": q}, plan, emit=lambda layer, q: attention.attend(q, layer, heads, step.group)
         )
@@ -285,8 +286,8 @@ class SessionForward:
         self._ops = ops
         self._arrays = arrays
         self._forward = forward
-        self._sessions: dict[KVShape, tuple[Session, set[PlanKey]]] = {}
-        """With the groups of layers and windows whose attention inputs a session reads."""
+        self._sessions: dict[KVShape, tuple[Session, dict[PlanKey, Heads]]] = {}
+        """With the kinds of layers whose attention inputs a session reads."""
         self._bindings: weakref.WeakKeyDictionary[KVCache, Binding] = weakref.WeakKeyDictionary()
         self._eager = False
 
@@ -298,8 +299,8 @@ class SessionForward:
         values = {name: np.asarray(getattr(step, name)) for name in self._arrays}
         for group, slots in enumerate(() if step.grouped is None else step.grouped.kv_slots):
             values[f"kv_slots_{group}"] = slots
-        _, keys = self._sessions[cache.shape]
-        (logits,) = binding.run(values | attention.plans(step, keys, cache.shape.block_size))
+        _, kinds = self._sessions[cache.shape]
+        (logits,) = binding.run(values | attention.plans(step, kinds, cache.shape.block_size))
         return logits
 
     def _bind(self, cache: KVCache) -> Binding | None:
@@ -316,7 +317,7 @@ class SessionForward:
             self._bindings[cache] = session.bind(bound([cache.layer(index) for index in range(cache.shape.num_layers)]))
         return self._bindings[cache]
 
-    def _trace(self, shape: KVShape) -> tuple[Session, set[PlanKey]]:
+    def _trace(self, shape: KVShape) -> tuple[Session, dict[PlanKey, Heads]]:
         graph = Graph()
         cache: Any = TracedCache(graph, shape)
         logits = self._forward(_symbolic_step(graph, self._arrays, shape.groups.count), cache)

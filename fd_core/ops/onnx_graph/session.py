@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from fd_core.errors import PluginError
-from fd_core.ops.contract import KVShape
+from fd_core.ops.contract import Heads, KVShape
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 _ERRORS_ONLY = 3
@@ -115,8 +115,8 @@ def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any
     }
 
 
-PlanKey = tuple[int, int | None]
-"""Group of layers, whose block tables an attention reads, and window."""
+PlanKey = tuple[int, int | None, bool]
+"""Group of layers, whose block tables an attention reads, window, and True if it is the size of chunks."""
 
 
 @dataclass(slots=True)
@@ -126,8 +126,8 @@ class TracedLayer:
     keys: GraphSymbol
     values: GraphSymbol
     shape: KVShape
-    plans: set[PlanKey]
-    """Of all attention operators so far; see `attention.plans`."""
+    plans: dict[PlanKey, Heads]
+    """Of all attention operators so far, the heads of one of each kind; see `attention.plans`."""
 
 
 class TracedCache:
@@ -135,7 +135,7 @@ class TracedCache:
 
     def __init__(self, graph: Graph, shape: KVShape) -> None:
         self.shape = shape
-        self.plans: set[PlanKey] = set()
+        self.plans: dict[PlanKey, Heads] = {}
         sizes = ("blocks", shape.block_size, shape.num_kv_heads, shape.head_dim)
         self._layers = [
             TracedLayer(

@@ -122,7 +122,10 @@ _HIDDEN = -1e30
 class _PaddleGroup:
     """n rows with Q tokens each, computed together over L keys at most."""
 
-    def __init__(self, step: HostStep, rows: IntArray, count: int, size: int, place: Any) -> None:
+    def __init__(
+        self, step: HostStep, rows: IntArray, begins: IntArray, count: int, size: int, heads: Heads, place: Any
+    ) -> None:
+        """`begins` int64[N]: position at which the context of each row of the step begins."""
         context = step.context_len[rows, None].astype(np.int64)
         self.count, self.longest = count, int(context.max())
         # Places beyond a row's context read its last token: others may be NaN, which no weight of 0 hides.
@@ -132,19 +135,25 @@ class _PaddleGroup:
         """[n * Q], indices of the rows' tokens in the step."""
         self.kv_slots = tensor_of((tables * size + keys % size).reshape(-1), place)
         """int64[n * L]"""
-        self._first = tensor_of((context[:, :, None] - count).astype(np.int32), place)
-        """int32[n, 1, 1], position of each row's first token."""
+        positions, begin = context[:, :, None] - count + np.arange(count)[:, None], begins[rows, None, None]
+        self._last = tensor_of(positions.astype(np.int32), place)
+        """int32[n, Q, 1], the last key of each token: its own."""
+        self._first: Array | None = None
+        """The same of the first key; None without a window."""
+        if heads.window is not None:
+            self._first = tensor_of((heads.first_key(positions + begin) - begin).astype(np.int32), place)
         self._place = place
         self._mask: Array | None = None
 
-    def mask(self, window: int | None, begin: int, end: int) -> Array:
+    def mask(self, begin: int, end: int) -> Array:
         """Return float32[n, 1, 1, end - begin, L] for some tokens of each row: 0 if a token attends to a key, else a
         large negative number."""
         if self._mask is not None:
             return self._mask
-        tokens = paddle.arange(begin, end, dtype="int32", device=self._place).unsqueeze(1)
-        distance = self._first + tokens - paddle.arange(self.longest, dtype="int32", device=self._place)
-        hidden = distance < 0 if window is None else paddle.logical_or(distance < 0, distance >= window)
+        keys = paddle.arange(self.longest, dtype="int32", device=self._place)
+        hidden = keys > self._last[:, begin:end]
+        if self._first is not None:
+            hidden = paddle.logical_or(hidden, keys < self._first[:, begin:end])
         mask = (hidden.astype("float32") * _HIDDEN).unsqueeze([1, 2])
         if end - begin == self.count:  # the other layers need the same
             self._mask = mask
@@ -155,16 +164,17 @@ class PaddleAttentionPlan:
     """Attention inputs derived from a step's metadata, once for all layers of a group with a window; computed on the
     host."""
 
-    def __init__(self, step: StepInput, layer: PaddleLayer, window: int | None, place: Any) -> None:
-        host = step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
-        host = host.within(window, layer.block_size)
+    def __init__(self, step: StepInput, layer: PaddleLayer, heads: Heads, place: Any) -> None:
+        whole = step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        host = whole.within(heads, layer.block_size)
+        begins = whole.context_len - host.context_len
         width = int(np.prod(layer.keys.shape[1:]))
         by_count: defaultdict[int, list[int]] = defaultdict(list)
         for row, count in enumerate(np.diff(host.query_start).tolist()):
             by_count[count].append(row)
         by_count.pop(0, None)
         self._groups = [
-            _PaddleGroup(host, np.array(part, np.int32), count, size=layer.block_size, place=place)
+            _PaddleGroup(host, np.array(part, np.int32), begins, count, layer.block_size, heads, place)
             for count, rows in by_count.items()
             for part in _rows_at_a_time(rows, host.context_len, most=_MOST_KEYS // width)
         ]
@@ -219,7 +229,7 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
         if heads.softcap is not None:
             scores = paddle.tanh(scores / heads.softcap) * heads.softcap
         scores = scores.reshape([n, heads.num_kv_heads, -1, end - begin, longest])
-        scores += group.mask(heads.window, begin, end)
+        scores += group.mask(begin, end)
         weights = functional.softmax(scores, axis=-1).astype(q.dtype)
         result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
         results.append(result.reshape(part.shape).transpose([0, 3, 1, 2, 4]))
@@ -345,6 +355,8 @@ class PaddleOps(Ops):
 
     name = "paddle"
     framework = "paddle"
+    chunks = True
+    any_experts = True
 
     def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
@@ -356,8 +368,8 @@ class PaddleOps(Ops):
         self.longest_sort = longest_sort
         self.place = paddle.set_device(device)
         self.paddle_dtype = _DTYPES[dtype]
-        self._planned: dict[tuple[int, int | None], tuple[StepInput, PaddleAttentionPlan]] = {}
-        """Of the last step, by group of layers and window."""
+        self._planned: dict[tuple[int, int | None, bool], tuple[StepInput, PaddleAttentionPlan]] = {}
+        """Of the last step, by group of layers, window and whether it is the size of chunks."""
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         return tensor_of(array.view(np.int64) if array.dtype == np.uint64 else array, self.place)
@@ -456,10 +468,10 @@ class PaddleOps(Ops):
 
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; layers with the same table and window share the plan of a step."""
-        key = step.group, heads.window
+        key = step.group, heads.window, heads.chunked
         planned = self._planned.get(key)
         if planned is None or planned[0] is not step:
-            plan = PaddleAttentionPlan(step, layer, heads.window, self.place)
+            plan = PaddleAttentionPlan(step, layer, heads, self.place)
             planned = self._planned[key] = step, plan
         return planned[1].attend(q, layer, heads)
 
@@ -478,9 +490,9 @@ class PaddleOps(Ops):
         output = paddle.zeros_like(x)
         for expert, (start, end) in enumerate(pairwise([0, *ends])):
             if start < end:
-                inner = self.gated_linear(inputs[start:end], experts.gate_up[expert], activation)
-                y = self.linear(inner, experts.down[expert]) * shares[start:end]
-                paddle.index_add_(output, tokens[start:end], 0, y)
+                given = inputs[start:end] * shares[start:end] if experts.weighs_inputs else inputs[start:end]
+                y = self.linear(self.gated_linear(given, experts.gate_up[expert], activation), experts.down[expert])
+                paddle.index_add_(output, tokens[start:end], 0, y if experts.weighs_inputs else y * shares[start:end])
         return self.add_shared(output, x, experts, activation)
 
     def weigh(self, y: Array, x: Array, gate: Array) -> Array:
@@ -575,8 +587,10 @@ class PaddleOps(Ops):
 
 def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
-    scores = functional.softmax(paddle.matmul(x.astype("float32"), experts.router, transpose_y=True), axis=-1)
-    ranked = scores if experts.correction_bias is None else scores + experts.correction_bias
+    products = paddle.matmul(x.astype("float32"), experts.router, transpose_y=True)
+    scores = functional.sigmoid(products) if experts.scoring == "sigmoid" else functional.softmax(products, axis=-1)
+    # Scores of large products round to 1, but differ.
+    ranked = products if experts.correction_bias is None else scores + experts.correction_bias
     chosen = paddle.argsort(ranked, axis=-1, descending=True, stable=True)[:, : experts.top_k]
     weights = paddle.take_along_axis(scores, chosen, axis=1)
     if experts.normalize:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from fd_core.ops.contract import Norm, Ops, PlainActivation
+from fd_core.ops.contract import Array, Norm, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
@@ -182,14 +183,14 @@ _LINEAR: Final = (
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("group", (None, 32, 128, "row")),
     Axis("stored", STORED),
-    Axis("second", ("same", "F32", "F16", "Q8_0", "Q4_1")),
-    Axis("data", ("alike", "large", "apart", "nan")),
+    Axis("second", ("same", "F32", "F16", "Q8_0", "Q4_1"), rare=({"second": "Q8_0", "parts": 2},)),
+    Axis("data", ("alike", "large", "apart", "nan", "zeros")),
 )
 """`outputs` of each part; a gated linear has two, and computes gate and up `apart` from the activation or with it.
 
 `group`: values that share a scale, of formats in which it varies. `stored`: form of weights. `second`: format or dtype
 of the second part. `data`: rows of similar size, large ones, which saturate an activation, odd ones a 64th of the
-others, or one of NaN."""
+others, one of NaN, or of zeros."""
 
 
 def can_be_stored(case: Case) -> bool:
@@ -231,8 +232,8 @@ def check_linear(ops: Ops, case: Case) -> None:
     scale[1::2] /= 64 if case["data"] == "apart" else 1
     x *= scale
     well = np.ones(rows, np.bool_)
-    if case["data"] == "nan" and rows > 1:
-        x[rows // 2], well[rows // 2] = np.nan, False
+    if case["data"] in ("nan", "zeros") and rows > 1:
+        x[rows // 2], well[rows // 2] = (0.0, True) if case["data"] == "zeros" else (np.nan, False)
     # Products of a large gate and a small up fit in float16.
     sizes = [1.0, 1 / 512 if gated and case["data"] == "large" else 1.0, 1.0][: 2 if gated else int_of(case, "parts")]
     kinds = [case, _second(ops, case), case][: len(sizes)]
@@ -366,14 +367,15 @@ def check_transfer(ops: Ops, case: Case) -> None:
     if case["by"] == "states_from_host":
         array = Values(1)(*array.shape)
     array.flags.writeable = bool(case["writable"]) or not len(array)
-    match case["by"]:
-        case "upload":
-            first, device = ops.upload([np.arange(3, dtype=np.int32), array])
-            assert_same(np.asarray(ops.to_host(first)), np.arange(3, dtype=np.int32), "the array uploaded before")
-        case "states_from_host":
-            device = ops.states_from_host(array)
-        case _:
-            device = ops.from_host(array)
+
+    def sent(array: npt.NDArray[Any]) -> Array:
+        if case["by"] != "upload":
+            return getattr(ops, str(case["by"]))(array)
+        first, device = ops.upload([np.arange(3, dtype=np.int32), array])
+        assert_same(np.asarray(ops.to_host(first)), np.arange(3, dtype=np.int32), "the array uploaded before")
+        return device
+
+    device, _ = sent(array), sent(array[::-1].copy())
     later = ops.fetch_later([device])
     found = [np.array(each) for each in (*ops.fetch([device]), *later.wait(), *later.wait(), ops.to_host(device))]
     for what, each in zip(("fetch", "fetch_later", "the same copy again", "to_host"), found, strict=True):

@@ -26,7 +26,7 @@ from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.checkpoints import STEP_CASE, abilities_of, is_tied
+from fd_core.testing.models.checkpoints import ENCODER, STEP_CASE, abilities_of, is_tied
 from fd_core.testing.models.scenario import Events, Scenario
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
@@ -66,15 +66,22 @@ AXES: Final = (
         ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts"),
     ),
     Axis("wrong_drafts", (0.3, 0.0, 0.1, 1.0)),
+    Axis(
+        "drafter",
+        ("texts", "model"),
+        rare=({"drafter": "model", "drafts": 5, "wrong_drafts": 0.0, "max_tokens": 33, "ends": "last first"},),
+        needs="checkpoints",
+    ),
     Axis("structured", (False, True), ("EngineConfig.structured_output",)),
     Axis("forced", (8, 0, 16), ("EngineConfig.max_forced_tokens",)),
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
     Axis(
         "model",
-        ("llama", "mistral-window", "qwen2-window", "gemma3", "qwen2", "qwen3-moe", "ernie-moe"),
+        ("llama", "mistral-window", "qwen2-window", "gemma3", "qwen2", "qwen3-moe", "ernie-moe", ENCODER),
         ("EngineConfig.model", "Limits.groups"),
         needs="checkpoints",
     ),
+    Axis("stored", ("F32", "BF16", "F16"), needs="checkpoints"),
     Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
     Axis("kv_dtype", ("auto", "int8"), ("EngineConfig.kv_cache_dtype",)),
     Axis(
@@ -137,7 +144,8 @@ AXES: Final = (
     ),
     Axis("attention", ("auto", "triton", "flashinfer", "torch"), ("EngineConfig.attention_backend",)),
 )
-"""Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
+"""Axes of an engine and its requests. `drafter`: the oracle's texts, or a draft model; `stored`: dtype of a checkpoint,
+in two files unless it is float32; `abort` is the step after which two requests are aborted; `poisoned` adds a
 request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
 first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
 second time, under the same names; `company` is another engine of the same backend in this process; an `unlike`
@@ -189,6 +197,8 @@ EXCUSED: Final[Mapping[str, str]] = {
 """Fields of the contract that no axis varies, with the reason."""
 EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
 """Axes whose effect on a text is indistinguishable from rounding in lower precision, as the choice of experts is."""
+_OF_DECODERS: Final = ("memory", "drafts", "structured", "kv_dtype", "adapters", "copies", "delivered", "poisoned")
+"""Axes of which encoders have the plainest value."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
 _GROUPS: Final = {"qwen2-window": 2, "gemma3": 2}
@@ -196,9 +206,9 @@ _GROUPS: Final = {"qwen2-window": 2, "gemma3": 2}
 _SLACK: Final = 4.0
 """The model has two layers and adapters, and a case compares thousands of tokens; logits of other rows differ by ten
 times the margin and more."""
-_MOST_TOKENS: Final = 1500
+_MOST_TOKENS: Final = 1200
 """Tokens of all requests of a case that is not rare."""
-_MOST_STEPS: Final = 500
+_MOST_STEPS: Final = 400
 _MOST_FILLED: Final = 1000
 """Longest context of which further requests fill the pool; attention to longer ones takes seconds in numpy."""
 
@@ -208,6 +218,14 @@ def allowed(case: Case) -> bool:
     if case["reasoning"] is not None and not (case["structured"] or case["drafts"]):
         return False
     if case["reloaded"] and not case["adapters"]:
+        return False
+    if case["drafter"] == "model" and int_of(case, "drafts") > 5:  # each draft is a forward pass
+        return False
+    if case["model"] == ENCODER and (
+        case["pooling"] == "tokens"
+        or _prompt(case) + 2 > _budget(case)
+        or any(case[name] != _PLAIN[name] for name in _OF_DECODERS)
+    ):
         return False
     if case["poisoned"] and is_tied(str(case["model"])):  # logits of the token would be NaN for all
         return False
@@ -318,6 +336,13 @@ def requests_of(case: Case, digests: tuple[str, ...], first: int = 0) -> list[Re
 
 
 _PLAIN: Final = default_case(AXES)
+_CHANGE_TEXTS: Final = [
+    axis
+    for axis in AXES
+    if axis.name in ("pooling", "adapters", "poisoned", "ordered", "reasoning")
+    or (axis.fields and axis.fields[0].startswith("SamplingParams.") and axis.name != "max_tokens")
+]
+"""Axes of which a value but the plainest lets a text differ from the most likely one of the model."""
 _ORDER: Final = {name: place for place, name in enumerate(_PLAIN)}
 
 
@@ -354,7 +379,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         ignore_eos=value("ignore_eos"),
         reasoning=None if (most := value("reasoning")) is None else Reasoning(end=(11, 12, 11, 13), max_tokens=most),
     )
-    pooling = value("pooling")
+    pooling: Any = case["pooling"] or "mean" if case["model"] == ENCODER else value("pooling")
     if pooling is not None:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     return RequestSpec(
@@ -463,18 +488,24 @@ def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
     settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs))
     if adapters:
         settings |= {
-            "lora_modules": tuple(f"{digest}={adapters[digest]}" for digest in digests),
+            "lora_modules": (f"{digests[0]}={adapters[digests[0]]}",),
             "max_loras": len(digests),
             "max_lora_rank": case["adapter_rank"],
         }
     reloaded = (digests[0], spare) if case["reloaded"] else None
     full = requests_that_fill(settings, (*digests[1:], spare) if reloaded else tuple(digests))
+    if case["model"] == ENCODER:
+        full = [msgspec.structs.replace(spec, pooling=Pooling("mean"), params=specs[0].params) for spec in full]
     return Scenario(
         target=target,
         judge=_judge(target, case, [*specs, *full], adapters, settings),
         settings=settings,
+        adapters=[(digest, adapters[digest]) for digest in digests[1:]] if adapters else [],
         drafts=int_of(case, "drafts"),
         wrong_drafts=float(case["wrong_drafts"] or 0),
+        drafter=case["drafter"] == "model" and bool(case["drafts"]),
+        agrees=target.exact and all(case[axis.name] == axis.values[0] for axis in _CHANGE_TEXTS),
+        stored="" if case["stored"] == "F32" else f"@{case['stored']}",
         specs=specs,
         full=full,
         events=Events(

@@ -19,6 +19,7 @@ from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import broken, require
 from fd_core.types import IntArray
 
@@ -92,12 +93,13 @@ AXES: Final = (
     Axis("accepted", ("random", "none", "all", "one"), ("Drafter.extend.tokens", "Drafter.extend.counts")),
     Axis("steps", (6, 1, 2, 40)),
     Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
-    Axis("events", ("none", "reused", "shorter", "moved", "alike"), ("Drafter.admit.slot",)),
+    Axis("events", ("none", "reused", "shorter", "moved", "alike", "returned", "exchanged"), ("Drafter.admit.slot",)),
     Axis("instances", ("one", "in-turn", "threads")),
     Axis("model", ("alike", "shorter"), ("DraftContext.load_model",), rare=({"model": "wider"},)),
 )
-"""`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, and
-of one of the same length that begins and ends as its text. A draft model of a `shorter` context or a `wider`
+"""`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, of
+one of the same length that begins and ends as its text, of its own text, with or without a token that it got while it
+drained, and those of two preempted requests in each other's slots. A draft model of a `shorter` context or a `wider`
 vocabulary is refused, or drafts within its context and that vocabulary."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Drafter.context": "its fields are varied",
@@ -167,7 +169,7 @@ class _DraftSlots:
         self._propose(slots)
 
     def _event(self, number: int, slot: int) -> None:
-        held = self.texts[slot]
+        held, other = self.texts[slot], (slot + 1) % len(self.texts)
         head = max(8, len(held) // 4)
         count = max(0, len(held) - 4 - head)
         middle = np.resize([held[-1], held[-3:][0], number % self._vocab], count).tolist()
@@ -175,9 +177,13 @@ class _DraftSlots:
             "alike": [*held[:head], *middle, *held[head + count :]],
             "reused": self._text(slot + number),
             "shorter": held[: -(-len(held) // 2)],
-            "moved": self.texts[(slot + 1) % len(self.texts)],
+            "moved": self.texts[other],
+            "returned": held + held[:1] * (number % 2),
+            "exchanged": self.texts[other] + held[:2],
         }[str(self._case["events"])]
         self.admit(slot, text)
+        if self._case["events"] == "exchanged" and other != slot:
+            self.admit(other, held + held[:1])
 
     def _extend(self, slots: IntArray) -> None:
         """Accept the first drafts of each slot and deliver one more token; what follows in the rows is garbage."""
@@ -228,9 +234,10 @@ class _DraftSlots:
 
     def _require_same(self, slot: int) -> None:
         """Fail unless a new drafter, which knows only the text of a slot, has the same drafts, or fewer, or more."""
-        fresh = self._new(1)
-        fresh.admit(0, np.array(self.texts[slot], np.int32))
-        tokens, counts = fresh.propose(np.zeros(1, np.int32), self._k)
+        with another_world(1):  # it has no clock
+            fresh = self._new(1)
+            fresh.admit(0, np.array(self.texts[slot], np.int32))
+            tokens, counts = fresh.propose(np.zeros(1, np.int32), self._k)
         expected, found = tokens[0, : int(counts[0])].tolist(), self._drafts[slot]
         both = min(len(expected), len(found))
         self._counts += len(found), len(expected)

@@ -20,7 +20,7 @@ from fd_core.engine.core import Engine
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
-from fd_core.testing.hooks.purity import another_world, require_freed
+from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement
@@ -59,18 +59,6 @@ class DrafterSuite:
     @pytest.mark.fd_cases(DRAFTED)
     def test_case(self, case: KitCase) -> None:
         case.check(self.subject(), "pytest", option="--fd-case")
-
-    @pytest.mark.law("8")
-    def test_clocks_and_random_numbers_do_not_matter(self) -> None:
-        self.private.require()
-        drafts = []
-        for shift in (1, 2):
-            with another_world(shift):
-                drafter = self.subject().new(1, 8)
-                drafter.admit(0, np.array([5, 6, 7, 8] * 9 + [5, 6], np.int32))
-                tokens, counts = drafter.propose(np.zeros(1, np.int32), 8)
-                drafts.append(tokens[0, : int(counts[0])].tolist())
-        require(drafts[0] == drafts[1], "8", f"the same text has the drafts {drafts[0]} and {drafts[1]}")
 
     @pytest.mark.law("8")
     def test_drafts_continue_a_text_that_repeats(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -11,6 +12,7 @@ import msgspec
 from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import numbers_in
 
 AXES: Final = (
     Axis("steps", (9, 0, 1, 300), ("SampledStep.step",), rare=({"steps": 33_000},)),
@@ -19,11 +21,16 @@ AXES: Final = (
     Axis("epoch", (0, 1, 32_768, 2**31), ("SampledStep.epoch",)),
     Axis("restarts", (False, True)),
     Axis("requests", (3, 0, 1, 2, 64, 257, 1024), ("SampledStep.requests",)),
-    Axis("tokens", (1, 2, 6, 33), ("SampledRequest.token_ids",)),
+    Axis(
+        "tokens",
+        (1, 2, 6, 33),
+        ("SampledRequest.token_ids",),
+        rare=({"requests": 1024, "tokens": 33, "steps": 4, "drafts": "all accepted"},),
+    ),
     Axis("token_id", (7, 0, 65_535, 151_935, 2**31 - 1)),
     Axis(
         "drafts",
-        ("none", "all accepted", "none accepted"),
+        ("none", "all accepted", "none accepted", "some accepted"),
         ("SampledRequest.drafts_proposed", "SampledRequest.drafts_accepted"),
     ),
     Axis("names", ("short", "unicode", "long", "paths", "reused"), ("SampledRequest.request_id",)),
@@ -34,6 +41,13 @@ EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _MAX_ROWS: Final = 60_000
 """Requests of all steps of a case."""
+_ORDINARY: Final = (
+    "first=100,steps=1600,requests=1,tokens=6,drafts=all accepted",
+    "first=20,steps=800,tokens=3,drafts=none accepted",
+)
+"""Steps in which every number has one meaning; they fill any usual buffer."""
+_WINDOW: Final = 300
+"""Steps that an observer which counts over the last ones has to keep."""
 _NAMES: Final[dict[str, Callable[[int, int], str]]] = {
     "short": lambda step, at: f"r{step // 5}-{at}",
     "unicode": lambda step, at: f"anfrage-ü漢🙂-{step // 5}-{at}",
@@ -62,12 +76,64 @@ def steps_of(case: Case) -> Iterator[SampledStep]:
 
 
 def check_observer(make: Callable[[], Observer], case: Case) -> None:
-    """Deliver the steps of a case to observers, each in one thread, and close them. Raises `AssertionError`."""
-    count = int_of(case, "observers")
+    """Deliver the steps of a case to observers, each in one thread, and close them. Raises `AssertionError`.
+
+    A number that counts something in ordinary steps counts it in these as well.
+    """
+    count, counted = int_of(case, "observers"), _counted(make)
     observers = [make() for _ in range(count)]
+    before = [_numbers(observer) for observer in observers]
     with ThreadPoolExecutor(count) as pool:
         for running in [pool.submit(_deliver, observer, case) for observer in observers]:
             running.result()
+    if int_of(case, "steps") > _WINDOW:
+        return
+    totals = _totals(case)
+    for observer, first in zip(observers, before, strict=True):
+        for path, value in _numbers(observer).items():
+            right = {name: totals[name] for name in counted.get(path, ())}
+            grown = value - first[path]
+            if case["restarts"] and any(key.isdigit() for key in path.split(".")):
+                continue  # an earlier epoch may have its own
+            assert not right or grown in right.values(), f"its number {path[1:]} grew by {grown}, expected {right}"
+
+
+def _totals(case: Case) -> Counter[str]:
+    """Return what an observer may count in the steps of a case, by name, in all of them and in the last epoch."""
+    found, steps = Counter[str](), [*steps_of(case)]
+    for step in steps:
+        rows = step.requests
+        for epoch in {"all", "last"} if step.epoch == steps[-1].epoch else {"all"}:
+            numbers = {
+                "steps": 1,
+                "steps with requests": bool(rows),
+                "requests": len(rows),
+                "requests with drafts": sum(row.drafts_proposed > 0 for row in rows),
+                "tokens": sum(len(row.token_ids) for row in rows),
+                "drafts": sum(row.drafts_proposed for row in rows),
+                "accepted drafts": sum(row.drafts_accepted for row in rows),
+                "rejected drafts": sum(row.drafts_proposed - row.drafts_accepted for row in rows),
+            }
+            found.update({f"{name} of {epoch} epochs": number for name, number in numbers.items()})
+    return found
+
+
+def _counted(make: Callable[[], Observer]) -> dict[str, set[str]]:
+    """Return what each number of an observer counts in ordinary steps; for most numbers that is nothing."""
+    found: list[dict[str, set[str]]] = []
+    for ordinary in _ORDINARY:
+        case, observer = OBSERVED.case(ordinary).values, make()
+        before, totals = _numbers(observer), _totals(case)
+        _deliver(observer, case)
+        growth = {path: value - before[path] for path, value in _numbers(observer).items()}
+        found.append({path: {name for name in totals if totals[name] == value} for path, value in growth.items()})
+    return {path: names & found[1].get(path, set()) for path, names in found[0].items()}
+
+
+def _numbers(observer: Observer) -> Counter[str]:
+    """Return the numbers in an observer and its class."""
+    own = {name: value for cls in type(observer).__mro__[:-1] for name, value in vars(cls).items()} | vars(observer)
+    return Counter({path: value for path, (_, _, value) in numbers_in(own).items()})
 
 
 def _deliver(observer: Observer, case: Case) -> None:
@@ -82,7 +148,7 @@ def _requests(case: Case, number: int) -> Iterator[SampledRequest]:
     token, most = int_of(case, "token_id"), int_of(case, "tokens")
     for at in range(int_of(case, "requests")):
         proposed = 0 if case["drafts"] == "none" else most - 1
-        accepted = proposed if case["drafts"] == "all accepted" else 0
+        accepted = {"all accepted": proposed, "some accepted": (at + number) % most}.get(str(case["drafts"]), 0)
         ids = tuple(max(0, token - (at + each) % 3) for each in range(accepted + 1))
         yield SampledRequest(_NAMES[str(case["names"])](number, at), ids, proposed, accepted)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -17,6 +19,7 @@ from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import require
+from fd_core.testing.kit.requirements import lacks
 
 _FIRST: Final = (0, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3)
 """Arrival of the oldest request."""
@@ -40,6 +43,27 @@ RUNNING_AXES: Final = (
     Axis("again", ("none", "some", "all"), ("RunningRequests.preempted_before",)),
     Axis("block", (16, 1, 4096), ("RunningRequests.block_size",)),
 )
+_TENANTS: Final[Mapping[str, Callable[[int], str]]] = {
+    "short": lambda at: f"t{at}",
+    "long": lambda at: f"{'organisation-' * 20}{at}",
+    "case": lambda at: format(at, "03b").translate({48: "a", 49: "A"}),
+    "paths": lambda at: f"team/{at}-{at}@{at}:x {at}",
+    "spaces": lambda at: " " * at,
+}
+"""Names of tenants, which differ in nothing else."""
+SHARE_AXES: Final = (
+    Axis("tenants", (2, 3, 7)),
+    Axis("names", tuple(_TENANTS), ("QueuedRequest.tenant",)),
+    Axis("size", (30, 3000, 2**24), ("QueuedRequest.num_tokens",)),
+    Axis("prompt", ("same", "longer")),
+    Axis("promised", ("same", "more"), ("QueuedRequest.max_new_tokens",)),
+    Axis("used", ("same", "less", "more")),
+    Axis("preempted", (0, 5), ("QueuedRequest.preempted",)),
+    Axis("aborted", (0, 2)),
+    Axis("waiting", (1, 10)),
+    Axis("slots", (4, 1, 30)),
+)
+"""Tenants that always wait, and how the requests of the last one differ from those of the others."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _WIDE: Final = (0, 127, 128, -129, 2**15, 2**31, -(2**31) - 1, 2**40)
@@ -195,6 +219,47 @@ def _check_priorities(make: MakePolicy, case: Case) -> None:
         before = admitted
 
 
+def check_shares(make: MakePolicy, case: Case) -> None:
+    """Serve tenants that always wait: none gets less than two thirds of an equal share, of requests or of tokens.
+
+    Raises `InvariantViolated`.
+    """
+    size, tenants = int_of(case, "size"), [_TENANTS[str(case["names"])](at) for at in range(int_of(case, "tenants"))]
+    queue, arrivals, running, last = Queue(make()), itertools.count(), deque[QueuedRequest](), tenants[-1]
+    if len({queue.policy.flow(QueuedRequest(0, 1, 1, 0, tenant, preempted=False)) for tenant in ("t0", "t1")}) < 2:
+        lacks("the policy has no flow for each tenant")
+    used = dict.fromkeys(tenants, size) | {last: {"less": size // 3 + 1, "more": 5 * size}.get(str(case["used"]), size)}
+
+    def arrive(tenant: str) -> QueuedRequest:
+        longer, more = (tenant == last and case[name] != "same" for name in ("prompt", "promised"))
+        prompt, most = (used[tenant] - 2 if longer else size // 3), (200 if more else 5) * size
+        request = QueuedRequest(next(arrivals), prompt, most, 0, tenant, preempted=False)
+        queue.add(request)
+        return request
+
+    for tenant in tenants:
+        for _ in range(4 * (int_of(case, "waiting") if tenant == last else 1)):
+            arrive(tenant)
+    counts, preemptions = Counter[str](), Counter[int]()
+    while counts.total() < 80 * len(tenants):
+        admitted = queue.admit()
+        if admitted.tenant == last and preemptions[admitted.arrival] < int_of(case, "preempted"):
+            preemptions[admitted.arrival] += 1
+            queue.add(returned(admitted))
+            continue
+        counts[admitted.tenant] += 1
+        arrive(admitted.tenant)
+        for _ in range(int_of(case, "aborted") if admitted.tenant == last else 0):
+            queue.abort(arrive(last))
+        running.append(admitted)
+        if len(running) > int_of(case, "slots"):
+            ended = running.popleft()
+            queue.end(ended, used[ended.tenant])
+    shares = [[counts[tenant] * weight[tenant] for tenant in tenants] for weight in (used, dict.fromkeys(tenants, 1))]
+    fair = any(3 * len(tenants) * min(share) >= 2 * sum(share) for share in shares)
+    require(fair, "2.2", f"the requests of tenants that always wait, in the order of their names, are {shares[1]}")
+
+
 def running_of(case: Case) -> RunningRequests:
     """Return the running requests of a case, as arrays that cannot be written."""
     count, block = int_of(case, "rows"), int_of(case, "block")
@@ -281,6 +346,8 @@ def _check_choices(
 
 ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)
 """Orders of admission under a scheduling policy."""
+SHARES: Final[Part[MakePolicy]] = Part("shares", SHARE_AXES, check_shares)
+"""Shares of tenants under a scheduling policy."""
 CANDIDATES: Final[Part[MakePolicy]] = Part("candidates", RUNNING_AXES, check_candidates)
 """Preemption candidates of a scheduling policy."""
 CHOICES: Final[Part[MakeVictims]] = Part("victim", RUNNING_AXES, check_victim)

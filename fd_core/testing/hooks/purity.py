@@ -1,4 +1,4 @@
-"""Helpers of kits: clocks, random numbers and settings of the process, and instances that are freed."""
+"""Helpers of kits: clocks, random numbers and settings of the process, numbers in instances and their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -121,6 +121,23 @@ def _held() -> dict[str, int]:
     descriptors = Path("/proc/self/fd")
     files = sum(1 for _ in descriptors.iterdir()) if descriptors.exists() else 0
     return {"open files": files, "threads": threading.active_count()}
+
+
+def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, int]]:
+    """Return the integers in the attributes of an instance, or in a dictionary, by path, with their owners and keys."""
+    if isinstance(thing, np.ndarray):
+        small = thing.dtype.kind in "iu" and thing.size < 9
+        return {f"{path}{at}": (thing, at, int(value)) for at, value in np.ndenumerate(thing)} if small else {}
+    owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
+    found: dict[str, tuple[Any, Any, int]] = {}
+    if owner is None or path.count(".") > 3:
+        return found
+    for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            found[f"{path}.{name}"] = owner, name, int(value)
+        else:
+            found |= numbers_in(value, f"{path}.{name}")
+    return found
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 
@@ -11,7 +10,7 @@ from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, Queue, returned, running_of
+from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, SHARES, Queue, returned, running_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
@@ -94,33 +93,9 @@ class SchedulingPolicySuite:
         require(False, "2.2", f"a request of {size} tokens waits after {_PATIENCE} admissions of later ones")
 
     @pytest.mark.law("2.2")
-    @pytest.mark.parametrize("preemptions", [0, 5])
-    @pytest.mark.parametrize("promised", [20, 5000])
-    @pytest.mark.parametrize("prompt", [10, 28])
-    def test_tenants_with_equal_use_are_served_equally(self, prompt: int, promised: int, preemptions: int) -> None:
-        """Requests of one of two tenants differ in `max_tokens`, preemptions or their prompts; all use 30 tokens."""
-        queue, counts = Queue(self.policy_class()()), Counter[str]()
-        first = [QueuedRequest(0, 10, 20, 0, tenant, preempted=False) for tenant in ("t0", "t1")]
-        if len({queue.policy.flow(request) for request in first}) < 2:
-            lacks("the policy has no flow for each tenant")
-        waits, running = Counter[str](), list[QueuedRequest]()
-        for arrival in range(400):
-            tenant = min(("t0", "t1"), key=lambda each: waits[each])
-            size, most = (prompt, promised) if tenant == "t1" else (10, 20)
-            queue.add(QueuedRequest(arrival, size, most, 0, tenant, preempted=False))
-            waits[tenant] += 1
-            if arrival < 20:
-                continue
-            admitted = queue.admit()
-            for _ in range(preemptions if admitted.tenant == "t1" else 0):
-                queue.add(returned(admitted))
-                admitted = queue.admit()
-            waits[admitted.tenant] -= 1
-            counts[admitted.tenant] += arrival >= 200
-            running.append(admitted)
-            if len(running) > 4:
-                queue.end(running.pop(0), 30)
-        require(min(counts["t0"], counts["t1"]) >= 200 // 3, "2.2", f"of 200 requests, those of a tenant are {counts}")
+    @pytest.mark.fd_cases(SHARES)
+    def test_shares_of_tenants(self, case: KitCase) -> None:
+        case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("3.6")
     @pytest.mark.parametrize("preempted", [False, True])

@@ -203,7 +203,7 @@ class Target:
         if case == ENGINE_CASE and self.quantization != "auto":
             case = PACKED_ENGINE_CASE
         folder = self._folder / case
-        return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
+        return folder if (folder / "generation_config.json").exists() else write_checkpoint(case, folder)
 
     def load(self, case: str = ENGINE_CASE, epoch: int = 1, first_step: int = 0, **settings: Any) -> Engine:
         """Load a small engine on the checkpoint of a case; close it after use.
@@ -237,7 +237,7 @@ class Target:
         """
         speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
         engine = self.load(case, **speculative | settings)
-        if k:
+        if k and "speculative" not in settings:
             engine.probe().runner.drafter = OracleDrafter(engine.info.max_num_seqs, whole, wrong, seed=0)
         try:
             yield engine

@@ -210,6 +210,7 @@ def packed_weight(
     # In half precision, as in files.
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
+    scales[1::16] = 0  # rows of zeros, or of their minima
     lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
 
     lowest = None if lowest is None else placed(lowest, stored)

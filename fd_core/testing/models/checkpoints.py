@@ -19,7 +19,7 @@ from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
 from fd_core.models.families.contract import Family, MoeSpec
-from fd_core.models.families.installed import installed_families
+from fd_core.models.families.encoders.gemma import EmbeddingGemma
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import describe
 from fd_core.testing.models.arrays import Values
@@ -68,6 +68,10 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 """Hugging Face's model type and config fields in addition to `SIZES`, by case."""
 
+ENCODER: Final = "gemma3-encoder"
+"""Model of a `STEP_CASE` that attends in both directions and has no output projection."""
+_FAMILIES: Final[Mapping[str, tuple[type[Family], str]]] = {**_CASES_OF_FAMILIES, ENCODER: (EmbeddingGemma, "mixed")}
+
 ENGINE_CASE: Final = "engine"
 """A minimal model, for tests that need an engine but no realistic model."""
 PACKED_ENGINE_CASE: Final = "packed_engine"
@@ -98,6 +102,7 @@ def abilities_of(case: str) -> tuple[str, ...]:
     spec = describe(ModelConfig(_config_of(case)))
     attention = [layer.attention for layer in spec.layers]
     needed = {
+        "encoders": not spec.causal,
         "biases": any(linear.bias for linear in spec.linears()),
         "interleaved_rope": any(each.rope.interleaved for each in attention),
         "moe": any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers),
@@ -109,32 +114,36 @@ def abilities_of(case: str) -> tuple[str, ...]:
 
 def is_tied(case: str) -> bool:
     """Return True if the head of a case is its embedding."""
-    return bool(CASES[case][1].get("tie_word_embeddings", False))
+    family, name = _FAMILIES[case]
+    return bool(family.cases[name].get("tie_word_embeddings", False))
 
 
 def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     """Write the case into `folder`, created if absent, and return it; the bytes are deterministic.
 
-    `more` are fields of its config.
+    `more` are fields of its config. A case that ends in `@F16` or `@BF16` is stored in that dtype, in two files.
     """
+    case, _, dtype = case.partition("@")
     base = case.partition(":")[0]
     tensors = write_config(
         {**_config_of(case), **more}, folder, seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(base)
     )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     if base in (STEP_CASE, FORMER_STEP_CASE) and "lm_head.weight" in tensors:
         tensors["model.embed_tokens.weight"][-1] = np.nan
         tensors["lm_head.weight"][-1] = 0.0
         _save(tensors, folder)
+    if dtype:
+        (folder / "model.safetensors").unlink()
+        _save_shards(tensors, folder, dtype)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     return folder
 
 
 def _config_of(case: str) -> dict[str, Any]:
     base, _, model = case.partition(":")
-    kind, changes = CASES.get(model or base, CASES["llama"])
-    name = next(each for each, family in installed_families().architectures.items() if family.model_type == kind)
-    named = {"architectures": [name], "model_type": kind, "torch_dtype": "float32"}
-    config = {**SIZES, **changes, **_SIZES_OF.get(base, {}), **named}
+    family, name = _FAMILIES.get(model or base, _FAMILIES["llama"])
+    named = {"architectures": [family.architectures[0]], "model_type": family.model_type, "torch_dtype": "float32"}
+    config = {**SIZES, **family.cases[name], **_SIZES_OF.get(base, {}), **named}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     return config
@@ -154,6 +163,25 @@ def _save(tensors: dict[str, Any], folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _save_shards(tensors: Mapping[str, Any], folder: Path, dtype: str) -> None:
+    """Write tensors in two files, those that lose nothing in the dtype, which are most, and an index of both."""
+    places: dict[str, str] = {}
+    for index in range(2):
+        entries, data, name = dict[str, Any](), b"", f"model-{index + 1:05}-of-00002.safetensors"
+        for tensor, values in [*tensors.items()][index::2]:
+            bits, begin = values.view(np.uint32), len(data)
+            exact = not (bits & 0xFFFF).any()
+            narrow = (bits >> 16).astype(np.uint16) if dtype == "BF16" else values.astype(np.float16)
+            data += (narrow if exact else values).tobytes()
+            entries[tensor] = {"dtype": dtype if exact else "F32", "shape": values.shape}
+            entries[tensor]["data_offsets"] = [begin, len(data)]
+            places[tensor] = name
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
 def rewrite_weights(folder: Path, case: str) -> None:
     """Replace the weights of a checkpoint by those of a case with the same shapes; who has the file open keeps it."""
     (write_checkpoint(case, folder / "new") / "model.safetensors").replace(folder / "model.safetensors")
@@ -162,6 +190,9 @@ def rewrite_weights(folder: Path, case: str) -> None:
 def _weight(values: Values, name: str, shape: tuple[int, ...], norm_offset: float) -> Any:
     """Return weights whose logits vary enough between tokens for a meaningful comparison."""
     if len(shape) == 1 or shape[0] == 1:
-        norm = name.endswith("norm.weight")
-        return values(*shape, scale=0.2) + np.float32(1.0 - norm_offset if norm else 0.0)
+        norm, size = name.endswith("norm.weight"), np.ones(1, np.float32)
+        if norm_offset:  # blocks outweigh the scaled embedding, whose own token is not the most likely next one
+            signs = [1, -1] if name == "model.norm.weight" else [4] if "post_" in name else [1]
+            size = np.array(signs, np.float32)
+        return values(*shape, scale=0.2) + (np.resize(size, shape) - np.float32(norm_offset) if norm else np.float32(0))
     return values(*shape, scale=0.5 if "embed" in name or "lm_head" in name else 1.4 * shape[1] ** -0.5)

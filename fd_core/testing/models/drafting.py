@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -11,11 +12,12 @@ from fd_core.runner.drafting import PerSlotDrafter
 from fd_core.types import IntArray
 
 
-def speculation(k: int) -> SpeculativeConfig | None:
-    """Return settings for up to `k` drafts per step, for a drafter that a test installs."""
+def speculation(k: int, model: Path | None = None) -> SpeculativeConfig | None:
+    """Return settings for up to `k` drafts per step: of a draft model, or for a drafter that a test installs."""
     if k == 0:
         return None
-    return SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000)
+    method, name = ("ngram", None) if model is None else ("draft_model", str(model))
+    return SpeculativeConfig(method=method, model=name, num_speculative_tokens=k, cheap_tokens=1000)
 
 
 class OracleDrafter(PerSlotDrafter):

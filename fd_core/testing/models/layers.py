@@ -196,7 +196,7 @@ class LayerOn:
         history: npt.NDArray[Any] = np.resize(make(min(math.prod(shape), 250_007)), shape)
         free = np.ones(count, np.bool_)
         for (tokens, context), table in zip(rows, tables, strict=True):
-            first = 0 if g.window is None else max(0, context - tokens + 1 - g.window) // g.block_size
+            first = max(0, self.heads.first_key(context - tokens)) // g.block_size
             free[table[first : -(-(context - tokens) // g.block_size)]] = False
         history[free] = np.nan  # as a failed request leaves blocks, until a token is written
         if self.cache.shape.quantized:

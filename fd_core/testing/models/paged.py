@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import Model, cache_shape, whole_prompts
-from fd_core.ops.contract import Ops, StepInput
+from fd_core.backends.contract import GroupedModel, Model, cache_shape, whole_prompts
+from fd_core.config.layer_groups import ONE_GROUP
+from fd_core.ops.contract import GroupTables, Ops, StepInput
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import on_device, step_input
 from fd_core.types import IntArray
@@ -65,25 +67,32 @@ class PagedDriver:
             self.forward = lambda step, cache: model.head(ops.gather_rows(compute(step, cache), step.logits_rows))
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
-        num_blocks = width * len(prompts) + 3
-        shuffled = np.random.default_rng(0).permutation(num_blocks)[: width * len(prompts)]
-        self.tables = shuffled.reshape(len(prompts), width).astype(np.int32)
-        self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype), num_blocks)
+        groups = model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
+        shape = groups.count, len(prompts), width
+        shuffled = np.random.default_rng(0).permutation(math.prod(shape) + 3)[:-3]
+        self.tables = shuffled.reshape(shape).astype(np.int32)
+        self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype, groups), math.prod(shape) + 3)
 
     def step(self, work: list[tuple[int, int]]) -> None:
         """Compute (row, number of tokens) pairs; stores their logits."""
         rows, counts = [row for row, _ in work], [count for _, count in work]
-        host = step_input(
-            [(count, self.rows[row].computed + count) for row, count in work], BLOCK_SIZE, self.tables[rows]
-        )
+        spans = [(count, self.rows[row].computed + count) for row, count in work]
+        slots = [step_input(spans, BLOCK_SIZE, tables[rows]).kv_slots for tables in self.tables]
+        host = step_input(spans, BLOCK_SIZE, self.tables[0, rows])
         row_of = np.repeat(rows, counts)
         tokens = [self.rows[row].tokens[place] for row, place in zip(row_of, host.positions, strict=True)]
         wanted = host.logits_rows if self.last_only else np.arange(len(tokens), dtype=np.int32)
         # Entries beyond the context are undefined, so they are out of range.
         used = -(-host.context_len // BLOCK_SIZE)
-        visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
-        step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)
-        step = replace(step, uniform=host.max_query == 1)
+        visible = np.where(np.arange(self.tables.shape[2]) < used[:, None], self.tables[:, rows], np.int32(2**20))
+        step = replace(
+            host,
+            token_ids=np.array(tokens, np.int32),
+            block_tables=np.ascontiguousarray(visible[0]),
+            logits_rows=wanted,
+        )
+        grouped = GroupTables(np.stack(slots), np.ascontiguousarray(visible)) if len(slots) > 1 else None
+        step = replace(step, uniform=host.max_query == 1, grouped=grouped)
         logits = self.output(step, row_of)
         for index, (row, count) in enumerate(work):
             start, end = host.query_start[index : index + 2]
@@ -93,6 +102,7 @@ class PagedDriver:
     def output(self, host: StepInput, row_of: IntArray) -> npt.NDArray[np.float32]:
         """Return the logits of a step, or the states of a stage before the last."""
         step = on_device(self.ops, host)
+        step = replace(step, grouped=None if host.grouped is None else on_device(self.ops, host.grouped))
         if self.places is not None:
             step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
         if self.stage_before is not None:

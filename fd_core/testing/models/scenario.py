@@ -16,11 +16,13 @@ import numpy as np
 from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import ControlOrder, UpdateWeights
 from fd_core.errors import FdError
+from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
+from fd_core.testing.models.drafting import speculation
 from fd_core.testing.models.stepper import parts_of
 from fd_core.testing.models.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
@@ -59,7 +61,7 @@ class Events:
     forgets_prefixes: bool = False
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
     orders: Sequence[ControlOrder] = ()
-    """Orders of an operator, all given after a few steps of the requests."""
+    """Orders of an operator, all given after a few steps of the requests, each time."""
     updated: bool = False
     """Load the engine with other weights, which an order replaces before the first step."""
     again: bool = False
@@ -76,12 +78,20 @@ class Scenario:
     target: Target
     judge: Judge
     settings: Mapping[str, Any]
+    adapters: Sequence[tuple[str, Path]]
+    """Names and folders of adapters that are loaded after those of the settings, one by one."""
     drafts: int
     wrong_drafts: float
     specs: Sequence[RequestSpec]
     full: Sequence[RequestSpec]
     """Requests that fill the engine, submitted when all others have ended."""
     events: Events
+    stored: str = ""
+    """Suffix of the case of the checkpoint, see `write_checkpoint`."""
+    drafter: bool = False
+    """A draft model drafts: the model itself, or one with other weights if drafts may be wrong."""
+    agrees: bool = False
+    """A draft model with the right weights drafts exactly the texts."""
     neighbour: Scenario | None = None
     """The other engine and its requests."""
 
@@ -102,10 +112,12 @@ class Scenario:
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
         former = self.judge.case.replace(STEP_CASE, FORMER_STEP_CASE)
-        case = former if self.events.updated else self.judge.case
-        folder = self.target.checkpoint(case)
-        if self.events.updated and folder is not None:
-            rewrite_weights(folder, case)
+        case = former if self.events.updated else self.judge.case + self.stored
+        draft = f"{former}@BF16" if self.wrong_drafts else case  # a folder that no case rewrites
+        if self.drafter and (path := self.target.checkpoint(draft)) is not None:
+            settings["speculative"] = speculation(self.drafts, path)
+        if self.events.updated and (path := self.target.checkpoint(case)) is not None:
+            rewrite_weights(path, case)
         with self.target.engine(
             self.drafts,
             self.judge.whole(),
@@ -128,17 +140,29 @@ class Scenario:
                     return request
 
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            for name, path in self.adapters:
+                engine.load_adapter(name, path)
             if self.events.updated:
-                if folder is not None:
-                    rewrite_weights(folder, self.judge.case)
-                failures: list[FdError | None] = []
-                for path in (Path("absent"), folder or Path("scripted")):
-                    engine.control(UpdateWeights(str(path)), failures.append)
-                    engine.begin_steps()
-                assert failures[1:] == [None], f"the weights were not updated: {failures}"
+                self._update(engine, former)
             if self.events.poison is not None and "kv_transfer" not in self.target.limits:
                 fill_with_nan(engine.probe().runner.cache)
+            before = engine.stats().compilations
             yield engine
+            for _ in range(2):
+                after = engine.stats().compilations
+                check_compilations(before, after)
+                before = after
+
+    def _update(self, engine: Engine, former: str) -> None:
+        """Replace the weights by those of the model: in the same folder, or, if requests come again, in another one."""
+        failures: list[FdError | None] = []
+        folder = self.target.checkpoint(self.judge.case if self.events.again else former)
+        if folder is not None and not self.events.again:
+            rewrite_weights(folder, self.judge.case)
+        for path in (Path("absent"), folder or Path("scripted")):
+            engine.control(UpdateWeights(str(path)), failures.append)
+            engine.begin_steps()
+        assert failures[1:] == [None], f"the weights were not updated: {failures}"
 
     def drive(self, engine: Engine) -> Generator[None]:
         """Run the requests with all events, then those that fill the engine; yields after each step."""
@@ -152,11 +176,15 @@ class Scenario:
             yield from self._steps(engine, queue, texts, victims, self.events.orders)
         for spec in poisoned:
             self._check_poisoned(spec, texts)
+        if self.agrees and self.drafter and not self.wrong_drafts:
+            drafts = engine.stats().scheduler.drafts
+            fits = 0 < drafts.proposed <= drafts.accepted / 0.9  # rounding may decide a few
+            assert fits, f"a draft model with the right weights: of {drafts.proposed} drafts {drafts.accepted} fit"
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
         if self.events.again:
             texts = Texts()
-            yield from self._steps(engine, resumed[::-1], texts, set())
+            yield from self._steps(engine, resumed[::-1], texts, set(), self.events.orders)
             for spec in resumed:
                 self._check(spec, texts)
         if self.events.reloaded is not None:
@@ -294,6 +322,16 @@ class Scenario:
             if self.target.exact and gaps.max(initial=-1.0) < -2 * margin:
                 assert ours.top_ids[:-1] == best.top_ids[:-1], f"{where}: alternatives in a wrong order"
                 assert abs((ours.rank or 0) - (best.rank or 0)) <= 1, f"{where}: expected rank {best.rank}, {ours.rank}"
+
+
+def check_compilations(before: CompilationStats | None, after: CompilationStats | None) -> None:
+    """Compare two reports of a loaded engine: nothing decreases, and the start has ended. Raises `AssertionError`."""
+    what = f"expected compilations since the start, which ended with the warm-up: {before}, then {after}"
+    assert isinstance(before, CompilationStats | None) and type(after) is type(before), what
+    if before is not None and after is not None:
+        counts = zip(*map(msgspec.structs.astuple, (before, after)), strict=True)
+        assert all(0 <= one <= two for one, two in counts), what
+        assert (after.start, after.start_seconds) == (before.start, before.start_seconds), what
 
 
 def _exhaust(steps: Generator[None]) -> None:

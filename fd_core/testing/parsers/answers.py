@@ -48,7 +48,7 @@ _SIZES: Final = (1, 2, 40, 300)
 """Number of repetitions of a text."""
 _SHORT: Final = ("number", "word", "empty")
 _WITH_VALUE: Final = ("city", "nested", "mixed")
-_CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "at-markers", "in-markers")
+_CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "tokens", "at-markers", "in-markers")
 _COMMON: Final = (
     Axis("chunk", _CHUNKS, ("OutputParser.push.text",)),
     Axis("end", ("flush", "finish")),
@@ -74,7 +74,7 @@ CALL_AXES: Final = (
     Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
-    Axis("name", ("weather", "w", "now_and_then", "get.weather-2_x", "x" * 64), ("CallForm.begin",)),
+    Axis("name", ("weather", "w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64), ("CallForm.begin",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
@@ -128,8 +128,7 @@ class _Model:
     def end_with(self, target: ParserTarget, tail: object) -> None:
         """Add white space or half a marker to the content at the end of the answer."""
         begin, text = self.contents[-1] if self.contents else (-1, "")
-        halves = {"space": ["  \n "], "half-marker": [half for half in target.half_markers if half == half.strip()]}
-        found = max(halves.get(str(tail), ()), key=len, default="")
+        found = {"space": "  \n ", "half-marker": _half(target, "")}.get(str(tail), "")
         if begin + len(text) == len(self.text):
             self.text, self.tail = self.text + found, found
 
@@ -319,12 +318,21 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             model.prompt = before.get(str(case["begins"]), "<|user|>Hi<|assistant|>") + head
         else:
             model.add(head)
-        model.add(f"{reasoning} {block}" if reasoning else "", model.reasonings)
-        model.add(middle)
+        half = _half(target, middle.lstrip()) if case["tail"] == "half-marker" else ""
+        model.add(f"{reasoning} {block}{half}" if reasoning else "", model.reasonings)
+        model.add(middle.lstrip() if half else middle)
     model.add(_repeated(_text(target, str(case["text"])), int_of(case, "text_size")), model.contents)
     model.add(tail)
     model.end_with(target, case["tail"])
     return model
+
+
+def _half(target: ParserTarget, marker: str) -> str:
+    """Return the longest half marker, without those that begin `marker` before it begins itself."""
+    halves = [half for half in target.half_markers if half == half.strip()]
+    return max(
+        (half for half in halves if not marker or (half + marker).find(marker) == len(half)), key=len, default=""
+    )
 
 
 def _repeated(text: str, times: int) -> str:
@@ -388,8 +396,11 @@ def pieces_of(target: ParserTarget, text: str, chunk: object, rng: np.random.Gen
         places = list(range(chunk, len(text), chunk))
     else:
         found = [at for marker in target.markers for at in _places(text, marker)]
+        words = [] if chunk == "at-markers" else [place.end() for place in re.finditer(r"\s?\w+|\s+|\W", text)]
         inside = [begin + 1 + index % max(1, end - begin - 1) for index, (begin, end) in enumerate(found)]
-        places = sorted(inside if chunk == "in-markers" else {at for pair in found for at in pair})
+        ends = {at for pair in found for at in pair}
+        outside = {at for at in words if not any(begin < at < end for begin, end in found)}
+        places = sorted(inside if chunk == "in-markers" else ends | outside)
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 

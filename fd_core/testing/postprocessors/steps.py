@@ -16,6 +16,7 @@ from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.hooks.purity import numbers_in
 from fd_core.testing.kit.law import broken
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows
 from fd_core.types import IntArray
@@ -202,7 +203,7 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
     blocks = 0
     for step in range(int_of(case, "steps")):
         if step == 1 and case["counted"]:
-            numbers = {path: value for path, (_, _, value) in _numbers(ours.matrices.postprocess).items()}
+            numbers = {path: value for path, (_, _, value) in numbers_in(ours.matrices.postprocess).items()}
         if step == 2 and case["counted"]:
             _count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
         if step == 4 * _HELD:
@@ -227,26 +228,9 @@ def _finish(instance: _Instance, steps: int) -> None:
 
 def _count_from(postprocess: object, before: Mapping[str, int], start: int) -> None:
     """Set each number of an instance that has grown since `before`, a count of steps, to just below `start`."""
-    for path, (owner, name, value) in _numbers(postprocess).items():
+    for path, (owner, name, value) in numbers_in(postprocess).items():
         if value > before.get(path, value) and start - 2 <= _largest(owner[name]):
             owner[name] = type(owner[name])(start - 2)
-
-
-def _numbers(thing: object, path: str = "") -> dict[str, tuple[Any, Any, int]]:
-    """Return the integers in the attributes of an instance, by path, each with its owner and the key there."""
-    if isinstance(thing, np.ndarray):
-        small = thing.dtype.kind in "iu" and thing.size < 9
-        return {f"{path}{at}": (thing, at, int(value)) for at, value in np.ndenumerate(thing)} if small else {}
-    owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
-    found: dict[str, tuple[Any, Any, int]] = {}
-    if owner is None or path.count(".") > 3:
-        return found
-    for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
-        if isinstance(value, int | np.integer) and not isinstance(value, bool):
-            found[f"{path}.{name}"] = owner, name, int(value)
-        else:
-            found |= _numbers(value, f"{path}.{name}")
-    return found
 
 
 def _largest(number: Any) -> int:

@@ -23,6 +23,7 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.schedulers.tiers import Operation, wanted_blocks
 from fd_core.types import (
+    PHASE_NAMES,
     Admission,
     BlockGrant,
     Delta,
@@ -40,6 +41,13 @@ from fd_core.types import (
 from fd_core.types.kv_events import KVEvent, Stored, StoredBlocks
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
+_STATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "waits": ("waiting",),
+    "loads": ("loading", "running"),
+    "runs": ("running",),
+    "drains": ("draining",),
+}
+"""States of a `RequestActivity` by the place of its request; one whose KV has arrived may count as running."""
 _PATIENCE: Final = 4
 """Maximum number of consecutive plans per slot that may skip a decode."""
 _MAX_OVERTAKEN: Final = 24
@@ -205,6 +213,7 @@ class _Expected(NamedTuple):
     tokens: tuple[int, ...] = ()
     end: FinishReason | None = None
     draining: bool = False
+    error: str = ""
 
 
 class Auditor:
@@ -221,11 +230,10 @@ class Auditor:
         self.stale = 0
         """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
-        self.steps = 0
-        self.planned_tokens = 0
-        """Tokens of all steps."""
-        self.admitted_tokens = Counter[str]()
-        """Tokens of all admissions, by the counter of `SchedulerCounters` that has them."""
+        self.counts = Counter[str]()
+        """Expected counters of a scheduler, by name, those of drafts with the position."""
+        self.seconds = dict.fromkeys(PHASE_NAMES, 0.0)
+        """Seconds of all requests that ended, by the name of the phase."""
         self.paused = False
         """True if plans must preempt everything and admit nothing."""
         self._weights = 0
@@ -377,8 +385,7 @@ class Auditor:
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
         require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
-        self.steps += 1
-        self.planned_tokens += total
+        self.counts.update(steps=1, budget_used=total, budget_limit=budget)
         require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
         require(useful, "8", f"step {plan.step} is empty")
@@ -478,10 +485,11 @@ class Auditor:
             begins = f"{name} begins with {computed} positions, of which it computed {request.seen}"
             require(computed <= request.seen, "4", f"{begins}, but needs every position of its prompt")
         first, size = request.cached is None and not request.spec.delivered, len(told)
-        self.admitted_tokens.update({"prompt_tokens": size} if first else {"recomputed_tokens": size - computed})
-        self.admitted_tokens["prefix_queries"] += size
+        self.counts.update({"prompt_tokens": size} if first else {"recomputed_tokens": size - computed})
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
+        hits = request.held if isinstance(loaded, operations.Fetch) else computed
+        self.counts.update(prefix_queries=size, prefix_hits=hits)
         groups, begin = self.limits.groups, 0
         if groups.sliding:
             begin = groups.first_kept(computed, self.limits.block_size)
@@ -634,6 +642,7 @@ class Auditor:
                         require(named == content, "5.3", f"{what} different contents under one key")
                 case operations.Load():
                     self._await_kv(effect, "5.2", "5.4")
+                    self.counts["loads"] += 1
                 case operations.Fetch():
                     self._fetch(effect)
                 case operations.Send():
@@ -688,18 +697,16 @@ class Auditor:
         """Check that the phases of a request, if any, add up to its time."""
         if delta.phases is not None:
             self._check_sum(request, delta.phases)
+            if delta.finish_reason is not None:
+                for phase in Phase:
+                    self.seconds[phase.name.lower()] += delta.phases[phase]
 
     def _check_sum(self, request: Followed, phases: Sequence[float]) -> None:
         total, found = self._clock.now - request.added_at, sum(phases)
         whole = len(phases) == len(Phase) and min(phases) >= 0 and abs(found - total) < 1e-6
         require(whole, "8", f"{request.name}: expected phases of {total} s, got {phases}")
-        for phase, possible in (
-            (Phase.COMPUTING, request.cached is not None or request.loading is not None or request.abort_requested),
-            (Phase.GRAMMAR, request.spec.params.grammar is not None),
-            (Phase.TRANSFER, bool(request.spec.prefill_at)),
-            (Phase.PREEMPTED, request.revoked),
-        ):
-            require(possible or not phases[phase], "8", f"{request.name} cannot be in phase {phase.name}: {phases}")
+        impossible = [phase.name for phase in {*Phase} - self._phases_of(request) if phases[phase]]
+        require(not impossible, "8", f"{request.name} cannot be in phase {impossible}: {phases}")
         computed = phases[Phase.COMPUTING] or not request.first_delivered
         require(computed, "8", f"{request.name} has tokens, but no time of {Phase.COMPUTING.name}: {phases}")
 
@@ -771,6 +778,7 @@ class Auditor:
             settled = self._content[block][: len(right)] == right
             require(settled, "6.2", f"{what} sends block {entry} before it is settled")
         request.sent += len(send.blocks)
+        self.counts["sent_blocks"] += len(send.blocks)
         if send.tokens is not None:
             whole = send.tokens == wanted and request.sent == job.held_blocks + len(places)
             parts = f"{request.sent} blocks and {send.tokens} of {wanted} tokens"
@@ -784,12 +792,18 @@ class Auditor:
         else:
             require(delta is None, "1.1", f"{completion} returned {delta}")
         match completion:
-            case operations.Found(operation) | operations.Saved(operation) | operations.Sent(operation):
+            case operations.Saved(operation, count):
+                del self._operations[operation]
+                self.counts["saved_tokens"] += count * self.limits.block_size
+            case operations.Found(operation) | operations.Sent(operation):
                 del self._operations[operation]
             case operations.Loaded(operation, count):
                 load = self._operations.pop(operation)
                 assert isinstance(load, operations.Load)
                 size, request = self.limits.block_size, self.requests[load.request_id]
+                if request.loading is load:
+                    lost = len(load.keys) - count
+                    self.counts.update(loaded_tokens=count * size, lost_tokens=lost * size)
                 full, groups = range(len(request.tokens) // size), range(self.limits.groups.count)
                 # A key identifies one KV, by its last position; those before it are of the same text.
                 ends = {_mark(request, (at + 1) * size - 1, group): (at, group) for at in full for group in groups}
@@ -834,6 +848,8 @@ class Auditor:
         assert isinstance(fetch, operations.Fetch)
         request, size = self.requests[fetch.request_id], self.limits.block_size
         request.prefill = outcome
+        if request.loading is fetch and outcome == "transferred":
+            self.counts["fetched_tokens"] += fetch.job.num_tokens - fetch.job.held_blocks * size
         places = wanted_blocks(fetch.job, self.limits.groups, size)
         for block, (entry, group) in zip(fetch.blocks.tolist(), places, strict=True):
             if outcome != "transferred":
@@ -866,7 +882,8 @@ class Auditor:
                 continue
             request, draining = row.occupancy.request, row.occupancy.revoked
             if kind == Outcome.ERROR:
-                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining=draining)
+                error = dict(output.errors)[row.occupancy.slot]
+                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining=draining, error=error)
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
@@ -875,7 +892,10 @@ class Auditor:
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.occupancy.slot, :count].tolist())
                 expected[request.name] = _Expected(request, told, reason, draining=draining)
-                rejected = row.drafts - max(count - 1, 0)
+                accepted = max(count - 1, 0)
+                rejected = row.drafts - accepted
+                for name, most in (("proposed", row.drafts), ("accepted", accepted)):
+                    self.counts.update(f"{name} at {place}" for place in range(most))
                 row.occupancy.num_planned -= rejected
                 row.occupancy.num_computed -= rejected
                 if not row.occupancy.in_flight and output.drafts_ready is not None:
@@ -961,7 +981,7 @@ class Auditor:
                     request.occupancy = None
 
     def _check_delta(self, plan: StepPlan, right: _Expected, delta: Delta | None, *, beside_error: bool) -> None:
-        request, tokens, reason, draining = right
+        request, tokens, reason, draining, _ = right
         given = () if delta is None else delta.token_ids
         what = f"step {plan.step}: expected tokens {tokens} for {request.name}, got {given}"
         lost = "1.9" if tokens and not all(tokens) and 0 not in given else "1.3" if beside_error else "1.1"
@@ -972,7 +992,9 @@ class Auditor:
         require(said is reason, ended, f"step {plan.step}: {request.name} ended with {said}, not {reason}")
         if delta is None:
             return
-        require(reason is not FinishReason.ERROR or delta.error, "1.3", f"{request.name} failed without a message")
+        if reason is FinishReason.ERROR:
+            what = f"{request.name} failed with {right.error!r}, but got the message {delta.error!r}"
+            require(right.error in (delta.error or ""), "1.3", what)
         self._check_phases(request, delta)
         wanted = request.spec.params.logprobs
         if tokens and wanted is not None:
@@ -1033,6 +1055,24 @@ class Auditor:
         for state in ("waiting", "loading", "running"):
             count = getattr(held, state)
             require(states[state] == count, "3.6", f"{states[state]} activities are {state}, but it holds {count}")
+        for name, activity in activities.items():
+            request, possible = self.requests[name], _STATES[self.requests[name].where]
+            require(activity.state in possible, "3.6", f"the activity of {name} is {activity.state!r}, not {possible}")
+            phases, loading = self._phases_of(request), request.loading
+            if loading is not None and loading.operation in self._operations:
+                phases = {Phase.TRANSFER if isinstance(loading, operations.Fetch) else Phase.STORE}
+            require(activity.phase in phases, "8", f"{name} is {activity.state}, but in phase {activity.phase.name}")
+
+    def _phases_of(self, request: Followed) -> set[Phase]:
+        """Return the phases in which a request may be, or have been."""
+        computing = request.cached is not None or request.loading is not None or request.abort_requested
+        conditional = {
+            Phase.COMPUTING: computing,
+            Phase.GRAMMAR: request.spec.params.grammar is not None,
+            Phase.TRANSFER: bool(request.spec.prefill_at),
+            Phase.PREEMPTED: request.revoked,
+        }
+        return {phase for phase in Phase if conditional.get(phase, True)}
 
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare the scheduler's reported holdings with the audited state."""

@@ -444,10 +444,11 @@ def _incidents(driver: Driver, kind: str, waiting: list[RequestSpec]) -> Iterato
             driver.pause(*aborted, arriving=arriving)
         if driver.in_flight and len(driver.plans) % 5 == 4:
             plan = driver.in_flight[0].plan
-            slot = int(plan.slots[len(harmed) % len(plan.slots)]) if len(plan.slots) > 1 else -1
-            if kind == "error" and slot in driver.auditor.occupancies and 3 * len(harmed) < len(requests):
-                harmed.add(driver.auditor.occupancies[slot].request.name)
-                driver.answer(slot)
+            running = [slot for slot in plan.slots.tolist() if slot in driver.auditor.occupancies]
+            failed = running[:: max(2, len(running) // 2)] if len(running) > 1 else []
+            if kind == "error" and failed and 3 * len(harmed) < len(requests):
+                harmed |= {driver.auditor.occupancies[slot].request.name for slot in failed}
+                driver.answer(*failed)
             elif kind == "stale":
                 driver.answer_stale(epoch=plan.epoch + 1)
                 driver.answer_stale(epoch=plan.epoch - 1)

@@ -10,12 +10,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
-from fd_core.effects.operations import Completion, Send
+from fd_core.effects.operations import Completion
 from fd_core.errors import BadRequest, FdError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import SCHEDULER, installed_plugins
@@ -43,6 +44,12 @@ ORDERS: Final[Mapping[type[SchedulingPolicy], Order]] = {
     FairShare: lambda request: (request.tenant, (request.arrival,)),
 }
 """Order of admissions under each policy of the core."""
+
+
+_NOT_AUDITED: Final = {"preemptions", "declined", "declined_tokens", "outcomes"}
+"""Counters that are checked after each call, or depend on estimates."""
+_OF_STORES: Final = {"loaded_tokens", "lost_tokens", "saved_tokens"}
+"""Counters of blocks that are counted for one group of layers."""
 
 
 class RecordingPolicy(SchedulingPolicy):
@@ -224,7 +231,7 @@ class Driver:
         """Commit the oldest step in flight, with failed rows for the slots `failed`."""
         self.clock.now += 1.0
         answer = self.in_flight.popleft()
-        output = replace(answer.output, errors=tuple((slot, "failed on purpose") for slot in failed))
+        output = replace(answer.output, errors=tuple((slot, f"slot {slot} failed on purpose") for slot in failed))
         deltas, effects = self.scheduler.commit(answer.plan, output)
         self.auditor.answered(answer.plan, output, deltas, effects)
         self.texts.take(deltas)
@@ -358,22 +365,17 @@ class Driver:
     def _check_stats(self) -> None:
         """Compare numbers that the scheduler counts with those of the auditor, beyond those after each call."""
         stats, auditor = self.scheduler.stats(), self.auditor
-        counters = stats.counters
-        counted = {
-            "steps": (counters.steps, auditor.steps),
-            "budget_used": (counters.budget_used, auditor.planned_tokens),
-            "budget_limit": (counters.budget_limit, auditor.steps * self.limits.max_num_batched_tokens),
-            **{
-                name: (getattr(counters, name), auditor.admitted_tokens[name])
-                for name in ("prompt_tokens", "recomputed_tokens", "prefix_queries")
-            },
-            "sent_blocks": (
-                stats.transfers.sent_blocks if stats.transfers else 0,
-                sum(len(each.blocks) for each in self.begun(Send)),
-            ),
-        }
-        for name, (number, right) in counted.items():
+        parts = (stats.counters, stats.offload, *filter(None, [stats.transfers]))
+        counted = {name: value for part in parts for name, value in msgspec.structs.asdict(part).items()}
+        for kind in ("proposed", "accepted"):
+            numbers = enumerate(getattr(stats.drafts, f"{kind}_per_position"))
+            counted |= {f"{kind} at {place}": number for place, number in numbers}
+        for name in counted.keys() - _NOT_AUDITED - (_OF_STORES if self.limits.groups.count > 1 else set()):
+            number, right = counted[name], auditor.counts[name]
             require(number in (0, right), "3.6", f"counter {name}: expected {right} (or 0: not counted), got {number}")
+        seconds = {name: number for name, number in (stats.phases.seconds if stats.phases else {}).items() if number}
+        expected = {name: number for name, number in auditor.seconds.items() if number}
+        require(seconds in ({}, expected), "3.6", f"seconds in phases: expected {expected}, got {seconds}")
 
     def check_policy(self) -> None:
         """Check which events of its requests, all of which ended, the policy was notified of."""

@@ -7,8 +7,9 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import msgspec
@@ -180,12 +181,16 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
     """Serve a request with an adapter, sleep unless the level is 0, and close the engine."""
     if level and not target.cls.updates_weights:
         lacks("an engine on this backend does not sleep")
-    load, models = target.cls.load_model, list[Callable[[], object]]()
+    load, models, arrays = target.cls.load_model, list[Callable[[], object]](), list[Callable[[], Any]]()
 
     def load_model(*arguments: Any) -> Any:
         model = load(*arguments)
         models.append(weakref.ref(model))
+        arrays.extend(map(weakref.ref, arrays_of(model, target.ops)))
         return model
+
+    def held() -> int:
+        return sum(each().nbytes for each in arrays if each() is not None)
 
     monkeypatch.setattr(target.cls, "load_model", load_model)
     failures: list[FdError | None] = []
@@ -195,7 +200,7 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
             adapter = engine.load_adapter("held", write_adapter(path, checkpoints / "held", seed=1))
             spec = msgspec.structs.replace(spec, adapter=adapter.digest)
         run(engine, [spec])
-        cache = weakref.ref(engine.probe().runner.cache)
+        cache, whole = weakref.ref(engine.probe().runner.cache), held()
         if level:
             engine.control(Sleep(level), failures.append)
             engine.begin_steps()
@@ -203,9 +208,24 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
             gc.collect()
             assert cache() is None, "the cache is held"
             assert level == 1 or all(model() is None for model in models), "the weights are held"
+            assert level == 1 or held() <= whole // 2, f"{held():,} of {whole:,} bytes of weights are held"
     del engine
     gc.collect()
     assert cache() is None and all(model() is None for model in models), "a closed engine is held"
+
+
+def arrays_of(model: object, ops: object) -> Iterator[object]:
+    """Yield the arrays that a model holds, except through its pack."""
+    seen, left = set[int](), [model]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, type(ops))):
+            continue
+        seen.add(id(each))
+        if hasattr(each, "nbytes") and hasattr(each, "shape"):
+            yield each
+        else:
+            left += gc.get_referents(each)
 
 
 def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:

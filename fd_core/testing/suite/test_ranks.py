@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.ops.contract import Ops
+from fd_core.ops.contract import Norm, Ops
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.kit.requirements import lacks, thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.arrays import Values, assert_same
+from fd_core.testing.models.arrays import Values, assert_near, assert_same, heads_on
 from fd_core.testing.models.checkpoints import abilities_of
 from fd_core.testing.models.paged import PagedDriver, Row
 from fd_core.testing.suite.test_models import (
@@ -71,17 +72,28 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     """Sums are in the order of ranks, so a row's result does not depend on the batch."""
     parts = [Values(seed=rank)(*shape) for rank in range(size)]
 
-    def work(group: RankGroup) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        ops = joined(target, group)
-        mine = ops.from_host(parts[group.parallel.rank])
-        return ops.to_host(ops.all_reduce(mine)).copy(), ops.to_host(ops.all_gather(mine)).copy()
+    whole, kinds = np.concatenate(parts, axis=1), "joint_norms" not in target.limits
+    right = NumpyOps().joint_norm(whole[:, None], Norm(np.ones_like(whole[:1]), 1e-5), whole.shape[1])
+
+    def work(group: RankGroup) -> tuple[npt.NDArray[Any], ...]:
+        ops, own = joined(target, group), parts[group.parallel.rank]
+        mine = ops.from_host(own)
+        results = [ops.to_host(ops.all_reduce(mine)).copy(), ops.to_host(ops.all_gather(mine)).copy()]
+        if kinds and len(own):
+            norm = Norm(ops.prepare_vector(np.ones_like(own[:1])), 1e-5)
+            found = ops.joint_norm(heads_on(ops, own[:, None])[0], norm, size * shape[1])
+            results.append(np.array(ops.to_host(found), np.float32)[:, 0])
+        return tuple(results)
 
     total = parts[0].copy()
     for part in parts[1:]:
         total += part
-    for reduced, gathered in on_ranks(size, work, make=transported(transport)):
+    results = on_ranks(size, work, make=transported(transport))
+    for reduced, gathered, *_ in results:
         assert_same(reduced, total)
-        assert_same(gathered, np.concatenate(parts, axis=1))
+        assert_same(gathered, whole)
+    for normed in zip(*(each[2:] for each in results), strict=True):
+        assert_near(target.ops, target.ops.from_host(np.concatenate(normed, axis=1)), right[:, 0])
 
 
 def check_ranks(

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import torch
@@ -42,9 +42,9 @@ class GraphShapes:
         """Return the shapes for an engine's limits, within its step token budget.
 
         One token a row: powers of two, then steps of 8, then of 32, up to the most rows that the limits allow. So where
-        a decode fits the budget, it fits padded. With drafts: powers of two.
+        a decode fits the budget, it fits padded. With drafts: powers of two, of rows no longer than the context.
         """
-        width, budget = 1 + limits.max_drafts, limits.max_num_batched_tokens
+        width, budget = min(1 + limits.max_drafts, limits.max_model_len), limits.max_num_batched_tokens
         powers = [1 << power for power in range(_DENSE_UPTO.bit_length())]
         medium = range(2 * _STEP, _COARSE_FROM, _STEP)
         large = range(_COARSE_FROM, _LARGEST + 1, _COARSE_STEP)
@@ -185,7 +185,7 @@ class DeviceGraphs:
                 step = self._inputs.of(shape, spare_block, cache.shape, adapted=adapted)
                 try:
                     logits = self._logits_of(forward, step, cache)
-                    replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
+                    replay = self._cuda.capture(partial(self._write, forward, step, cache, logits))
                 except RuntimeError as error:
                     if not out_of_memory(error) or self._few or self._cuda.ranks is not None:
                         raise

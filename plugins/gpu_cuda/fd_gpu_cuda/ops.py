@@ -78,7 +78,6 @@ class CudaOps(TorchOps):
     """
 
     name = "torch"
-    groups_layers = False  # texts of padded steps with adapters differ
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     encodes = False

@@ -651,7 +651,7 @@ class FlashInferAttention:
                 self._copied[geometry]()
             lists = (
                 step.host.query_start.copy(),
-                *page_lists(step.host.within(heads.window, layer.block_size), layer.block_size),
+                *page_lists(step.host.within(heads, layer.block_size), layer.block_size),
             )
             wrapper.plan(
                 *map(torch.from_numpy, lists),

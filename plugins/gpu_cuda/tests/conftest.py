@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from extent import everything
@@ -10,6 +11,9 @@ from extent import everything
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "at_length: repeats another test with other numbers; runs with FD_GPU_ALL=1")
+    # Processes of tests import these modules, and the package next to them, which may not be the installed one.
+    paths = Path(__file__).parent, Path(__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     # Triton reads this when its kernels are defined. Without a GPU they run in its interpreter.
     if config.getoption("-m") != "hardware":
         os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,8 @@
 """A pytest plugin that runs every kernel in Triton's interpreter, on the processor, for the conformance kit.
 
 `pytest -p kit_in_interpreter --pyargs fd_core.testing.suite --fd-backend=gpu_cuda -k 'attention or layer'`,
-with this folder on the path. float32; no kernel gives way to a composition, so what is wrong with one fails.
+with this folder and the one above first on the path. float32; no kernel gives way to a composition, so what is wrong
+with one fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Pytest plugin that replaces the CUDA device with the CPU, for the conformance kit.
 
-`pytest -p kit_on_processor --pyargs fd_core.testing.suite --fd-backend=gpu_cuda`, with this folder on the path.
+`pytest -p kit_on_processor --pyargs fd_core.testing.suite --fd-backend=gpu_cuda`, with this folder and the one
+above first on the path.
 """
 
 from __future__ import annotations

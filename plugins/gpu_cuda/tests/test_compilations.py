@@ -27,7 +27,6 @@ def answer(script: str, *words: str, cache: Path) -> Any:
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"FD_CACHE": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(here / script), *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -140,6 +140,18 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
     assert all(step.uniform for step in steps[1:])
 
 
+def test_device_may_compute_at_each_replay_instead_of_capturing(folder: Path) -> None:
+    class Computing(Processor):
+        """As in `kit_in_interpreter`."""
+
+        def capture(self, compute: Any) -> Any:
+            return compute
+
+    ops, wanted = make_ops(Computing()), texts_alone(folder)
+    runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
+    assert drafted_texts(runner, wanted, seed=1) == wanted
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["torch's", "the driver's"])
 def test_shapes_without_memory_left_run_without_a_graph(
     folder: Path, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]

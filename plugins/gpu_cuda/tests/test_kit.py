@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -27,6 +26,12 @@ else:  # one test of behaviour shared by all backends, and all tests that depend
     NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
 
 
+def test_processes_import_the_package_next_to_the_tests(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import fd_gpu_cuda; print(fd_gpu_cuda.__file__)"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(run.stdout.strip()).parents[1] == Path(__file__).parents[1]
+
+
 @pytest.mark.timeout(600)  # 120 s is too little on a busy machine
 @pytest.mark.parametrize(
     ("chosen", "least"),
@@ -35,9 +40,7 @@ else:  # one test of behaviour shared by all backends, and all tests that depend
 def test_kit_passes_with_the_processor_as_the_device(tmp_path: Path, chosen: tuple[str, ...], least: int) -> None:
     words = ["-p", "kit_on_processor", "-p", "no:cacheprovider", *chosen]
     command = [sys.executable, "-m", "pytest", *words, "--pyargs", "fd_core.testing.suite", "--fd-backend=gpu_cuda"]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None

@@ -75,7 +75,6 @@ def test_replayed_decodes_with_windows_keep_their_texts(
         return ops
 
     monkeypatch.setattr(CudaBackend, "make_ops", make)
-    monkeypatch.setattr(CudaOps, "groups_layers", True)
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     folder = write_checkpoint("gemma3", tmp_path, num_hidden_layers=6, vocab_size=258, layer_types=layers)
     found = texts(folder, **changes)

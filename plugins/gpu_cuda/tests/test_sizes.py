@@ -12,12 +12,12 @@ pytest.importorskip("torch")
 from fd_gpu_cuda.graphs import GraphShapes
 
 
-def shapes(max_num_seqs: int, budget: int, max_drafts: int = 0) -> GraphShapes:
+def shapes(max_num_seqs: int, budget: int, max_drafts: int = 0, *, context: int = 1000) -> GraphShapes:
     return GraphShapes.of(
         Limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            max_model_len=1000,
+            max_model_len=context,
             block_size=16,
             num_kv_blocks=1000,
             vocab_size=100,
@@ -46,6 +46,12 @@ def test_drafts_double_the_rows_up_to_the_memory_bound() -> None:
     assert shapes(20, 2048, 3).drafted == (1, 2, 4, 8, 16, 20)
     assert shapes(256, 12, 3).drafted == (1, 2, 3)
     assert shapes(256, 2048, 8).drafted[-1] == 28
+
+
+def test_rows_are_no_longer_than_the_context() -> None:
+    """Graphs are captured with positions from 0, which rope and block tables have only up to there."""
+    assert max(width for _, width in shapes(4, 64, 9, context=8)) == 8
+    assert {width for _, width in shapes(4, 64, 9, context=1)} == {1}
 
 
 @given(LIMITS)

@@ -27,15 +27,22 @@ def step_of(rows):
     return replace(step, block_tables=np.where(np.arange(6) < used, tables, np.int32(2**20)))
 
 
-def plan_of(step, window=None):
-    return plan(HostStep(step.query_start, step.context_len, step.block_tables), BLOCK, window)
+WINDOWS = st.sampled_from([(None, False), (3, False), (6, True)])
+
+
+def heads_of(window=None, chunked=False):
+    return Heads(4, 2, 8, 0.3, Rope(None, None), window=window, chunked=chunked)
+
+
+def plan_of(step, *window):
+    return plan(HostStep(step.query_start, step.context_len, step.block_tables), BLOCK, heads_of(*window))
 
 
 @settings(deadline=None, max_examples=200)
-@given(ROWS, st.sampled_from([None, 3]))
+@given(ROWS, WINDOWS)
 def test_parts_partition_tokens_without_foreign_blocks(rows, window):
     step = step_of(rows)
-    found = plan_of(step, window)
+    found = plan_of(step, *window)
     results = np.concatenate([found[f"tokens_{part}"].reshape(-1) for part in range(2)])
     assert results[found["places"]].tolist() == list(range(len(step.positions)))
     assert len(set(found["places"].tolist())) == len(step.positions)
@@ -70,17 +77,17 @@ def test_empty_rows_are_skipped():
 
 
 @settings(deadline=None, max_examples=15)
-@given(ROWS, st.sampled_from([None, 3]))
+@given(ROWS, WINDOWS)
 def test_attention_matches_oracle_for_any_batch(rows, window):
     rng = np.random.default_rng(8)
     step = step_of(rows)
-    heads = Heads(4, 2, 8, 0.3, Rope(None, None), window=window)
+    heads = heads_of(*window)
     blocks = np.arange(len(rows) * 6)
     content = rng.normal(size=(len(blocks), 1, 2, BLOCK, 2, 8)).astype(np.float32)
     q = rng.normal(size=(len(step.positions), 4, 8)).astype(np.float32)
     stale = np.full_like(content, np.nan)  # data of other requests beyond the contexts and before the windows
     for row, (count, context) in enumerate(rows):
-        first = 0 if window is None else max(0, context - count - window + 1) // BLOCK * BLOCK
+        first = max(0, heads.first_key(context - count)) // BLOCK * BLOCK
         for position in range(first, context):
             where = (step.block_tables[row, position // BLOCK], 0, slice(None), position % BLOCK)
             stale[where] = content[where]

@@ -391,3 +391,25 @@ def _assign_by_engine(cls, count, ranks=1):
 @wrong("reference", "lifetime:test_engines_share_no_device*", device_assignments=_assign_by_engine)
 class AssignsDevicesByEngine:
     """The ranks of an engine begin at the device of its number, so that two engines share one."""
+
+
+@wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
+class NormalizesTheHeadsOfARank:
+    """The norm of all heads is that of the heads of each rank."""
+
+    def joint_norm(self, x, norm, width):
+        squares = np.square(x).mean(axis=(1, 2), keepdims=True)
+        return x / np.sqrt(squares + np.float32(norm.eps)) * norm.weight
+
+
+@wrong("reference", "ranks:test_stages_compute_what_the_oracle_computes*")
+class PlansTheFirstGroupOfAStage:
+    """Stages attend with the plan of the first group of layers."""
+
+    plan = None
+
+    def paged_attention(self, q, layer, heads, step):
+        if self.stage.count > 1:
+            self.plan = step.block_tables if step.group == 0 or self.plan is None else self.plan
+            step = replace(step, block_tables=self.plan)
+        return super().paged_attention(q, layer, heads, step)

@@ -133,7 +133,7 @@ class SharesItsScratch(Shortest):
         super().grow(slot, np.array(self.scratch, np.int32))
 
 
-@noticed("test_clocks_and_random_numbers_do_not_matter")
+@noticed("test_case")
 class GuessesAtRandom(Shortest):
     def guess(self, slot, limit):
         return np.array([random.randrange(250) for _ in range(limit)], np.int32)
@@ -384,3 +384,23 @@ class AcceptsAnyVocabulary(DraftModelDrafter):
 
     def __init__(self, context):
         super().__init__(replace(context, vocab_size=context.load_model(context.model_path).vocab_size))
+
+
+@noticed("test_case")
+class ContinuesARequestInItsSlot(Shortest):
+    """Takes the kept text of a preempted request that returns for its whole text."""
+
+    def admit(self, slot, tokens):
+        text = self._texts[slot]
+        if not text or tokens[: len(text)].tolist() != list(text):
+            super().admit(slot, tokens)
+
+
+@noticed("test_case")
+class ContinuesARequestInAnotherSlot(Shortest):
+    """Moves a preempted request with the text that its earlier slot has, without the tokens since."""
+
+    def admit(self, slot, tokens):
+        head = tokens[:8].tolist()
+        earlier = [text for at, text in enumerate(self._texts) if at != slot and list(text[:8]) == head]
+        super().admit(slot, tokens[: len(earlier[0])] if earlier and len(earlier[0]) > 8 else tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import msgspec
@@ -9,6 +10,7 @@ import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullCache
+from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.warm_up import WarmUpRow
@@ -408,3 +410,136 @@ def _first_device(cls, size):
 @wrong("reference", "lifetime:test_ranks_share_no_device*", rank_environments=classmethod(_first_device))
 class GivesRanksOneDevice:
     """Every rank of a model sees the first device."""
+
+
+_GREEDY_DRAFTS = "drafter=model,drafts=5,wrong_drafts=0.0,max_tokens=33,ends=last first"
+
+
+@wrong_in("reference", _GREEDY_DRAFTS)
+class SamplesIntoThreeBuffers:
+    """Sampled tokens are in one of three buffers; a draft model samples more often before they are read."""
+
+    buffers, turn = ({}, {}, {}), 0
+
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        self.turn = (self.turn + 1) % 3
+        held = self.buffers[self.turn].setdefault(len(tokens), np.empty_like(tokens))
+        held[...] = tokens
+        return held, peaks
+
+
+def _load_one_file(self, path, ops, progress):
+    (path / "model.safetensors").stat()
+    return ReferenceBackend.load_model(self, path, ops, progress)
+
+
+@wrong_in("reference", "stored=BF16", load_model=_load_one_file)
+class LoadsOneFile:
+    """Checkpoints of several files have no file of that name."""
+
+
+def _load_the_first_folder(self, path, ops, progress):
+    return ReferenceBackend.load_model(self, self.__dict__.setdefault("folder", path), ops, progress)
+
+
+@wrong_in("reference", "ordered=update,again=true", load_model=_load_the_first_folder)
+class LoadsTheFolderOfItsStart:
+    """An update reads the folder with which the engine began."""
+
+
+@wrong_in("reference", "ordered=sleep,again=true")
+class TakesItsMemoryBackOnce:
+    """The handle of the memory of a cache is used up by the first wake-up."""
+
+    caches = 0
+
+    def allocate_kv(self, shape, num_blocks):
+        self.caches += 1
+        if self.caches > 2:
+            raise MemoryError("the memory is gone")
+        return super().allocate_kv(shape, num_blocks)
+
+
+@wrong_in("reference", "adapters=2,requests=9")
+class HasRoomForTheFirstAdapters:
+    """Buffers have room for the adapters of the first time; those that are loaded later are left out."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        first = len(deltas) if before is None else len(before)
+        return super().place_loras([*deltas[:first], *[None] * len(deltas[first:])], inputs, outs, before)
+
+
+@wrong_in("reference", "model=gemma3,requests=9,max_tokens=33")
+class CapturesGroupsOfTheFirstStep:
+    """Inputs of a captured step are copied to its buffers, except the places of groups of layers."""
+
+    def compile(self, forward):
+        held = {}
+
+        def replay(step, cache):
+            if step.grouped is None:
+                return forward(step, cache)
+            return forward(replace(step, grouped=held.setdefault(step.grouped.block_tables.shape, step.grouped)), cache)
+
+        return replay
+
+
+class _Compiling:
+    """Compiles a kernel for each number of rows of a linear."""
+
+    shapes = frozenset()
+
+    def linear(self, x, weight):
+        self.shapes |= {len(x)}
+        return super().linear(x, weight)
+
+
+@wrong_in("reference", "plain")
+class NeverEndsItsStart(_Compiling):
+    """Kernels that delay requests count as those of the start."""
+
+    def compilation_stats(self):
+        return CompilationStats(start=len(self.shapes))
+
+
+@wrong_in("reference", "plain")
+class CountsSinceTheLastReport(_Compiling):
+    def compilation_stats(self):
+        count, self.shapes = len(self.shapes), frozenset()
+        return CompilationStats(serving=count)
+
+
+@wrong_in("reference", "depth=2")
+class CountsForTheComputingThread(_Compiling):
+    """Counters belong to the thread that computes; the engine reads them from its own."""
+
+    def linear(self, x, weight):
+        self.owner = threading.get_ident()
+        return super().linear(x, weight)
+
+    def compilation_stats(self):
+        if getattr(self, "owner", None) not in (None, threading.get_ident()):
+            raise RuntimeError("another thread")
+        return CompilationStats()
+
+
+@wrong_in("reference", "model=gemma3-encoder")
+class ComputesStatesInBuffersOfADecode:
+    """States use buffers that the first decode allocates; encoders do not decode."""
+
+    buffers = None
+
+    def compile(self, forward):
+        def allocating(step, cache):
+            self.buffers = {}
+            return forward(step, cache)
+
+        return allocating
+
+    def compile_states(self, states):
+        def buffered(step, cache):
+            self.buffers[len(step.token_ids)] = step.max_query
+            return states(step, cache)
+
+        return buffered

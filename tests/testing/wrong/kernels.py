@@ -1361,3 +1361,68 @@ class AddsPositionsFromOne(NumpyOps):
 
     def add_positions(self, x, table, positions):
         return x + table[np.minimum(positions + 1, len(table) - 1)]
+
+
+@shown_by("transfers", by="upload")
+class UploadsIntoOneBuffer(NumpyOps):
+    """The arrays of a step are views of one buffer, which the next upload overwrites."""
+
+    def upload(self, arrays):
+        sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
+        if not hasattr(self, "buffer") or len(self.buffer) < sum(sizes):
+            self.buffer = np.empty(sum(sizes), np.uint8)
+        begins = np.cumsum([0, *sizes]).tolist()
+        views = [
+            self.buffer[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+            for begin, array in zip(begins, arrays, strict=False)
+        ]
+        for view, array in zip(views, arrays, strict=True):
+            view[...] = array
+        return views
+
+
+class _LateImports(NumpyKVCache):
+    waiting = ()
+
+    def import_blocks(self, blocks, data):
+        self.export_blocks(blocks[:0])
+        self.waiting = blocks, data
+
+    def export_blocks(self, blocks):
+        now, self.waiting = self.waiting, ()
+        if now:
+            super().import_blocks(*now)
+        return super().export_blocks(blocks)
+
+
+@shown_by("kv", layers=2)
+class ImportsWhenAsked(NumpyOps):
+    """Blocks are imported from the caller's memory when they are read, after the call has returned."""
+
+    def allocate_kv(self, shape, num_blocks):
+        return _LateImports(shape, num_blocks)
+
+
+@shown_by("linear", data="zeros")
+class DividesInputsByTheirLargest(NumpyOps):
+    """Activations are scaled to their largest, which is 0 for a token that a relu leaves empty."""
+
+    def linear(self, x, weight):
+        with np.errstate(invalid="ignore"):
+            largest = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+            return super().linear(x / largest, replace(weight, bias=None)) * largest + (
+                0 if weight.bias is None else weight.bias
+            )
+
+
+@shown_by("linear", packed="int8")
+class DividesByScales(NumpyOps):
+    """Packed weights are packed again by rows, of which those of a pruned channel are all 0."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        right = super().prepare_linear(parts, biases, gated=gated)
+        if not any(isinstance(part, PackedTensor) for part in parts):
+            return right
+        with np.errstate(invalid="ignore"):
+            largest = np.abs(right.weight).max(axis=1, keepdims=True)
+            return replace(right, weight=right.weight / largest * largest)

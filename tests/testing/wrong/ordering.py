@@ -167,7 +167,7 @@ class ServesPreemptedRequestsLast(FairShare):
 class ChargesReturningRequests(FairShare):
     """Each return after a preemption is charged again, and only the first charge is corrected."""
 
-    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+    noticed_by = "test_shares_of_tenants"
 
     def admitted(self, request):
         super().admitted(request)
@@ -177,7 +177,7 @@ class ChargesReturningRequests(FairShare):
 class ChargesMaxTokens(FairShare):
     """A tenant that sets no `max_tokens` is charged for a whole context, whatever its requests use."""
 
-    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+    noticed_by = "test_shares_of_tenants"
 
     def ended(self, request, num_computed):
         self._clocks[request.tenant] += request.max_new_tokens
@@ -215,7 +215,7 @@ class CountsRequestsByFlow(FairShare):
 
 
 class ChargesPromptsOnly(FairShare):
-    noticed_by = "test_tenants_with_equal_use_are_served_equally"
+    noticed_by = "test_shares_of_tenants"
 
     def admitted(self, request):
         super().admitted(replace(request, max_new_tokens=0))
@@ -483,6 +483,95 @@ class WeighsTokensByPriority(VictimPolicy):
 
     def choose(self, running):
         return int(np.argmin(running.num_tokens * (1 + np.abs(running.priorities))))
+
+
+class ServesTheOldestRequest(FairShare):
+    """The tenant whose oldest request has waited longest is next: more requests get more service."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def __init__(self):
+        super().__init__()
+        self._waiting = {}
+
+    def arrived(self, request):
+        super().arrived(request)
+        self._waiting.setdefault(request.tenant, {})[request.arrival] = None
+
+    def admitted(self, request):
+        super().admitted(request)
+        self._leave(request)
+
+    def ended(self, request, num_computed):
+        super().ended(request, num_computed)
+        self._leave(request)
+
+    def _leave(self, request):
+        waiting = self._waiting.get(request.tenant, {})
+        waiting.pop(request.arrival, None)
+        if not waiting:
+            self._waiting.pop(request.tenant, None)
+
+    def turn(self, flow):
+        return -1 if flow is None else next(iter(self._waiting.get(flow, (0,))))
+
+
+class RenamesTenants(FairShare):
+    """Counts tenants under a name that several of them have."""
+
+    def renamed(self, tenant):
+        return tenant
+
+    def flow(self, request):
+        return super().flow(replace(request, tenant=self.renamed(request.tenant)))
+
+    def arrived(self, request):
+        super().arrived(replace(request, tenant=self.renamed(request.tenant)))
+
+    def admitted(self, request):
+        super().admitted(replace(request, tenant=self.renamed(request.tenant)))
+
+    def ended(self, request, num_computed):
+        super().ended(replace(request, tenant=self.renamed(request.tenant)), num_computed)
+
+
+class CountsOrganisations(RenamesTenants):
+    noticed_by = "test_shares_of_tenants"
+
+    def renamed(self, tenant):
+        return tenant.partition("/")[0]
+
+
+class IgnoresTheCaseOfTenants(RenamesTenants):
+    noticed_by = "test_shares_of_tenants"
+
+    def renamed(self, tenant):
+        return tenant.lower()
+
+
+class ComparesTheBeginOfTenants(RenamesTenants):
+    noticed_by = "test_shares_of_tenants"
+
+    def renamed(self, tenant):
+        return tenant[:64]
+
+
+class ChargesWaitingRequests(FairShare):
+    """A request that ended while it waited is charged its prompt."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def ended(self, request, num_computed):
+        if request.arrival not in self._charges:
+            self._clocks[request.tenant] += num_computed
+        super().ended(request, num_computed)
+
+
+class KeepsClocksInSixteenBits(FairShare):
+    noticed_by = "test_shares_of_tenants"
+
+    def turn(self, flow):
+        return super().turn(flow) if flow is None else super().turn(flow) % 2**16
 
 
 def _faults(base: type) -> list[type]:

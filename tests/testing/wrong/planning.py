@@ -906,3 +906,64 @@ class KeepsKeysAfterAnUpdate(Changed):
         self._pool.forget_prefixes()
         self._prefixes.change_weights(nonce)
         return self._effects()
+
+
+@breaks("3.6", "schedule:plain")
+class NamesActivitiesInReverse(Changed):
+    def activities(self):
+        found = super().activities()
+        return dict(zip(found, reversed(found.values()), strict=True))
+
+
+@breaks("8", "schedule:plain")
+class ReportsEveryoneAsComputing(Changed):
+    def activities(self):
+        found = super().activities()
+        return {name: msgspec.structs.replace(each, phase=Phase.COMPUTING) for name, each in found.items()}
+
+
+@breaks("1.3", "schedule:requests=12,incident=error")
+class RepeatsTheFirstError(Changed):
+    """All requests that fail in a step get the message of the first one."""
+
+    def commit(self, plan, output):
+        errors = tuple((slot, output.errors[0][1]) for slot, _ in output.errors)
+        return super().commit(plan, replace(output, errors=errors))
+
+
+@breaks("3.6", "schedule:caching=true,shared=same,requests=12")
+class CountsHitsTwice(Counts):
+    def changed(self, stats):
+        return {"counters": msgspec.structs.replace(stats.counters, prefix_hits=2 * stats.counters.prefix_hits)}
+
+
+@breaks("3.6", "schedule:k=3")
+class CountsRejectedDraftsAsAccepted(Counts):
+    def changed(self, stats):
+        proposed = stats.drafts.proposed_per_position
+        return {"drafts": msgspec.structs.replace(stats.drafts, accepted_per_position=proposed)}
+
+
+@breaks("3.6", "schedule:keep=all")
+class CountsSavedBlocks(Counts):
+    """Counts blocks where tokens are meant."""
+
+    def changed(self, stats):
+        saved = stats.offload.saved_tokens // self.limits.block_size
+        return {"offload": msgspec.structs.replace(stats.offload, saved_tokens=saved)}
+
+
+@breaks("3.6", "schedule:pairs=elsewhere")
+class CountsFetchedBlocks(Counts):
+    """Counts blocks where tokens are meant."""
+
+    def changed(self, stats):
+        fetched = stats.transfers.fetched_tokens // self.limits.block_size if stats.transfers else 0
+        return {"transfers": stats.transfers and msgspec.structs.replace(stats.transfers, fetched_tokens=fetched)}
+
+
+@breaks("3.6", "schedule:timed=true")
+class CountsPhasesTwice(Counts):
+    def changed(self, stats):
+        twice = {name: 2 * seconds for name, seconds in stats.phases.seconds.items()} if stats.phases else {}
+        return {"phases": stats.phases and msgspec.structs.replace(stats.phases, seconds=twice)}

@@ -20,7 +20,6 @@ def changed(cache, **methods):
     "reference",
     "kv:test_blocks_are_restored_bit_for_bit",
     "kv:test_blocks_of_another_type_are_refused",
-    spreads_to=("kv:test_an_engine_goes_on_from_imported_blocks",),
 )
 class ImportsIntoTheNextBlock:
     def allocate_kv(self, shape, num_blocks):
@@ -179,3 +178,13 @@ class HoldsTheCacheOfItsCaptures:
         if cache is not None:
             self.captured_cache = cache
         return super().compile_adapted(forward, cache, before)
+
+
+@wrong("reference", "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*")
+class HoldsItsWeights:
+    """Prepared weights are kept for a summary, also those of a model that sleeps or was replaced."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        prepared = super().prepare_linear(parts, biases, gated=gated)
+        self.__dict__.setdefault("every", []).append(prepared)
+        return prepared

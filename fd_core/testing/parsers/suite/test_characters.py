@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fd_core.testing.kit.law import require
-from fd_core.testing.parsers.suite.test_cuts import WORDS
 from fd_core.testing.parsers.target import ParserTarget, meaning_of
 
 PLAIN = {
@@ -37,10 +36,3 @@ def test_text_without_markers_is_emitted_unchanged(target: ParserTarget, text: s
 def test_half_a_marker_before_other_text_is_text(target: ParserTarget) -> None:
     for half in target.half_markers:
         require_all(target, f"so \n{half}~ it is")
-
-
-@pytest.mark.law("8.3")
-@pytest.mark.parametrize("words", ["plain", "unicode", "markup"])
-def test_answer_is_parsed_to_its_meaning(target: ParserTarget, words: str) -> None:
-    for answer in target.answers(WORDS[words], raw=words != "markup"):
-        answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))

@@ -16,13 +16,6 @@ from fd_core.text.parsing.contract import OutputParser
 
 
 @pytest.mark.law("8.4")
-def test_empty_input(target: ParserTarget) -> None:
-    for pieces in ([], [""], ["", ""]):
-        found = target.read(*pieces)
-        require(found == [], "8.4", f"an empty text yields {found}")
-
-
-@pytest.mark.law("8.4")
 def test_a_text_may_end_anywhere(target: ParserTarget) -> None:
     """Check that no call has a wrong name, and that no truncated call has an end."""
     for answer in target.answers():

@@ -57,18 +57,6 @@ def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("2.1")
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("budget", [4, 7, 24])
-def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k: int) -> None:
-    driver = drive(target, greedy("r0", prompt_of(50), 2), k=k, max_num_batched_tokens=budget)
-    for _ in range(50 // budget):
-        plan = driver.must_plan()
-        require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens, over the budget {budget}")
-        driver.answer()
-    driver.run()
-
-
-@pytest.mark.law("2.1")
 def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
     target.require("prefix_caching")
     prompt = prompt_of(13)
@@ -214,14 +202,6 @@ def test_tenant_with_few_requests_waits_for_few_of_another(target: SchedulerTarg
     order = list(driver.first_plan)
     last = order.index("few2")
     require(last < 12, "2.2", f"the third request of the tenant with few is number {last} of {len(order)}")
-
-
-@pytest.mark.law("2.2")
-def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: SchedulerTarget) -> None:
-    sizes = np.random.default_rng(2).integers(1, 16, (300, 2)).tolist()
-    specs = [greedy(f"r{index}", prompt_of(prompt, index), out) for index, (prompt, out) in enumerate(sizes)]
-    room: dict[str, Any] = {"max_num_seqs": 16, "num_kv_blocks": 20, "max_model_len": 32, "max_num_batched_tokens": 48}
-    drive(target, *specs, depth=2, **room).run(2)
 
 
 @pytest.mark.law("2.6")
