@@ -55,7 +55,7 @@ class Gemma(Family):
     model_type = "gemma"
     defaults: ClassVar = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
     cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
-    gguf: ClassVar = {"gemma": Gguf(norm_offset=1.0)}
+    gguf: ClassVar = {"gemma": Gguf(config=lambda shape, tensors: {"hidden_act": "gelu"}, norm_offset=1.0)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model. Its gelu is the approximated one, which old configs name gelu."""

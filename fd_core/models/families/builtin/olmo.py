@@ -19,7 +19,9 @@ def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     """Return the layers with a window, which OLMo 3 has; both are converted under one name."""
     if shape.optional_count("attention.sliding_window") is None:
         return {}
-    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **windows(shape)}
+    theta = {"rope_theta": shape.single("rope.freq_base", 10_000.0)}
+    ropes = {"rope_theta": None, "rope_parameters": {"full_attention": theta, "sliding_attention": theta}}
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **windows(shape), **ropes}
 
 
 def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:

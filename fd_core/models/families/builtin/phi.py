@@ -10,7 +10,8 @@ from fd_core.models.loading.config import ModelConfig
 
 
 def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    return {"sliding_window": shape.index("attention.sliding_window", 0) or None}
+    window = shape.index("attention.sliding_window", 0) or None
+    return {"sliding_window": window, "original_max_position_embeddings": None}  # the rope has it
 
 
 class Phi3(Family):
