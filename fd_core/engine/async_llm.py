@@ -94,9 +94,10 @@ class AsyncLLM(RequestMaker, EngineControls):
         *,
         dimensions: int | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        prompt_name: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return an embedding of each prompt, as `LLM.embed` does."""
-        return await self._embed(prompts, dimensions, adapter)
+        return await self._embed(prompts, dimensions, adapter, prompt_name)
 
     async def classify(
         self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None

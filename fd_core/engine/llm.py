@@ -40,6 +40,7 @@ from fd_core.engine.vectors import (
     judging_tokens,
     probabilities_of,
     probability_of_yes,
+    prompt_of,
     require_classifier,
     similarity,
     vector_of,
@@ -198,11 +199,16 @@ class RequestMaker(abc.ABC):
         return self.tokenizer.encode(text, add_special=False)
 
     async def _embed(
-        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None, adapter: str | Sequence[str | None] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        dimensions: int | None,
+        adapter: str | Sequence[str | None] | None,
+        prompt_name: str | None,
     ) -> npt.NDArray[np.float32]:
         check_dimensions(dimensions, self.info.state_size)
         settings = self.info.vectors
-        items = [settings.prompt + each if isinstance(each, str) else each for each in _as_list(prompts)]
+        prefix = prompt_of(settings, prompt_name)
+        items = [prefix + each if isinstance(each, str) else each for each in _as_list(prompts)]
         vectors = [vector_of(pooled, settings, dimensions) for pooled in await self._pooled(items, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
@@ -235,7 +241,7 @@ class RequestMaker(abc.ABC):
             if instruction is not None:
                 raise BadRequest("this model compares vectors; it takes no instruction", field="instruction")
             texts = [*dict.fromkeys((*ones, *others))]
-            vector = dict(zip(texts, await self._embed(texts, None, None), strict=True))
+            vector = dict(zip(texts, await self._embed(texts, None, None, None), strict=True))
             return [similarity(vector[one], vector[other]) for one, other in zip(ones, others, strict=True)]
         pooling = Pooling("tokens", judging_tokens(self.tokenizer, judge, self.info.vocab_size))
         texts = [judged_prompt(*pair, instruction or INSTRUCTION) for pair in zip(ones, others, strict=True)]
@@ -425,14 +431,15 @@ class LLM(RequestMaker):
         *,
         dimensions: int | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        prompt_name: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return an embedding of each prompt, text or token ids: float32[n, H], or [n, dimensions] if cut.
 
         Pooling and length are those of the checkpoint, see `EngineInfo.vectors`, and of the setting `pooling`;
-        `adapter` is as in `generate`. Raises `BadRequest` for a prompt that can never run, for an unknown adapter
-        and for `dimensions` out of range.
+        `adapter` is as in `generate`. `prompt_name` selects the declared prompt that precedes texts. Raises
+        `BadRequest` for a prompt that can never run, for an unknown adapter or name and for `dimensions` out of range.
         """
-        return _finished(self._embed(prompts, dimensions, adapter))
+        return _finished(self._embed(prompts, dimensions, adapter, prompt_name))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import read_json_object
-from fd_core.models.loading.vector_settings import Classifier, Floats, dense_of
+from fd_core.models.loading.vector_settings import Classifier, Floats, dense_of, read_declared
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import CLASSIFICATION, architecture_of, family_of
 
@@ -50,14 +51,18 @@ def read_classifier(path: Path | None) -> Classifier | None:
     return Classifier(
         labels=tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(width)),
         layers=tuple(layers),
-        activation=_activation(config, width),
+        activation=_activation(config, read_declared(path), width),
         pooling=outputs.pooling,
     )
 
 
-def _activation(config: ModelConfig, labels: int) -> Literal["softmax", "sigmoid", "none"]:
+def _activation(config: ModelConfig, declared: ModelConfig, labels: int) -> Literal["softmax", "sigmoid", "none"]:
     part = config.part("sentence_transformers") or ModelConfig({})
-    stated = part.values.get("activation_fn", config.values.get("sbert_ce_default_activation_function"))
-    if isinstance(stated, str) and (found := _NAMED.get(stated.rpartition(".")[2])) is not None:
+    old = config.values.get("sbert_ce_default_activation_function")
+    stated = declared.values.get("activation_fn", part.values.get("activation_fn", old))
+    if isinstance(stated, str):
+        if (found := _NAMED.get(stated.rpartition(".")[2])) is None:
+            hint = f"served: {', '.join(_NAMED)}"
+            raise ModelError(f"{config.origin}: the activation {stated[:60]!r} of scores is not served", hint=hint)
         return found
     return _ACTIVATIONS.get(config.values.get("problem_type"), "sigmoid" if labels == 1 else "softmax")

@@ -227,6 +227,9 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
     # The engine checks the length of a request; a limit in the file would truncate silently.
     backend.no_truncation()
     backend.no_padding()
+    if source.lowercase:
+        given = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *given])
     return Tokenizer(
         backend=backend,
         decoding=decoding,

@@ -28,7 +28,9 @@ def test_frequencies_match_transformers(scaling):
         hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=512, rope_parameters=parameters
     )
     expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
-    spec = rope_spec(ModelConfig({"rope_parameters": parameters, "max_position_embeddings": 512}), 64, theta=10000.0)
+    spec = rope_spec(
+        ModelConfig({"rope_parameters": parameters, "max_position_embeddings": 512}), 64, theta=10000.0, rotary=1.0
+    )
     np.testing.assert_allclose(spec.inverse_frequencies, expected.numpy(), rtol=1e-6)
     assert spec.amplitude == pytest.approx(amplitude)
 

@@ -81,3 +81,17 @@ def test_dense_layers_of_an_encoder_equal_sentence_transformers(tmp_path: Path, 
     with closing(LLM(str(tmp_path / "whole"), backend="cpu", dtype="float32")) as llm:
         np.testing.assert_allclose(llm.embed(TEXTS), right, atol=1e-5)
         assert llm.embed(TEXTS, dimensions=8).shape == (len(TEXTS), 8)
+
+
+def test_scores_of_a_saved_cross_encoder_equal_sentence_transformers(tmp_path: Path) -> None:
+    written(tmp_path / "base", "modernbert", "ForSequenceClassification", num_labels=1)
+    (tmp_path / "base" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|end|>", "model_max_length": 220}'
+    )
+    model = sentence_transformers.CrossEncoder(
+        str(tmp_path / "base"), device="cpu", activation_fn=torch.nn.Identity(), num_labels=1
+    )
+    model.save_pretrained(str(tmp_path / "whole"))
+    right = model.predict([("a question", text) for text in TEXTS])
+    with closing(LLM(str(tmp_path / "whole"), backend="cpu", dtype="float32")) as llm:
+        np.testing.assert_allclose(llm.score("a question", TEXTS), right, atol=1e-5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -49,11 +49,18 @@ class RopeSpec:
 
 
 def rope_spec(
-    config: ModelConfig, head_dim: int, *, theta: float, interleaved: bool = False, rotary: float = 1.0
+    config: ModelConfig, head_dim: int, *, theta: float, interleaved: bool = False, rotary: float | None = None
 ) -> RopeSpec:
-    """Return the frequencies of a config; `theta` is the family's default base, `rotary` the rotated share of a
-    head."""
-    part = config.part("rope_parameters") or config.part("rope_scaling")
+    """Return the frequencies of a config, which has them in `rope_parameters`, or in `rope_scaling`, which prevails.
+
+    `theta` is the family's default base, `rotary` the share of a head that it rotates by default; if None, models
+    whose config states a share are refused.
+    """
+    given = (config.part(field) for field in ("rope_scaling", "rope_parameters"))
+    part = next((each for each in given if each is not None and each.values), ModelConfig({}, origin=config.origin))
+    field = "original_max_position_embeddings"
+    if (original := config.optional_count(field)) is not None:
+        part = replace(part, values={**part.values, field: original})
     theta = config.number("rope_theta", theta)
     return scaled_rope_spec(config, part, head_dim, theta=theta, interleaved=interleaved, rotary=rotary)
 
@@ -65,7 +72,7 @@ def scaled_rope_spec(
     *,
     theta: float,
     interleaved: bool = False,
-    rotary: float = 1.0,
+    rotary: float | None = None,
 ) -> RopeSpec:
     """Return the frequencies for rope parameters such as `{"rope_type": "linear", "factor": 8}`.
 
@@ -80,8 +87,10 @@ def scaled_rope_spec(
             f"{config.origin}: rope type {kind!r} is not supported", hint=f"one of {', '.join(_SUPPORTED)}"
         )
     theta = part.number("rope_theta", theta)
-    share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary))
+    share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary or 1.0))
     width = int(head_dim * min(share, 2.0))
+    if rotary is None and width != head_dim:
+        raise ModelError(f"{config.origin}: partial_rotary_factor is {share:g}, but this family rotates whole heads")
     if width % 2 or not 0 < width <= head_dim:
         raise ModelError(f"{config.origin}: rope cannot rotate {width} of {head_dim} elements in pairs")
     if kind == "dynamic" and "alpha" in part.values and width > 2:
@@ -162,11 +171,8 @@ def _yarn(frequencies: Doubles, theta: float, part: ModelConfig, config: ModelCo
 
 
 def _original_context(part: ModelConfig, config: ModelConfig) -> int:
-    """Return the context before it was extended, which configs name in either place."""
-    return part.count(
-        "original_max_position_embeddings",
-        config.optional_count("original_max_position_embeddings") or config.optional_count("max_position_embeddings"),
-    )
+    """Return the context before it was extended."""
+    return part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
 
 
 def _factors(part: ModelConfig, field: str, count: int) -> Doubles:
@@ -179,7 +185,7 @@ def _factors(part: ModelConfig, field: str, count: int) -> Doubles:
 
 def _long_amplitude(part: ModelConfig, config: ModelConfig, original: int) -> float:
     given = part.optional_number("attention_factor")
-    factor = config.count("max_position_embeddings") / original
+    factor = part.optional_number("factor") or config.count("max_position_embeddings") / original
     if given is not None or factor <= 1:
         return given or 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original))
@@ -500,7 +506,7 @@ class Traits:
     head_scale: float = 1.0
     """Factor on the logits."""
     activation: str = "hidden_act"
-    """Field of the config that names the activation."""
+    """Field of the config that names the activation, or the activation."""
     inner: str = "intermediate_size"
     """Field of the config with the inner width of dense layers."""
     attention_softcap: float | None = None
@@ -561,7 +567,8 @@ def decoder_spec(
         count += len(dict(layers[-1].tensors()))
         if most_tensors is not None and count > most_tensors:
             raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
-    activation = config.activation(traits.activation)
+    activation = next((each for each in get_args(PlainActivation) if each == traits.activation), None)
+    activation = activation or config.activation(traits.activation)
     if activation not in get_args(Activation) and any(_is_gated(layer) for layer in layers):
         raise ModelError(f"{config.origin}: a gated feed-forward block cannot use the activation {activation}")
     eps = traits.eps

@@ -51,6 +51,8 @@ class JsonTokenizerSource:
     chat_template: str | None
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
+    lowercase: bool = False
+    """True if texts are converted to lower case first, whatever the file says."""
 
     @property
     def digest(self) -> str:
@@ -190,7 +192,20 @@ def read_tokenizer_folder(folder: Path) -> JsonTokenizerSource:
     if "added_tokens_decoder" not in settings:
         settings |= _older_settings(folder, settings)
     default = templates.pop(DEFAULT_TEMPLATE, None)
-    return JsonTokenizerSource(path, read_limited(path), settings, chat_template=default, named_templates=templates)
+    return JsonTokenizerSource(
+        path,
+        read_limited(path),
+        settings,
+        chat_template=default,
+        named_templates=templates,
+        lowercase=read_text_settings(folder).get("do_lower_case") is True,
+    )
+
+
+def read_text_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of sentence-transformers for the texts of a model; empty if there are none."""
+    file = folder / "sentence_bert_config.json"
+    return read_json_object(file) if file.is_file() else {}
 
 
 def named_templates(given: Any, origin: object) -> dict[str, str]:

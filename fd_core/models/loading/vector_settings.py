@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.config import ACTIVATIONS
+from fd_core.models.loading.config import ACTIVATIONS, ModelConfig
 from fd_core.models.loading.files import PICKLE_HINT, read_json_object, read_limited
 from fd_core.models.loading.safetensors_files import read_safetensors
+from fd_core.models.loading.tokenizer_source import read_text_settings
 from fd_core.ops.weights import RAW_TYPES, RawTensor
 
 Floats = npt.NDArray[np.float32]
@@ -136,7 +137,16 @@ def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) 
         return VectorSettings(pooling=default, judge=labels)
     pooling: Method | None = None
     normalize, layers = False, list[Dense]()
-    prompts, prompt = _prompts(path)
+    declared = read_declared(path)
+    prompts, prompt = _prompts(declared)
+    crosses = declared.values.get("model_type") == "CrossEncoder"
+    if crosses and prompt:
+        declared.refuse("default_prompt_name", "a cross-encoder puts no prompt before pairs")
+    modalities = ModelConfig(read_text_settings(path), origin=str(path)).part("modality_config") or ModelConfig({})
+    right = "logits" if crosses else "last_hidden_state"
+    output = (modalities.part("text") or ModelConfig({})).text("method_output_name", right)
+    if output != right:
+        raise ModelError(f"{path}: the output {output[:40]!r} of the model is not served; expected {right!r}")
     try:
         listed = msgspec.json.decode(read_limited(modules), type=list[dict[str, Any]])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -154,28 +164,34 @@ def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) 
                 f"{modules}: the module {kind[:40]!r} is not served",
                 hint="served are Transformer, Pooling, then Dense, then Normalize",
             )
+    if pooling is None and crosses:
+        return VectorSettings(pooling=default, judge=labels)
     if pooling is None:
         raise ModelError(f"{modules} names no module for pooling")
     form: dict[str, Any] = {"layers": tuple(layers), "normalize": normalize, "judge": labels}
     return VectorSettings(pooling=pooling, prompts=prompts, prompt=prompt, **form)
 
 
-def _prompts(folder: Path) -> tuple[dict[str, str], str]:
-    """Return the prompts that the authors declare by name, and the default one."""
+def read_declared(folder: Path) -> ModelConfig:
+    """Return the config of sentence-transformers in a model's folder; empty if there is none."""
     file = folder / "config_sentence_transformers.json"
-    given = read_json_object(file) if file.is_file() else {}
-    prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
+    return ModelConfig(read_json_object(file) if file.is_file() else {}, origin=str(file))
+
+
+def _prompts(declared: ModelConfig) -> tuple[dict[str, str], str]:
+    """Return the prompts that the authors declare by name, and the default one."""
+    declared.refuse("truncate_dim", "vectors are cut only on request, by dimensions")
+    prompts, default = declared.values.get("prompts") or {}, declared.values.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
-        raise ModelError(f"{file}: prompts must be texts by name")
+        raise ModelError(f"{declared.origin}: prompts must be texts by name")
     if default is not None and default not in prompts:
-        raise ModelError(f"{file}: default_prompt_name {str(default)[:40]!r} is not among the prompts")
+        raise ModelError(f"{declared.origin}: default_prompt_name {str(default)[:40]!r} is not among the prompts")
     return prompts, "" if default is None else prompts[default]
 
 
 def read_longest_text(folder: Path) -> int | None:
     """Return the most tokens of a text that the authors of an embedding model embed; None if they set no limit."""
-    file = folder / "sentence_bert_config.json"
-    longest = read_json_object(file).get("max_seq_length") if file.is_file() else None
+    longest = read_text_settings(folder).get("max_seq_length")
     return longest if type(longest) is int and longest > 0 else None
 
 
@@ -214,8 +230,8 @@ def _pooling(file: Path, *, prompted: bool) -> Method:
         raise ModelError(f"{file}: pooling without the prompt (include_prompt) is not served")
     prefix = "pooling_mode_"
     modes = [name.removeprefix(prefix) for name, on in settings.items() if name.startswith(prefix) and on is True]
-    if isinstance(named := settings.get("pooling_mode"), str):
-        modes = [named]
+    if isinstance(named := settings.get("pooling_mode"), str | list):
+        modes = [named] if isinstance(named, str) else [str(each)[:40] for each in named]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
             f"{file}: pooling by {' and '.join(modes) or 'no method'} is not served",

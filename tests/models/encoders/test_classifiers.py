@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fd_core import LLM
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.errors import BadRequest
+from fd_core.errors import BadRequest, ModelError
 from fd_core.models.opening import open_checkpoint
 from fd_core.text.tokenizer import load_tokenizer
 from tests.server.fakes import live
@@ -74,6 +75,25 @@ def test_scores_of_pairs_equal_transformers(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose([each["score"] for each in answer["data"]], right, atol=1e-5)
         ranked = server.post("/rerank", {"query": "a question", "documents": TEXTS}).json["results"]
         assert [each["index"] for each in ranked] == np.argsort(-np.array(right)).tolist()
+
+
+def test_cross_encoder_of_sentence_transformers_is_served(tmp_path: Path) -> None:
+    model = written(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    files: dict[str, Any] = {
+        "modules": [{"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}],
+        "sentence_bert_config": {"modality_config": {"text": {"method_output_name": "logits"}}},
+        "config_sentence_transformers": {"model_type": "CrossEncoder", "activation_fn": "torch.nn.Identity"},
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    with closing(LLM(str(tmp_path), **SETTINGS)) as llm:
+        right = [output(model, llm.tokenizer.backend, "a question", text).item() for text in TEXTS]
+        np.testing.assert_allclose(llm.score("a question", TEXTS), right, atol=1e-5)
+    declared = tmp_path / "config_sentence_transformers.json"
+    for more, words in (({"activation_fn": "torch.nn.Tanh"}, "Tanh"), ({"model_type": "Other"}, "'logits'")):
+        declared.write_text(json.dumps(files["config_sentence_transformers"] | more))
+        with pytest.raises(ModelError, match=words):
+            LLM(str(tmp_path), **SETTINGS)
 
 
 @pytest.mark.parametrize("size", [4, 7, 12, 30])

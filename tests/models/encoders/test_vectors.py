@@ -144,6 +144,9 @@ def test_declared_prompts_precede_texts(tmp_path: Path) -> None:
     with closing(LLM(str(tmp_path), backend="reference")) as llm:
         ids = {text: llm.tokenizer.encode(text) for text in ("find: a", "text: a")}
         np.testing.assert_array_equal(llm.embed("a"), llm.embed([ids["text: a"]]))
+        np.testing.assert_array_equal(llm.embed("a", prompt_name="query"), llm.embed([ids["find: a"]]))
+        with pytest.raises(BadRequest, match="query, document"):
+            llm.embed("a", prompt_name="other")
         tokenizer = llm.tokenizer
 
     with live(partial(open_client, config, tmp_path, where="inproc"), tokenizer=tokenizer) as server:
@@ -156,13 +159,29 @@ def test_declared_prompts_precede_texts(tmp_path: Path) -> None:
         refused = server.post("/v1/embeddings", {"input": "a", "prompt_name": "other"})
         assert (refused.status, refused.error["param"]) == (400, "prompt_name")
         assert "query, document" in refused.error["message"]
-    for other in ({"prompts": ["a"]}, {"prompts": prompts, "default_prompt_name": "other"}):
+    for other in ({"prompts": ["a"]}, {"prompts": prompts, "default_prompt_name": "other"}, {"truncate_dim": 8}):
         declared.write_text(json.dumps(other))
         with pytest.raises(ModelError, match="config_sentence_transformers"):
             LLM(str(tmp_path), backend="reference")
     declared.write_text(json.dumps({"prompts": prompts}))
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
     with pytest.raises(ModelError, match="include_prompt"):
+        LLM(str(tmp_path), backend="reference")
+
+
+def test_settings_of_texts_and_outputs_are_followed_or_refused(tmp_path: Path) -> None:
+    written(tmp_path, "bert")
+    pooled_by(tmp_path, "mean_tokens")
+    settings = tmp_path / "sentence_bert_config.json"
+    settings.write_text('{"do_lower_case": true}')
+    with closing(LLM(str(tmp_path), backend="reference")) as llm:
+        np.testing.assert_array_equal(llm.embed("Hello"), llm.embed("hello"))
+    settings.write_text('{"modality_config": {"text": {"method_output_name": "pooler_output"}}}')
+    with pytest.raises(ModelError, match="output 'pooler_output' of the model is not served"):
+        LLM(str(tmp_path), backend="reference")
+    settings.unlink()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "mean"]}')
+    with pytest.raises(ModelError, match="pooling by cls and mean"):
         LLM(str(tmp_path), backend="reference")
 
 

@@ -6,7 +6,7 @@ from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
-from fd_core.models.families.builtin.qwen import Qwen2, Qwen3Moe
+from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
 from fd_core.models.families.contract import Family, Gguf
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 
@@ -194,6 +194,34 @@ class RemembersRope(Llama):
 @found_by(FIELDS, "no case has another value of .*attention_bias=False")
 class TestsNoBiases(Llama):
     cases = {"plain": {}}  # noqa: RUF012
+
+
+@found_by("test_ropes_are_those_of_the_reference", "'partial_rotary_factor': 0.5.*are off by")
+class RotatesParts(Llama):
+    def traits(self, config):
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=1.0)
+        return Traits(rope=lambda layer: rope)
+
+
+@found_by("test_old_spellings_of_rope_mean_the_same", "is not read as in transformers: layers.0..attention.rope")
+class IgnoresRopeScaling(Llama):
+    def traits(self, config):
+        return super().traits(replace(config, values={**config.values, "rope_scaling": None}))
+
+
+@found_by("test_no_field_is_ignored", "ignores hidden_act, and 'relu'")
+class IgnoresTheActivation(Llama):
+    def traits(self, config):
+        return replace(super().traits(config), activation="silu")
+
+
+@found_by("test_no_field_is_ignored", "ignores layer_types")
+class SlidesEverywhere(Qwen3):
+    def traits(self, config):
+        hidden = {field: config.values[field] for field in config.values if field != "layer_types"}
+        return super().traits(replace(config, values=hidden))
+
+    cases = {"window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}}  # noqa: RUF012
 
 
 @found_by("test_a_window_is_short", "the window 4096 exceeds the kit's contexts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -13,6 +14,8 @@ from fd_core.models.loading.config import ModelConfig
 
 _GLOBAL_THETA: Final = 1_000_000.0
 _LOCAL_THETA: Final = 10_000.0
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 _PATTERN: Final = 6
 """By default, every sixth layer has full attention."""
 
@@ -52,10 +55,10 @@ class Gemma(Family):
     model_type = "gemma"
     defaults: ClassVar = {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
     cases: ClassVar = {"plain": {"tie_word_embeddings": True}, "biases": {"attention_bias": True}}
-    gguf: ClassVar = {"gemma": Gguf(norm_offset=1.0)}
+    gguf: ClassVar = {"gemma": Gguf(config=lambda shape, tensors: {"hidden_act": "gelu"}, norm_offset=1.0)}
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model. Its activation is the approximated gelu, also where old configs name gelu."""
+        """Describe a model. Its gelu is the approximated one, which old configs name gelu."""
         rope = rope_spec(config, head_dim_of(config), theta=_LOCAL_THETA)
         bias = config.flag("attention_bias")
         return Traits(
@@ -64,7 +67,7 @@ class Gemma(Family):
             output_bias=bias,
             norm_offset=1.0,
             embedding_scale=math.sqrt(config.count("hidden_size")),
-            activation="hidden_activation",
+            activation="gelu_tanh" if config.text("hidden_act", "gelu") == "gelu" else "hidden_act",
         )
 
 
@@ -102,6 +105,7 @@ class Gemma2(Family):
             window=lambda layer: window if types[layer] == "sliding_attention" else None,
             scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
             norms="around",
+            activation="hidden_activation",
             attention_softcap=config.optional_number("attn_logit_softcapping", 50.0),
             softcap=config.optional_number("final_logit_softcapping", 30.0),
         )
@@ -145,7 +149,8 @@ def gemma3_traits(config: ModelConfig) -> Traits:
     if types is None:
         pattern = config.count("sliding_window_pattern", _PATTERN)
         types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
-    full, sliding = ropes_of_kinds(config, _GLOBAL_THETA, config.number("rope_local_base_freq", _LOCAL_THETA))
+    theta, local_theta = config.number("rope_theta", _GLOBAL_THETA), config.number("rope_local_base_freq", _LOCAL_THETA)
+    full, sliding = ropes_of_kinds(config, theta, local_theta)
     window = config.count("sliding_window")
     bias = config.flag("attention_bias")
     return Traits(
@@ -163,20 +168,26 @@ def gemma3_traits(config: ModelConfig) -> Traits:
     )
 
 
-def ropes_of_kinds(config: ModelConfig, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
-    """Return the ropes of full-attention layers and of sliding layers, from either config format."""
-    head_dim = head_dim_of(config)
-    parameters = config.part("rope_parameters")
-    if parameters is None:
-        scaling = config.part("rope_scaling")
-        theta = config.number("rope_theta", theta)
-        return (
-            scaled_rope_spec(config, scaling, head_dim, theta=theta),
-            scaled_rope_spec(config, None, head_dim, theta=local_theta),
-        )
-    if "rope_theta" in parameters.values:
-        raise ModelError(f"{config.origin}: rope_parameters must name full_attention and sliding_attention")
-    return (
-        scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=theta),
-        scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=local_theta),
-    )
+def ropes_of_kinds(
+    config: ModelConfig, theta: float, local_theta: float, scaled: Collection[str] = (_FULL,)
+) -> tuple[RopeSpec, RopeSpec]:
+    """Return the ropes of full-attention layers and of sliding layers, by default of these bases.
+
+    `rope_parameters` has them by the kind of layer; a `rope_scaling` of old configs changes those of `scaled`.
+    """
+    parameters, scaling = (config.part(field) or ModelConfig({}) for field in ("rope_parameters", "rope_scaling"))
+    if not parameters.values.keys() <= {_FULL, _SLIDING}:
+        raise ModelError(f"{config.origin}: rope_parameters must name {_FULL} and {_SLIDING} alone")
+
+    def of(kind: str, theta: float) -> RopeSpec:
+        part = parameters.part(kind) or ModelConfig({}, f"rope_parameters.{kind}.", config.origin)
+        values = {"rope_type": "default", **part.values, **(scaling.values if kind in scaled else {})}
+        if values.get("type", values["rope_type"]) != values["rope_type"] or not values.get("truncate", True):
+            raise ModelError(
+                f"{config.origin}: rope of {kind} has type={values.get('type')!r:.40}, truncate="
+                f"{values.get('truncate')!r:.40}, which models with several ropes cannot have",
+                hint="state the type as rope_type, and omit truncate",
+            )
+        return scaled_rope_spec(config, replace(part, values=values), head_dim_of(config), theta=theta)
+
+    return of(_FULL, theta), of(_SLIDING, local_theta)

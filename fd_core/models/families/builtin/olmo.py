@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from fd_core.errors import ModelError
 from fd_core.models.families.builtin.gemma import ropes_of_kinds
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec, separate_experts
@@ -18,7 +19,9 @@ def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     """Return the layers with a window, which OLMo 3 has; both are converted under one name."""
     if shape.optional_count("attention.sliding_window") is None:
         return {}
-    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **windows(shape)}
+    theta = {"rope_theta": shape.single("rope.freq_base", 10_000.0)}
+    ropes = {"rope_theta": None, "rope_parameters": {"full_attention": theta, "sliding_attention": theta}}
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **windows(shape), **ropes}
 
 
 def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
@@ -66,7 +69,9 @@ class Olmo3(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; by default, every fourth layer has full attention."""
-        full, sliding = ropes_of_kinds(config, _THETA, config.number("rope_theta", _THETA))
+        if config.number("rope_theta", _THETA) != _THETA:
+            raise ModelError(f"{config.origin}: rope_theta is not {_THETA:g}; state the bases in rope_parameters")
+        full, sliding = ropes_of_kinds(config, _THETA, _THETA)
         count, window = config.count("num_hidden_layers"), config.optional_count("sliding_window", 4096)
         types = config.layer_types(count) or tuple(
             "sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(count)

@@ -10,7 +10,8 @@ from fd_core.models.loading.config import ModelConfig
 
 
 def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    return {"sliding_window": shape.index("attention.sliding_window", 0) or None}
+    window = shape.index("attention.sliding_window", 0) or None
+    return {"sliding_window": window, "original_max_position_embeddings": None}  # the rope has it
 
 
 class Phi3(Family):
@@ -18,7 +19,7 @@ class Phi3(Family):
 
     architectures = ("Phi3ForCausalLM",)
     model_type = "phi3"
-    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
     cases: ClassVar = {
         "window": {"sliding_window": 7},
         "short-of-long": {
@@ -47,7 +48,7 @@ class Phi3(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; every layer uses the sliding window, if there is one."""
-        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=1.0)
         window = config.optional_count("sliding_window")
         return Traits(
             rope=lambda layer: rope,

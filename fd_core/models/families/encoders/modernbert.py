@@ -41,8 +41,8 @@ class ModernBert(Family):
         types = config.layer_types(count) or tuple(
             f"{'sliding' if layer % every else 'full'}_attention" for layer in range(count)
         )
-        theta = config.number("global_rope_theta", 160_000.0)
-        full, sliding = ropes_of_kinds(config, theta, config.number("local_rope_theta", 10_000.0))
+        theta, local = config.number("global_rope_theta", 160_000.0), config.number("local_rope_theta", 10_000.0)
+        full, sliding = ropes_of_kinds(config, theta, local, scaled=("full_attention", "sliding_attention"))
         window = config.count("local_attention", 128) // 2 + 1
         bias = config.flag("attention_bias")
         return Traits(

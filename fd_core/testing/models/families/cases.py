@@ -55,6 +55,16 @@ _ORACLE: Final = "reference"
 _OTHERWISE: Final = {*SIZES, "architectures", "model_type", "rope_theta", "rope_scaling", "hidden_act"}
 """Fields that a model has of itself."""
 
+_ROPES: Final[Sequence[dict[str, Any]]] = (
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 48},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "truncate": False},
+    {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+)
+_ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
 
 class FamilySuite:
     """Derive a class `Test...` from it and name the family."""
@@ -138,24 +148,62 @@ class FamilySuite:
         assert compared, "no field could be left out"
 
     def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
-        """Change each switch and number of the config that the family does not read: the model has to stay the same."""
+        """Change each switch, number, activation and list of the config that the family does not read.
+
+        The model has to stay the same. Lists are changed in all cases, as kinds of layers matter only with a window.
+        """
         _require_code(target)
-        given = next(iter(target.family.cases.values()))
-        values = target.filled(given)
-        base, tried, changed = _sampled(target, given), 0, 0
-        for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
-            value = values[field]
-            if value is not None and not isinstance(value, int | float):
-                continue
-            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
-            tried += 1
+        tried = changed = 0
+        for index, given in enumerate(target.family.cases.values()):
+            values = target.filled(given)
+            base = _sampled(target, given)
+            for field in sorted(values.keys() - target.read(values) - general_fields() - given.keys() - SIZES.keys()):
+                other = _other_value(field, values[field])
+                if other is None or (index and not isinstance(other, list)):
+                    continue
+                tried += 1
+                try:
+                    same = _sampled(target, {**given, field: other}) == base
+                except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                    continue
+                changed += 1
+                assert same, f"the family ignores {field}, and {other!r} instead of {values[field]!r} changes the model"
+        assert changed or not tried, "no field could be changed"
+
+    def test_ropes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
+        """Give the model each kind of rope: it has to be computed, or refused."""
+        for given in _with_ropes(target):
             try:
-                same = _sampled(target, {**given, field: other}) == base
+                folder, expected = target.model_of(given)
             except Exception:  # noqa: BLE001, S112 -- transformers has no such model
                 continue
-            changed += 1
-            assert same, f"the family ignores {field}, and {other!r} instead of {value!r} changes the model"
-        assert changed or not tried, "no field could be changed"
+            try:
+                model, ops = load(_ORACLE, folder)
+            except ModelError:
+                continue
+            driver = PagedDriver(model, ops, _prompts(target.seed)[1:2], LONGEST)
+            driver.generate(1)
+            try:
+                _compare(target, driver, expected)
+            except AssertionError as error:
+                raise AssertionError(f"with rope_parameters={given['rope_parameters']!r:.200}: {error}") from error
+
+    def test_old_spellings_of_rope_mean_the_same(self, target: FamilyTarget) -> None:
+        """Write rope parameters as before `rope_parameters`, and compare with the config that `transformers` reads."""
+        for given in _with_ropes(target):
+            rope = given["rope_parameters"]
+            for spelled in _spellings(next((each for each in rope.values() if isinstance(each, dict)), rope)):
+                left_out = "" if "rope_parameters" in spelled else "rope_parameters"
+                fields = {**given, **spelled}
+                try:
+                    whole = target.filled(fields, without=left_out)
+                except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                    continue
+                values = {**{name: whole[name] for name in whole if name not in _ROPE_FIELDS}, **fields}
+                found, expected = _described(target, _without(values, left_out)), _described(target, whole)
+                if found is not None and expected is not None:  # to refuse is safe
+                    at = _difference(found, expected)
+                    assert not at, f"a config with {spelled!r:.300} is not read as in transformers: {at}"
 
     def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
         """Lose each tensor, and then misshape it."""
@@ -330,6 +378,42 @@ def _require_code(target: FamilyTarget) -> None:
 def _require_head(target: FamilyTarget) -> None:
     if not target.family.architectures[0].endswith("ForCausalLM"):
         lacks("it has no output projection")
+
+
+def _with_ropes(target: FamilyTarget) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the first case with other rope parameters, of each kind, for each type of layer."""
+    _require_code(target)
+    given = next(iter(target.family.cases.values()))
+    values = target.filled(given)
+    usual = values.get("rope_parameters")
+    if not usual:
+        lacks("it has no rope")
+    layers = [name for name, each in usual.items() if isinstance(each, Mapping)]
+    attention = target.describe(values).layers[0].attention
+    count = range(len(attention.rope.inverse_frequencies))
+    for rope in _ROPES:
+        factors = {"long_factor": [1.0 + each for each in count], "short_factor": [1.0 + each / 9 for each in count]}
+        rope = rope | (factors if rope["rope_type"] == "longrope" else {}) | {"rope_theta": 5000.0}
+        yield {**given, "rope_parameters": {name: {**rope} for name in layers} or rope}
+
+
+def _spellings(rope: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of old configs for rope parameters, and of configs with both."""
+    rest = _without(rope, "rope_theta")
+    yield {"rope_scaling": {**rest}, "rope_theta": rope["rope_theta"]}
+    yield {"rope_scaling": {("type" if name == "rope_type" else name): rest[name] for name in rest}}
+    yield {"rope_scaling": {**rest}, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}}
+    yield {"rope_scaling": {**rest}, "original_max_position_embeddings": 32}
+    yield {"rope_parameters": {**rope}, "rope_theta": 777.0, "partial_rotary_factor": 0.5}
+
+
+def _other_value(field: str, value: Any) -> Any:
+    """Return another value of a field; None for texts and objects of which only the family knows others."""
+    if isinstance(value, list) and value and all(str(each).endswith("_attention") for each in value):
+        return ["sliding_attention" if each == "full_attention" else "full_attention" for each in value]
+    if isinstance(value, str | list | Mapping):
+        return "relu" if "act" in field and isinstance(value, str) else None
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else (value or 1) / 2
 
 
 def _sampled(target: FamilyTarget, fields: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bytes]:
