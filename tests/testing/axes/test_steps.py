@@ -30,7 +30,7 @@ def test_requests_are_preempted_where_memory_is_short(tmp_path, monkeypatch):
     for case in cases:
         STEPS.check(target, case.with_only(supported_by(target)).values)
     preempting = [preempted > 0 for preempted, _ in seen]
-    assert sum(preempting) >= 0.8 * len(preempting) and len(preempting) > 10, preempting
+    assert sum(preempting) >= 0.75 * len(preempting) and len(preempting) > 10, preempting
     assert any(saved for _, saved in seen)
 
 

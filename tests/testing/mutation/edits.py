@@ -107,8 +107,8 @@ def _edits_at(node: ast.AST, source: str, span: object) -> Iterator[tuple[int, i
             yield *span(node), f"({source[slice(*span(other))]})"
         case ast.Call(func=ast.Attribute(value=value, attr="copy"), args=[]):
             yield *span(node), source[slice(*span(value))]
-        case ast.Attribute(value=value, attr=name) if name in _NAMES:
-            yield span(value)[1], span(node)[1], f".{_NAMES[name]}"
+        case ast.Attribute(attr=name) if name in _NAMES:
+            yield span(node)[1] - len(name), span(node)[1], _NAMES[name]
         case ast.Name(id=name) if name in _NAMES:
             yield *span(node), _NAMES[name]
         case ast.AugAssign(target=target, op=operator, value=value):
