@@ -593,6 +593,7 @@ class StoreSuite:
             store.put([(key, [key]) for key in keys[:8]], TIMEOUT)
             store.longest_prefix(keys, LIMIT, TIMEOUT)
             store.get(keys, LIMIT, TIMEOUT)
+            store.stats(TIMEOUT)
             store.delete(keys, TIMEOUT)
             for call in _calls(0.0) if number % 2 else ():
                 with contextlib.suppress(StoreError):
