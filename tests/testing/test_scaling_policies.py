@@ -3,6 +3,7 @@
 import random
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -230,6 +231,13 @@ class ScalesOneRole(LoadPolicy):
         return super().propose(load, now) if load.role == "mixed" else load.target
 
 
+class DividesTheMean(LoadPolicy):
+    """Takes the share of KV blocks in use for a sum over the workers."""
+
+    def _pressure(self, load, workers):
+        return super()._pressure(msgspec.structs.replace(load, kv_usage=load.kv_usage / max(load.ready, 1)), workers)
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 
 
@@ -249,7 +257,8 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (KnowsOneRole, "role=decode", ()),
         (SharesState, "calls=700", ()),
         (Proposes, "test_an_unknown_option_is_named", ()),
-        (Flaps, SETTLES, (40,)),
+        (Flaps, SETTLES, (40, "slots")),
+        (DividesTheMean, SETTLES, (10, "kv")),
         (NeverAdds, FOLLOWS, (40, "mixed")),
         (NeverRemoves, FOLLOWS, (40, "mixed")),
         (AddsWhileWorkersStart, FOLLOWS, (40, "mixed")),

@@ -85,12 +85,15 @@ class DrafterSuite:
     @pytest.mark.law("8")
     def test_memory_of_past_requests_is_freed(self) -> None:
         drafter = self.subject().new(4, 4, max_model_len=256)
-        texts = np.random.default_rng(1).integers(0, 257, (4, 200))
+        texts, slots = np.random.default_rng(1).integers(0, 257, (4, 200)), np.arange(4, dtype=np.int32)
+        for slot in slots.tolist():
+            drafter.admit(slot, texts[slot].astype(np.int32))
 
         def use(number: int) -> None:
             # All texts differ, and have the same repetitions.
             drafter.admit(number % 4, ((texts[number % 4] + number // 4) % 257).astype(np.int32))
-            drafter.propose(np.array([number % 4], np.int32), 4)
+            drafter.extend(slots, np.full((4, 5), number % 257, np.int32), np.full(4, 1 + number % 5, np.int32))
+            drafter.propose(slots, 4)
 
         require_bounded(use, 100, "requests")
         require_freed(lambda: self.subject().new(4, 4))

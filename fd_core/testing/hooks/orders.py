@@ -55,7 +55,7 @@ SHARE_AXES: Final = (
     Axis("tenants", (2, 3, 7)),
     Axis("names", tuple(_TENANTS), ("QueuedRequest.tenant",)),
     Axis("size", (30, 3000, 2**24), ("QueuedRequest.num_tokens",)),
-    Axis("prompt", ("same", "longer")),
+    Axis("prompt", ("same", "longer", "all")),
     Axis("promised", ("same", "more"), ("QueuedRequest.max_new_tokens",)),
     Axis("used", ("same", "less", "more")),
     Axis("preempted", (0, 5), ("QueuedRequest.preempted",)),
@@ -63,7 +63,8 @@ SHARE_AXES: Final = (
     Axis("waiting", (1, 10)),
     Axis("slots", (4, 1, 30)),
 )
-"""Tenants that always wait, and how the requests of the last one differ from those of the others."""
+"""Tenants that always wait, and how the requests of the last one differ from those of the others; if all
+their tokens are the prompt's, they end without output."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _WIDE: Final = (0, 127, 128, -129, 2**15, 2**31, -(2**31) - 1, 2**40)
@@ -231,8 +232,9 @@ def check_shares(make: MakePolicy, case: Case) -> None:
     used = dict.fromkeys(tenants, size) | {last: {"less": size // 3 + 1, "more": 5 * size}.get(str(case["used"]), size)}
 
     def arrive(tenant: str) -> QueuedRequest:
-        longer, more = (tenant == last and case[name] != "same" for name in ("prompt", "promised"))
-        prompt, most = (used[tenant] - 2 if longer else size // 3), (200 if more else 5) * size
+        kind, promised = (str(case[name]) if tenant == last else "same" for name in ("prompt", "promised"))
+        prompt = {"longer": used[tenant] - 2, "all": used[tenant]}.get(kind, size // 3)
+        most = (200 if promised == "more" else 5) * size
         request = QueuedRequest(next(arrivals), prompt, most, 0, tenant, preempted=False)
         queue.add(request)
         return request

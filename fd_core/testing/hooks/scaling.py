@@ -24,6 +24,8 @@ from fd_core.testing.kit.requirements import OPEN, Requirement
 
 _SLOTS = 16
 """Slots of a worker."""
+_HELD = {"slots": 20, "kv": 8}
+"""Requests whose KV fits a worker, by what limits their number."""
 _START_SECONDS = 20.0
 """Time until a new worker is ready."""
 _OVERSHOOT = 4
@@ -63,9 +65,10 @@ class ScalingPolicySuite:
             self.policy_class()(MappingProxyType({**self.options(), "no-such-option": 1}))
 
     @pytest.mark.law("8")
+    @pytest.mark.parametrize("limited_by", [*_HELD])
     @pytest.mark.parametrize("demand", [0, 10, 40, 200])
-    def test_the_number_settles_under_a_constant_load(self, demand: int) -> None:
-        counts = run_group(self.new_policy(), [demand] * 7200)[3600:]
+    def test_the_number_settles_under_a_constant_load(self, demand: int, limited_by: str) -> None:
+        counts = run_group(self.new_policy(), [demand] * 7200, held=_HELD[limited_by])[3600:]
         changes = [after - before for before, after in pairwise(counts) if after != before]
         turns = sum(one * other < 0 for one, other in pairwise(changes))
         assert turns <= 20, f"in an hour of constant load the number of workers turns {turns} times"
@@ -112,10 +115,11 @@ def run_group(
     demands: Sequence[int | None],
     most: int = 1024,
     role: Role = "mixed",
+    held: int = _HELD["slots"],
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
-    The policy is not called in seconds without a number.
+    A worker has the KV of `held` requests. The policy is not called in seconds without a number.
     """
     target, ready, counts = 1, 1, []
     starting: list[float] = []
@@ -125,16 +129,17 @@ def run_group(
         if demand is None:
             counts.append(target)
             continue
-        slots = ready * _SLOTS
+        most_running = ready * min(_SLOTS, held)
+        running, waiting = min(demand, most_running), max(0, demand - most_running)
         load = GroupLoad(
             role=role,
             target=target,
             ready=ready,
-            running=min(demand, slots),
-            waiting=max(0, demand - slots),
-            slots=slots,
-            kv_usage=min(1.0, demand / slots) * 0.8,
-            ttft_seconds=None if not demand else 0.2 + max(0, demand - slots) / slots,
+            running=running,
+            waiting=waiting,
+            slots=ready * _SLOTS,
+            kv_usage=running / (ready * held),
+            ttft_seconds=None if not demand else 0.2 + waiting / most_running,
         )
         target = max(1, min(most, policy.propose(load, float(second))))
         if target < ready + len(starting):

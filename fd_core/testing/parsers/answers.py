@@ -65,6 +65,8 @@ _CITIES: Final[Mapping[str, dict[str, Any]]] = {
     "ref": {"$ref": "#/$defs/City"},
 }
 """Schemas of a string, as clients write them."""
+_NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64)
+"""Names of tools and of their arguments."""
 CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
@@ -74,7 +76,8 @@ CALL_AXES: Final = (
     Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
-    Axis("name", ("weather", "w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64), ("CallForm.begin",)),
+    Axis("name", ("weather", *_NAMES), ("CallForm.begin",)),
+    Axis("key", ("city", *_NAMES), ("TaggedArguments.before_key",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
@@ -94,7 +97,6 @@ ANSWER_AXES: Final = (
     *_COMMON,
 )
 EXCUSED: Final[Mapping[str, str]] = {
-    "TaggedArguments.before_key": "it is written as the parser declares it",
     "TaggedArguments.before_value": "it is written as the parser declares it",
     "TaggedArguments.after_value": "it is written as the parser declares it",
 }
@@ -215,7 +217,7 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     form = target.form(name)
     if form is None:
         return _sample_model(target, case)
-    schema = _schema(str(case["schema"]), _arguments(target, case, form, 0))
+    schema = _schema(str(case["schema"]), _key(case, form), _arguments(target, case, form, 0))
     model = _Model(dict.fromkeys(("now", "weather", name, f"{name}2"), schema))
     text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
     groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
@@ -243,13 +245,13 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     return model
 
 
-def _schema(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of a tool with these arguments; only `typed` describes more than the city, and `bare` nothing."""
-    if arguments.get("city") == "null" and kind in _CITIES:  # it would be ambiguous
+def _schema(kind: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of a tool with these arguments; only `typed` describes more than `key`, and `bare` nothing."""
+    if arguments.get(key) == "null" and kind in _CITIES:  # it would be ambiguous
         kind = "string"
-    if kind == "bare" and not _is_json(arguments.get("city")):
+    if kind == "bare" and not _is_json(arguments.get(key)):
         return {}
-    found = {"city": _CITIES.get(kind, {"type": "string"})}
+    found = {key: _CITIES.get(kind, {"type": "string"})}
     if kind == "typed":
         found |= {name: {"type": _TYPES[type(value)]} for name, value in arguments.items()}
     if kind == "ref":
@@ -347,21 +349,26 @@ def _text(target: ParserTarget, kind: str) -> str:
     return TEXTS.get(kind, "")
 
 
+def _key(case: Case, form: CallForm) -> str:
+    """Return the name of an argument; in Python it is an identifier."""
+    return re.sub(r"\W", "_", str(case["key"])) if form.arguments == "python" else str(case["key"])
+
+
 def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) -> dict[str, Any]:
     """Return the arguments of a call; `number` is in each of them."""
-    value = _value(target, case, form)
+    key, value = _key(case, form), _value(target, case, form)
     deep: Any = [value]
     for level in range(40):
-        deep = {"a": deep, "b": level} if level % 2 else [deep, {}, []]
+        deep = {key: deep, "b": level} if level % 2 else [deep, {}, []]
     shapes: dict[str, dict[str, Any]] = {
-        "city": {"city": value},
+        "city": {key: value},
         "none": {},
         "nested": {"where": deep},
         "wide": {f"key{index}": index * 7 for index in range(60)},
         "numbers": {"where": [0, -1, 2**53 + 1, 2**63, 2**64 + 1, -(2**31), 1.5, -2.5e-07, 1e308, number]},
-        "words": {"a": True, "b": False, "c": None, "d": [True, False, None], "city": "null"},
-        "empty": {"city": "", "where": [], "what": {}},
-        "mixed": {"where": {"x": [value, number]}, "city": value, "n": 12345678901234567890},
+        "words": {"a": True, "b": False, "c": None, "d": [True, False, None], key: "null"},
+        "empty": {key: "", "where": [], "what": {}},
+        "mixed": {"where": {"x": [value, number]}, key: value, "n": 12345678901234567890},
     }
     return shapes[str(case["shape"])]
 

@@ -32,7 +32,7 @@ from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
-from fd_core.testing.stores.values import assert_hidden, keys_of
+from fd_core.testing.stores.values import assert_hidden, draws, keys_of
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
@@ -131,6 +131,16 @@ class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
             self.paused.set()
             self.go_on.wait(self._seconds)
         return self._values[index]
+
+
+class _OneOf:
+    """Stores of one location, as of several engines: each call is one of a store that is drawn."""
+
+    def __init__(self, stores: Sequence[KVStore]) -> None:
+        self._stores, self._draws = stores, draws(len(stores))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draws.choice(self._stores), name)
 
 
 class BackDoor(abc.ABC):
@@ -583,6 +593,7 @@ class StoreSuite:
             store.put([(key, [key]) for key in keys[:8]], TIMEOUT)
             store.longest_prefix(keys, LIMIT, TIMEOUT)
             store.get(keys, LIMIT, TIMEOUT)
+            store.stats(TIMEOUT)
             store.delete(keys, TIMEOUT)
             for call in _calls(0.0) if number % 2 else ():
                 with contextlib.suppress(StoreError):
@@ -654,12 +665,17 @@ class StoreSuite:
             ),
         )
 
+    def _capped(self, max_bytes: int, location: str, make_store: MakeStore) -> Any:
+        """Return a store with a limit; if the location is shared, it is several objects."""
+        self.size_cap.require()
+        text = with_parameter(location, f"max_bytes={max_bytes}")
+        return _OneOf([make_store(text) for _ in range(3 if self.sharing.reason is None else 1)])
+
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("used_by", ["get", "put", "delete and put"])
     def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore, used_by: str) -> None:
         """Some values are read, or put again, after each new one; a count of leading keys is no use."""
-        self.size_cap.require()
-        store = make_store(with_parameter(location, "max_bytes=100000"))
+        store = self._capped(100_000, location, make_store)
         for number in range(40):
             key = key_of(number)
             used = [key_of(at) for at in range(min(number, 3))]  # at the same places of a batch each time
@@ -685,9 +701,8 @@ class StoreSuite:
         self, location: str, make_store: MakeStore, size: int
     ) -> None:
         """Replace and delete values at the limit: none of the others is evicted, whatever a store counts wrong."""
-        self.size_cap.require()
         room = -(-size // 4096) * 4096 + 1024  # what a value may take, with the blocks of a file system
-        store = make_store(with_parameter(location, f"max_bytes={16 * room}"))
+        store = self._capped(16 * room, location, make_store)
         keys = [key_of(number) for number in range(12)]
         store.put([(key, [value_of(key, size)]) for key in keys], TIMEOUT)
         for number in range(60):
@@ -710,9 +725,8 @@ class StoreSuite:
         self, location: str, make_store: MakeStore, back_door: BackDoor, size: int
     ) -> None:
         """Add up the values that can be read, instead of believing `stats`; a new object counts what others wrote."""
-        self.size_cap.require()
         cap = max(20_000, 3 * size)
-        store = make_store(with_parameter(location, f"max_bytes={cap}"))
+        store = self._capped(cap, location, make_store)
         keys = [key_of(number) for number in range(40)]
         for at in range(60):
             key, length = keys[at * 7 % 40], size + at % 3
@@ -726,7 +740,7 @@ class StoreSuite:
             store.delete(keys, TIMEOUT)
             for key in keys:
                 back_door.write(key, value_of(key, size + 2))
-            reopened = make_store(with_parameter(location, f"max_bytes={cap}"))
+            reopened = self._capped(cap, location, make_store)
             assert reopened.put([(key_of(99), [value_of(key_of(99), size)])], TIMEOUT) == 1
             there = sum(len(value) for value in reopened.get(keys, LIMIT, TIMEOUT) if value is not None)
             assert there + size <= cap, f"with values from outside, the store holds {there + size:,} bytes of {cap:,}"

@@ -329,6 +329,17 @@ class LogsLengths(Shortest):
 
 
 @noticed("test_memory_of_past_requests_is_freed")
+class LogsAcceptedDrafts(Shortest):
+    def __init__(self, context):
+        super().__init__(context)
+        self._accepted = []
+
+    def extend(self, slots, tokens, counts):
+        self._accepted += counts.tolist()
+        super().extend(slots, tokens, counts)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
 class AppendsToOneArray(Shortest):
     def __init__(self, context):
         super().__init__(context)

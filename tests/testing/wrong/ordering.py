@@ -567,6 +567,19 @@ class ChargesWaitingRequests(FairShare):
         super().ended(request, num_computed)
 
 
+class RefundsRequestsWithoutOutput(FairShare):
+    """A request that ended before its first output is charged nothing, although its prompt was computed."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def ended(self, request, num_computed):
+        prompt, charge = self._charges.get(request.arrival, (0, 0))
+        if num_computed <= prompt:
+            self._clocks[request.tenant] -= charge
+            self._charges.pop(request.arrival)
+        super().ended(request, num_computed)
+
+
 class KeepsClocksInSixteenBits(FairShare):
     noticed_by = "test_shares_of_tenants"
 

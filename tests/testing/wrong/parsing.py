@@ -16,7 +16,7 @@ from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parame
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
-from fd_core.text.parsing.formats.tagged import GlmTools
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.reader import TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 
@@ -880,3 +880,10 @@ class KnowsMarkersAsTokens(QwenReasoning):
 class IgnoresTheCaseOfNames(HermesTools):
     def begin_call(self, name):
         super().begin_call(name.lower())
+
+
+@breaks("8.[134]", "calls")
+class IgnoresTheCaseOfKeys(QwenCoderTools):
+    def key(self):
+        key = yield from super().key()
+        return None if key is None else key.lower()

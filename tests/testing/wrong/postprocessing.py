@@ -19,7 +19,7 @@ from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 WRONG: dict[str, WrongPostprocess] = {}
-MANY = "matrix:slots=2,k=1,steps=70000,before=kept"
+MANY = "matrix:slots=3,k=1,steps=66000,before=shrinking,order=kept,revoked=one"
 
 
 @dataclass(frozen=True)
@@ -505,7 +505,31 @@ class TrustsTheMemoryOfItsInputs(NumpyPostprocess):
         return super().token_matrix(sampled, self._masks.setdefault(key, accepted.copy()), slots, revoked)
 
 
-@breaks("1", MANY.replace("70000", "3000"))
+@breaks("1.[12]", MANY)
+class MarksRows(NumpyPostprocess):
+    """Keeps a table without clearing it: a row counts if it has the mark of the step, which repeats."""
+
+    period = 2**16
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._rows = np.zeros((limits.max_num_seqs, 1 + limits.max_drafts), np.int32)
+        self._marks, self._steps = np.full(limits.max_num_seqs, -1), 0
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self._steps = (self._steps + 1) % self.period
+        right = super().token_matrix(sampled, accepted, slots, revoked)
+        written = np.concatenate([slots, revoked])
+        self._rows[written], self._marks[written] = right[written], self._steps
+        return np.where((self._marks == self._steps)[:, None], self._rows, np.int32(EMPTY_TOKEN_ID))
+
+
+@breaks("1.[12]", MANY)
+class MarksRowsInAByte(MarksRows):
+    period = 255
+
+
+@breaks("1", MANY.replace("66000", "3000"))
 class KeepsCopiesInItsModule(NumpyPostprocess):
     kept: ClassVar[list[np.ndarray]] = []
 
