@@ -291,17 +291,12 @@ def test_suspended_rank_is_named_within_watchdog_timeout(caplog: pytest.LogCaptu
     async def main() -> None:
         async with opened(backend="null", watchdog_seconds=6.0, **TWO) as client:
             assert isinstance(client, ProcessClient)
-            stopped: list[int] = []
-
-            def stop(count: int) -> None:
-                if not stopped:
-                    stopped.append(rank_of(client))
-                    os.kill(stopped[0], signal.SIGSTOP)
-
-            record = await read(client, LONG, stop)
+            stopped = rank_of(client)
+            os.kill(stopped, signal.SIGSTOP)
+            record = await read(client, LONG)
             assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 2
-            await until(lambda: not lives(stopped[0]))
+            await until(lambda: not lives(stopped))
         assert "rank 1 did not respond within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):

@@ -14,6 +14,8 @@ from fd_core.testing.kit.law import broken
 
 _MAX_BYTES: Final = 4
 """Bytes that may remain of each call on average; a list of small numbers takes 8."""
+ROUNDS: Final = (1, 2, 4, 8)
+"""Calls of each round, as multiples of those before the first."""
 _clear_names: Final[Callable[[], None]] = next(
     getattr(sys, name) for name in ("_clear_internal_caches", "_clear_type_cache") if hasattr(sys, name)
 )
@@ -21,7 +23,7 @@ _clear_names: Final[Callable[[], None]] = next(
 
 
 def require_bounded(use: Callable[[int], object], count: int, what: str, rule: str = "3.6") -> None:
-    """Fail if each of four rounds of calls of `use` with ever other numbers leaves memory; the first has `count`.
+    """Fail if each of `ROUNDS` of calls of `use` with ever other numbers leaves memory; the first has `count`.
 
     Each round doubles the number of calls: a table grows in each of them, a cache with a limit is full before the last
     one, and other threads allocate seldom. Counts what Python and numpy allocate, also for classes and modules.
@@ -37,11 +39,12 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
 
     with _traced():
         held = held_after(count)
-        for calls in (count, 2 * count, 4 * count, 8 * count):
+        for calls in (each * count for each in ROUNDS):
             before, held = held, held_after(calls)
             if held - before <= calls * _MAX_BYTES:
                 return
-    broken(rule, f"after {16 * count:,} {what} the process holds {held - before:,} bytes more than after half of them")
+    calls = (1 + sum(ROUNDS)) * count
+    broken(rule, f"after {calls:,} {what} the process holds {held - before:,} bytes more than after half of them")
 
 
 @contextmanager
