@@ -30,7 +30,7 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any], LayerGroups]]] = {
     "all": ("mistral-window", {}, LayerGroups(0, 1, window=7)),
     "chunks": ("llama4", {"no_rope_layers": [1, 1, 0] * 2}, LayerGroups(1, 2, window=7, chunked=True)),
 }
-SPECS = random_specs(8, seed=3, max_prompt=90, max_tokens=50)
+SPECS = random_specs(6, seed=3, max_prompt=80, max_tokens=35)
 
 
 @pytest.fixture(scope="module", params=MODELS)
