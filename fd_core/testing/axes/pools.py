@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Heads, KVShape, Ops, Rope
+from fd_core.ops.contract import Heads, KVCache, KVShape, Ops, Rope
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
@@ -106,10 +106,15 @@ _KV: Final = (
 )
 """`values`: some heads are zeros, have one large element, or are so small that a scale underflows; `growing` ones
 double with each head."""
+_READ: Final = 4
+"""Blocks that attention reads before and after an import."""
 
 
 def check_kv(ops: Ops, case: Case) -> None:
-    """Write keys and values, bit for bit, and nothing else; copy the blocks to other places of another cache."""
+    """Write keys and values, bit for bit, and nothing else; copy the blocks to other places of another cache.
+
+    Attention then reads there what it reads in the first one, and no longer what it read before.
+    """
     kv_heads, d, size, layers = (int_of(case, name) for name in ("kv_heads", "head_dim", "block_size", "layers"))
     slots, undefined = _slots_of(case)
     count = len(undefined)
@@ -133,9 +138,22 @@ def check_kv(ops: Ops, case: Case) -> None:
         one, two = cache.export_blocks(some), cache.export_blocks(some)
         assert not np.shares_memory(one, two), "exported blocks share memory with the cache"
     other = ops.allocate_kv(shape, count)
+    whole = np.flatnonzero(~undefined.any(axis=1))[:_READ].astype(np.int32)
+    heads, query = Heads(kv_heads, kv_heads, d, d**-0.5, no_rope(ops)), heads_on(ops, x[:1, :kv_heads])[0]
+
+    def attended(cache: KVCache, blocks: IntArray) -> Floats:
+        step = on_device(ops, step_input([(1, len(blocks) * size)], size, blocks[None]))
+        return np.array(ops.to_host(ops.attention(query, heads, cache.layer(index), step)), np.float32)
+
+    other.import_blocks(every, np.zeros_like(after))
+    if len(whole):
+        attended(other, every[::-1][whole])
     given, data = every[::-1].copy(), after.copy()
     other.import_blocks(given, data)
     given[...], data[...] = 0, 0  # the caller's memory
+    if len(whole):
+        found = attended(other, every[::-1][whole])
+        assert_near(ops, ops.from_host(found), attended(cache, whole))
     _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
     other.import_blocks(every[:1], after[:1])
     _assert_bits(other.export_blocks(every)[1:], expected[::-1][1:], "blocks next to an imported one")

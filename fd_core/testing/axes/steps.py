@@ -28,6 +28,7 @@ from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import ENCODER, STEP_CASE, abilities_of, is_tied
 from fd_core.testing.models.scenario import Events, Scenario
+from fd_core.testing.models.texts import POOLINGS
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
 AXES: Final = (
@@ -126,7 +127,7 @@ AXES: Final = (
     Axis("logprobs", (None, 0, 1, 20), ("SamplingParams.logprobs",)),
     Axis("prompt_logprobs", (None, 0, 1, 20), ("SamplingParams.prompt_logprobs",)),
     Axis("reasoning", (None, 0, 3), ("SamplingParams.reasoning",)),
-    Axis("pooling", (None, "last", "mean", "tokens"), ("RequestSpec.pooling", "Admission.pooling")),
+    Axis("pooling", (None, *POOLINGS), ("RequestSpec.pooling", "Admission.pooling")),
     Axis("delivered", (0, 1, 5), ("RequestSpec.delivered",)),
     # Events.
     Axis("arrivals", (0, 1, 4)),

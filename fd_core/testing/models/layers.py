@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.models.families.spec import width_share
 from fd_core.ops.contract import (
     Activation,
     Experts,
@@ -137,11 +138,19 @@ class LayerOn:
         rows = ROWS if rows is None else rows
         self.ops, self.g, self.rows = ops, g, rows
         require_sizes(sizes_of_layer(g, rows))
-        make = Values()
+        make, parallel = Values(), ops.parallel
+        self.inner = width_share(g.inner, parallel)
+        """This rank's share of the inner width, of which `down` and the experts have a part; all else is whole."""
+        self._outs, self._ins = slice(0, g.hidden), self.inner
+        if parallel.gathers:
+            self._outs, self._ins = width_share(g.hidden, parallel), slice(0, g.inner)
 
-        def linear(*shapes: tuple[int, int], gated: bool = False) -> Any:
+        def linear(*shapes: tuple[int, int], gated: bool = False, back: bool | None = None) -> Any:
             biases = [raw(make(shape[0])) for shape in shapes] if g.biases else None
-            return ops.prepare_linear(self._parts(make, *shapes), biases, gated=gated)
+            parts = self._parts(make, *shapes, back=back)
+            if back and biases is not None:
+                biases = None if parallel.rank and not parallel.gathers else [biases[0].take_rows(self._outs)]
+            return ops.prepare_linear(parts, biases, gated=gated)
 
         def norm(*shape: int) -> Norm:
             return Norm(ops.prepare_vector(1 + make(*shape, scale=0.1)), g.eps)
@@ -182,7 +191,7 @@ class LayerOn:
         self.post_norm = norm(g.hidden) if g.post_norm else None
         gated = g.ungated is None
         self.gate_up = linear(*[(g.inner, g.hidden)] * (1 + gated), gated=gated)
-        self.down = linear((g.hidden, g.inner))
+        self.down = linear((g.hidden, g.inner), back=True)
         self.experts = self._experts(make) if g.experts else None
         used = -(-np.array([context for _, context in rows]) // g.block_size)
         count = int(used.sum()) + g.spare_blocks
@@ -225,11 +234,20 @@ class LayerOn:
         for row, blocks in enumerate(np.minimum(full, self.g.shared_blocks)):
             tables[row, :blocks] = tables[first, :blocks]
 
-    def _parts(self, make: Values, *shapes: tuple[int, int], kind: str | None = None) -> list[Weight]:
+    def _parts(
+        self, make: Values, *shapes: tuple[int, int], kind: str | None = None, back: bool | None = None
+    ) -> list[Weight]:
+        """Return random weights, or this rank's shards of those from the inner width `back`, or to it."""
         kind, group, stored = kind or self.g.packed, self.g.packed_group, self.g.stored
+        parts: list[Weight]
         if kind is not None:
-            return [packed_weight(kind, *shape, group, shape[1] ** -0.5, stored, make.seed()) for shape in shapes]
-        return [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source, stored) for shape in shapes]
+            parts = [packed_weight(kind, *shape, group, shape[1] ** -0.5, stored, make.seed()) for shape in shapes]
+        else:
+            parts = [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source, stored) for shape in shapes]
+        if back is None or self.ops.parallel.size == 1:
+            return parts
+        rows, columns = (self._outs, self._ins) if back else (self.inner, slice(None))
+        return [each.take_rows(rows).take_columns(columns) for each in parts]
 
     def loras(self) -> list[Lora | None]:
         """Return the low-rank terms of q, k and v, of the output, of gate and up, and of down."""
@@ -237,38 +255,50 @@ class LayerOn:
         heads, hidden, inner = [n * g.d for n in (g.heads, g.kv_heads, g.kv_heads)], g.hidden, g.inner
         up = [inner, inner] if g.ungated is None else [inner]
         shapes = (heads, hidden), ([hidden], g.heads * g.d), (up, hidden), ([hidden], inner)
-        return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
+        whole = [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes[:-1]]
+        return [*whole, self._lora(*shapes[-1], back=True)]
 
-    def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
-        """Return the adapters on a linear; every second one does not change the first of several parts."""
+    def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False, back: bool = False) -> Lora | None:
+        """Return the adapters on a linear; every second one does not change the first of several parts.
+
+        Those from the inner width `back` have this rank's share of the terms.
+        """
         if not self.g.adapter_ranks:
             return None
         make = Values(ins)
 
+        rows, columns = (self._outs, self._ins) if back else (slice(None), slice(None))
+
         def delta(rank: int, out: int) -> LowRank:
-            return LowRank(make(rank, ins, scale=ins**-0.5), make(out, rank, scale=rank**-0.5))
+            down, up = make(rank, ins, scale=ins**-0.5), make(out, rank, scale=rank**-0.5)
+            return LowRank(down[:, columns], up[rows])
 
         adapters: list[list[LowRank | None]] = [[delta(rank, out) for out in outs] for rank in self.g.adapter_ranks]
         for parts in adapters[1::2] if outs[1:] else ():
             parts[0] = None
-        return Lora([self.ops.prepare_lora(each, outs, gated=gated) for each in adapters], self.step)
+        given = [len(range(out)[rows]) for out in outs]
+        return Lora([self.ops.prepare_lora(each, given, gated=gated) for each in adapters], self.step)
 
     def _experts(self, make: Values) -> Experts:
         ops, g = self.ops, self.g
         up, down = (g.inner, g.hidden), (g.hidden, g.inner)
+
+        def shared(*shapes: tuple[int, int], back: bool) -> Any:
+            return ops.prepare_linear(self._parts(make, *shapes, back=back), gated=not back)
+
         return Experts(
             # Scores of similar size, so that all chosen experts matter.
             router=ops.prepare_vector(make(g.experts, g.hidden, scale=g.hidden**-0.5)),
-            gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
+            gate_up=ops.prepare_experts([self._parts(make, up, up, back=False) for _ in range(g.experts)], gated=True),
             down=ops.prepare_experts(
-                [self._parts(make, down, kind=g.packed_down) for _ in range(g.experts)], gated=False
+                [self._parts(make, down, kind=g.packed_down, back=True) for _ in range(g.experts)], gated=False
             ),
             top_k=g.top_k,
             normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
             norm_floor=g.norm_floor,
-            shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
-            shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
+            shared_gate_up=shared(up, up, back=False) if g.shared_expert else None,
+            shared_down=shared(down, back=True) if g.shared_expert else None,
             shared_gate=ops.prepare_vector(make(g.hidden, scale=g.hidden**-0.5)) if g.shared_gate else None,
             scoring=g.scoring,
             weighs_inputs=g.weighs_inputs,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final, get_args, get_type_hints
 
 import numpy as np
 
 from fd_core.engine.core import Engine
-from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan, TokenLogprobs
+from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, StepPlan, TokenLogprobs
+
+POOLINGS: Final[tuple[Any, ...]] = get_args(get_type_hints(Pooling)["kind"])
+"""Kinds of vectors of a prompt."""
 
 
 class Texts:

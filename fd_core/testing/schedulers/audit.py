@@ -139,8 +139,8 @@ class Followed:
     """Leading positions computed by this request."""
     read: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Runner's results for positions of the prompt."""
-    pooled: tuple[npt.NDArray[np.float64], int] = (np.zeros(0), 0)
-    """Sum of the runner's vectors of the prompt, and their number of tokens."""
+    pooled: list[tuple[npt.NDArray[np.float64], int]] = field(default_factory=list)
+    """The runner's vectors of the prompt, and their numbers of tokens."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -150,8 +150,17 @@ class Followed:
     @property
     def needs_every_position(self) -> bool:
         """True if every position of the prompt must be computed for a pending result, even if its KV is cached."""
-        mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
-        return not self.first_delivered and (self.scores_prompt or mean)
+        pools = self.spec.pooling is not None and self.spec.pooling.reads_all
+        return not self.first_delivered and (self.scores_prompt or pools)
+
+    @property
+    def vector(self) -> bytes | None:
+        """The vector of the prompt, of what the runner has computed."""
+        if self.spec.pooling is None:
+            return None
+        values, counts = zip(*self.pooled or [(np.zeros(0), 1)], strict=True)
+        found = sum(values) / sum(counts) if self.spec.pooling.kind == "mean" else np.concatenate(values)
+        return found.astype("<f4").tobytes()
 
     @property
     def name(self) -> str:
@@ -930,10 +939,9 @@ class Auditor:
                 )
         if pooled is not None and request.spec.pooling is not None:
             for index in (pooled.slots == occupancy.slot).nonzero()[0].tolist():
-                value, count = pooled.values[index].astype(np.float64), int(pooled.counts[index])
-                if request.spec.pooling.kind == "mean" and pooled.starts[index]:
-                    value, count = value + request.pooled[0], count + request.pooled[1]
-                request.pooled = value, count
+                before = request.pooled if request.spec.pooling.reads_all and pooled.starts[index] else []
+                value = pooled.values[index].astype(np.float64)
+                request.pooled = [*before, (value, int(pooled.counts[index]))]
 
     def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
         """Check that log-probabilities belong to their tokens."""
@@ -1010,8 +1018,7 @@ class Auditor:
             cached = request.held if request.fetches else request.cached
             what = f"{request.name}: expected {cached} cached tokens, got {delta.cached_tokens}"
             require(delta.cached_tokens == cached, "2.1", what)
-            vector = (request.pooled[0] / max(request.pooled[1], 1)).astype("<f4").tobytes()
-            pooled = vector if request.spec.pooling is not None else None
+            pooled = request.vector
             require(
                 delta.pooled == pooled, "4", f"{request.name}: expected the vector {pooled!r}, got {delta.pooled!r}"
             )

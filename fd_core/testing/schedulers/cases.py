@@ -16,6 +16,7 @@ from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPol
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
 from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.models.texts import POOLINGS
 from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
@@ -124,7 +125,7 @@ AXES: Final = (
     ),
     Axis(
         "results",
-        ("none", "chosen", "top", "prompt", "prompt_top", "last", "mean", "tokens"),
+        ("none", "chosen", "top", "prompt", "prompt_top", *POOLINGS),
         (
             "SamplingParams.logprobs",
             "SamplingParams.prompt_logprobs",
@@ -275,10 +276,11 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
     prompt = np.concatenate([np.arange(common) % 250, rng.integers(0, 256, length - common)]).tolist()
     salt, adapter = _owner(str(case["owner"]), index)
     priority = {"same": 0, "falling": -index, "wide": (0, 127, 128, -129, 2**15, 2**31, -(2**31))[index % 7]}
-    results, params = str(case["results"]), _sampling(str(case["sampling"]), index)
+    results: Any = case["results"]
+    params = _sampling(str(case["sampling"]), index)
     pooling = None
-    if results in ("last", "mean", "tokens") and index % 2:
-        pooling = Pooling(results, (1, 200) if results == "tokens" else ())  # type: ignore[arg-type]  # one of them
+    if results in POOLINGS and index % 2:
+        pooling = Pooling(results, (1, 200) if results == "tokens" else ())
     elif results != "none":
         field = "prompt_logprobs" if results.startswith("prompt") else "logprobs"
         params |= {field: (20 + 14 * index) % 21 if results.endswith("top") else 0}

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.effects.operations import Completion
 from fd_core.errors import BadRequest, FdError
 from fd_core.kv.prefix import PrefixHasher
@@ -49,7 +50,7 @@ ORDERS: Final[Mapping[type[SchedulingPolicy], Order]] = {
 _NOT_AUDITED: Final = {"preemptions", "declined", "declined_tokens", "outcomes"}
 """Counters that are checked after each call, or depend on estimates."""
 _OF_STORES: Final = {"loaded_tokens", "lost_tokens", "saved_tokens"}
-"""Counters of blocks that are counted for one group of layers."""
+"""Counters of blocks that are counted for one group of layers without a window."""
 
 
 class RecordingPolicy(SchedulingPolicy):
@@ -370,7 +371,7 @@ class Driver:
         for kind in ("proposed", "accepted"):
             numbers = enumerate(getattr(stats.drafts, f"{kind}_per_position"))
             counted |= {f"{kind} at {place}": number for place, number in numbers}
-        for name in counted.keys() - _NOT_AUDITED - (_OF_STORES if self.limits.groups.count > 1 else set()):
+        for name in counted.keys() - _NOT_AUDITED - (_OF_STORES if self.limits.groups != ONE_GROUP else set()):
             number, right = counted[name], auditor.counts[name]
             require(number in (0, right), "3.6", f"counter {name}: expected {right} (or 0: not counted), got {number}")
         seconds = {name: number for name, number in (stats.phases.seconds if stats.phases else {}).items() if number}

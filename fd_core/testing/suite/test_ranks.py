@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fd_core.errors import ConfigError
 from fd_core.ops.contract import Norm, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.testing.axes.parts import KitCase, supported_by
+from fd_core.testing.axes.ranks import SUMS, joined
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
-from fd_core.testing.kit.requirements import lacks, thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import Values, assert_near, assert_same, heads_on
@@ -40,22 +40,6 @@ REQUIRES = ("primitives",)
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 
 
-def joined(target: Target, part: RankGroup | Stage) -> Ops:
-    """Return a separate pack for a rank or a stage; skip the test if the backend has none, or only in separate
-    processes."""
-    ops = target.cls(target.config()).make_ops()
-    try:
-        if any(target.cls.rank_environments(part.count if isinstance(part, Stage) else part.parallel.size)):
-            lacks("each rank needs a separate device, and so a separate process")
-        if isinstance(part, Stage):
-            ops.cut(part)
-        else:
-            ops.join(part)
-    except ConfigError as error:
-        lacks(error.message)
-    return ops
-
-
 def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
     if transport == "shared_memory":
         return shared_memory_ranks
@@ -63,8 +47,7 @@ def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
     return gloo_ranks
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "transport"), [(2, "shared_memory"), (3, "gloo")])
 @pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16), (2051, 1031)])
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     target: Target, size: int, shape: tuple[int, int], transport: str
@@ -94,6 +77,11 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
         assert_same(gathered, whole)
     for normed in zip(*(each[2:] for each in results), strict=True):
         assert_near(target.ops, target.ops.from_host(np.concatenate(normed, axis=1)), right[:, 0])
+
+
+@pytest.mark.fd_cases(SUMS)
+def test_sums(target: Target, case: KitCase) -> None:
+    case.with_only(supported_by(target.ops, target.limits)).check(target, f"fdcore conformance {target}")
 
 
 def check_ranks(
@@ -132,15 +120,14 @@ def check_ranks(
             assert_close(target, row, expected, largest=ADAPTED_ERROR, share=2.0)
 
 
-@pytest.mark.parametrize("kv_dtype", thorough_but(["auto", "int8"], "auto"))
 @pytest.mark.parametrize(
-    ("case", "size", "transport"),
+    ("case", "size", "transport", "adapters", "kv_dtype"),
     [
-        ("llama-biases-wide-heads", 2, "shared_memory"),
-        ("llama-linear-rope", 3, "gloo"),
-        ("qwen3-moe", 4, "shared_memory"),
-        ("gemma3", 4, "shared_memory"),
-        ("ernie-moe", 2, "gloo"),
+        ("llama-biases-wide-heads", 2, "shared_memory", 2, "auto"),
+        ("llama-linear-rope", 3, "gloo", 0, "int8"),
+        ("qwen3-moe", 4, "shared_memory", 0, "auto"),
+        ("gemma3", 4, "shared_memory", 0, "auto"),
+        ("ernie-moe", 2, "gloo", 0, "int8"),
     ],
 )
 def test_ranks_compute_what_the_oracle_computes(
@@ -150,22 +137,16 @@ def test_ranks_compute_what_the_oracle_computes(
     case: str,
     size: int,
     transport: str,
+    adapters: int,
     kv_dtype: str,
 ) -> None:
+    """Shard adapters as weights: with two, one of the requests has none. KV is in 8 bits if the pack stores it so."""
     require("checkpoints", "kv_transfer", *abilities_of(case))
-    if kv_dtype != "auto":
-        if kv_dtype not in target.ops.kv_dtypes:
-            lacks("its pack stores KV only in its own dtype")
+    if kv_dtype in target.ops.kv_dtypes:
         target = target.changed(kv_cache_dtype=kv_dtype)
-    check_ranks(target, written(case, checkpoints), size, transport)
-
-
-def test_ranks_add_what_adapters_add(target: Target, checkpoints: Path, require: Callable[..., None]) -> None:
-    """Shard adapters as weights: two requests with different adapters and one without."""
-    require("checkpoints", "kv_transfer", "biases")
-    path = written("llama-biases-wide-heads", checkpoints)
-    adapters = [write_adapter(path, checkpoints / f"of-ranks-{seed}", seed=seed, rank=1 + seed) for seed in (1, 2)]
-    check_ranks(target, path, 2, adapters=adapters)
+    path = written(case, checkpoints)
+    folders = [write_adapter(path, checkpoints / f"of-ranks-{seed}", seed=seed, rank=1 + seed) for seed in (1, 2)]
+    check_ranks(target, path, size, transport, folders[:adapters])
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["forward", "states"])

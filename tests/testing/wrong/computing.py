@@ -10,6 +10,7 @@ from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import _softcap as softcap
+from fd_core.ops.weights import PackedTensor
 from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.fault import wrong, wrong_in
 
@@ -327,6 +328,26 @@ class AddsTwoRanks:
         parts = self.all_gather(y).reshape(len(y), self.parallel.size, -1)
         y = parts[:, 0] + parts[:, 1]
         return self.add(residual, y if post_norm is None else self.rms_norm(y, post_norm))
+
+
+@wrong("reference", "ranks:test_sums[*")
+class SubtractsMinimaOnRankZero:
+    """Minima are a term beside the bias, which rank 0 alone has; but each rank has minima of its own columns."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        bare = [replace(each, minima=None) if isinstance(each, PackedTensor) else each for each in parts]
+        return super().prepare_linear(bare if self.parallel.rank else parts, biases, gated=gated)
+
+
+@wrong("reference", "ranks:test_sums[*")
+class AddsAdaptersAfterAFusedSum:
+    """The kernel with a post-norm sums over ranks first, and then adds the term of its own rank's adapter."""
+
+    def project_residual(self, x, weight, residual, post_norm=None, lora=None):
+        if post_norm is None or lora is None:
+            return super().project_residual(x, weight, residual, post_norm, lora)
+        y = self.lora(self.all_reduce(self.linear(x, weight)), x, lora)
+        return self.add(residual, self.rms_norm(y, post_norm))
 
 
 @wrong("reference", "attention:test_attention_reads_scattered_blocks*", "attention:test_attention_keeps_to_its_window*")

@@ -101,6 +101,14 @@ class AllExpertsAreTheFirst(Qwen3Moe):
 
 
 @found_by(LOGITS, "are off by")
+class RotatesHiddenSizeByHeads(Qwen3):
+    def traits(self, config):
+        width = config.count("hidden_size") // config.count("num_attention_heads")
+        rope = rope_spec(config, width, theta=10_000.0)
+        return replace(super().traits(config), rope=lambda layer: rope)
+
+
+@found_by(LOGITS, "are off by")
 class NoSoftcap(Gemma3):
     def traits(self, config):
         return replace(super().traits(config), softcap=None)

@@ -673,6 +673,30 @@ class LosesTheLastSplit(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, context_len=contexts.astype(np.int32)))
 
 
+@shown_by("kv", kv_dtype="int8", spare_blocks=255)
+class ReadsBlocksFromBeforeAnImport(NumpyOps):
+    """Blocks in 8 bits are dequantized once, and again after `write_kv`, but not after `import_blocks`."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        self.plain = {index: [cache.layer(index), {}] for index in range(shape.num_layers)}
+        return changed(cache, layer=lambda cache, index, kept=self.plain: kept[index])
+
+    def write_kv(self, layer, k, v, kv_slots):
+        data, plain = layer
+        for block in (kv_slots // data.shape[2]).tolist():
+            plain.pop(block, None)
+        super().write_kv(data, k, v, kv_slots)
+
+    def paged_attention(self, q, layer, heads, step):
+        data, plain = layer
+        for block in step.block_tables.ravel().tolist():
+            plain.setdefault(block, dequantize_kv(data[:, block]))
+        held = np.stack([plain[block] for block in step.block_tables.ravel().tolist()], axis=1)
+        tables = np.arange(held.shape[1], dtype=np.int32).reshape(step.block_tables.shape)
+        return super().paged_attention(q, held, heads, replace(step, block_tables=tables))
+
+
 @shown_by("kv", tokens=513)
 class WritesFiveHundredTwelveTokensAtMost(NumpyOps):
     """The kernel that writes the cache has a grid of 512 tokens."""

@@ -688,6 +688,18 @@ class AbortsAfterThePause(Changed):
         return super().plan()
 
 
+@breaks("4", "schedule:caching=true,shared=same,results=all")
+class ComputesEveryPositionForMeansOnly(Changed):
+    def change(self):
+        def keys(prefixes, right, request):
+            pooling = request.spec.pooling
+            if pooling is None or pooling.kind == "mean":
+                return right(request)
+            return request.chain[: (request.num_tokens - 1) // prefixes.hasher.block_size]
+
+        instead(self._prefixes, "keys", keys)
+
+
 @breaks("3.5", "schedule:caching=true,incident=paused,shared=same")
 class ForgetsNoPrefixes(Changed):
     def forget_prefixes(self):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.testing.wrong.fault import wrong
+from tests.testing.wrong.storing import changed
 
 PLANS = "scale:test_random_plans_deliver_the_right_texts[0-0]"
 
@@ -84,6 +85,21 @@ class LeaksABufferPerStep:
             self.buffers.append(bytearray())
         self.buffers[-1].extend(b"1" * 8192)
         return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@wrong("reference", "scale:test_memory_is_flat_over_thousands_of_steps")
+class KeepsStagingBuffers:
+    """A cache holds the buffer of each export, which must outlive a copy, until it is freed itself."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache, staged = super().allocate_kv(shape, num_blocks), []
+        get = cache.export_blocks
+
+        def export_blocks(self, blocks):
+            staged.append(get(blocks))
+            return staged[-1].copy()
+
+        return changed(cache, export_blocks=export_blocks)
 
 
 def never_changes(self):

@@ -26,13 +26,16 @@ def is_known(family: Family) -> bool:
 def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> Any:
     """Return the config of `transformers` with the kit's usual sizes, and rope bases that are not the default ones.
 
-    The field `without` has its default.
+    Heads, if they have a size of their own, have another one than the hidden size yields. The field `without` has its
+    default.
     """
     import transformers
 
-    usual = transformers.AutoConfig.for_model(family.model_type).to_dict().get("rope_parameters")
-    rope = {} if usual is None else {"rope_parameters": _halved(usual)}
-    given = {name: value for name, value in {**SIZES, **rope, **fields}.items() if name != without}
+    usual = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    other: dict[str, Any] = {"head_dim": SIZES["head_dim"] * 3 // 2} if "head_dim" in usual else {}
+    if (rope := usual.get("rope_parameters")) is not None:
+        other["rope_parameters"] = _halved(rope)
+    given = {name: value for name, value in {**SIZES, **other, **fields}.items() if name != without}
     return transformers.AutoConfig.for_model(family.model_type, **given)
 
 
