@@ -49,14 +49,16 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """Trace allocations; collections of garbage leave out older objects, of which a process may have millions."""
-    freezes = not gc.get_freeze_count()
-    if freezes:
-        gc.freeze()
+    """Trace allocations; collections of garbage leave out older objects, of which a process may have millions.
+
+    They stay left out if some were before.
+    """
+    frozen = gc.get_freeze_count()
+    gc.freeze()
     tracemalloc.start()
     try:
         yield
     finally:
         tracemalloc.stop()
-        if freezes:
+        if not frozen:
             gc.unfreeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
-from fd_core.testing.connectors.suite import carry, new_lease, put, value_of
+from fd_core.testing.connectors.suite import new_lease, put, value_of
 from needs import needs_nixl
 
 from fd_connector_nixl.connector import NixlConnector
@@ -48,6 +47,15 @@ def opened(decode: Connector, prefill: Connector) -> tuple[KVInbox, KVOutbox]:
     return inbox, prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
 
 
+def carry(inbox: KVInbox, outbox: KVOutbox) -> None:
+    """Move every piece, as many at once as the window allows."""
+    for first in PIECES[::WINDOW]:
+        results = {index: put(outbox, index, value_of(index, 5000)) for index in range(first, first + WINDOW)}
+        for index, result in results.items():
+            assert bytes(inbox.take(index, *result)) == value_of(index, 5000)
+            inbox.done(index, result.reference)
+
+
 def in_time(true: Callable[[], bool]) -> bool:
     end = time.monotonic() + 5
     while not true():
@@ -63,7 +71,7 @@ def held_back(connector: NixlConnector) -> int:
 
 def test_complete_lease_holds_no_memory(near: NixlConnector, far: Connector) -> None:
     inbox, outbox = opened(near, far)
-    carry(inbox, outbox, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(0))
+    carry(inbox, outbox)
     inbox.close()
     assert held_back(near) == 0
     outbox.close()
@@ -93,7 +101,7 @@ def test_agent_restarts_when_too_much_memory_is_held(near: NixlConnector, far: C
             break
     assert near._station is not first
     assert not first.closed, "a lease is open there"
-    carry(*kept, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(1))
+    carry(*kept)
     kept[1].close()
     kept[0].close()
     assert first.closed
