@@ -183,7 +183,7 @@ def test_memory_of_another_lease_is_rejected(near: NixlConnector, far: Connector
     lease = new_lease()
     inbox = near.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
     inbox._slab.bytes[:16] = bytes(16)  # type: ignore[attr-defined] # of NixlInbox
-    with pytest.raises(ConnectorError, match="any more"):
+    with pytest.raises(ConnectorError, match="no longer belongs"):
         far.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
     inbox.close()
     assert in_time(lambda: held_back(near) == 0)
