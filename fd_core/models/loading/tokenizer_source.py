@@ -52,7 +52,7 @@ class JsonTokenizerSource:
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
     lowercase: bool = False
-    """True if texts are converted to lower case first, whatever the file says."""
+    """True to convert texts to lower case first, also where the file does not."""
 
     @property
     def digest(self) -> str:
