@@ -50,8 +50,9 @@ def release_pages(array: npt.NDArray[Any]) -> None:
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
-    # Pages of memory that isn't a file's, or written to, would lose their content.
-    if isinstance(owner, mmap.mmap) and not array.flags.writeable and array.flags.c_contiguous and array.nbytes:
+    # Pages of memory that is not a file's, or is written to, would lose their content.
+    is_mapped = isinstance(owner, mmap.mmap) and not array.flags.writeable and hasattr(mmap, "MADV_DONTNEED")
+    if is_mapped and array.flags.c_contiguous and array.nbytes:
         start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         owner.madvise(mmap.MADV_DONTNEED, first, start + array.nbytes - first)
