@@ -46,7 +46,7 @@ _MAX_ELEMENTS: Final = 2e6
 _EMBEDDING: Final = (
     Axis("rows", _ROWS),
     Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_208)),
-    Axis("hidden", (16, 1, 7, 33, 128, 129, 1000, 4104)),
+    Axis("hidden", (128, 16, 1, 7, 33, 129, 1000, 4104)),
     Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
     Axis("centred", (False, True)),
     Axis("added", (False, True)),
