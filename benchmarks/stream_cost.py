@@ -191,7 +191,7 @@ async def measured(process: subprocess.Popen[bytes], port: int, streams: int, ev
         transports.append(transport)
 
     async def until(least: int, of: Any) -> tuple[float, int, Counter[str]]:
-        while of(reader.events for reader in readers) < least:
+        while of(reader.events for reader in readers) < least and not any(reader.ended for reader in readers):
             if any(each.is_closing() for each in transports):
                 raise EngineFailedError("the server closed a stream")
             changed.clear()
