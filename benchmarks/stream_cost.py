@@ -206,6 +206,8 @@ async def measured(process: subprocess.Popen[bytes], port: int, streams: int, ev
     for transport in transports:
         transport.close()
     events = after - before
+    if not events:
+        raise EngineFailedError(f"a stream ended before another had {EDGE} events: make steps longer")
     now.subtract(spent)
     steps = events / streams
     return {
