@@ -2,7 +2,7 @@
 
     python benchmarks/stream_cost.py [--streams 1,8,32,200] [--rounds 9]
     python benchmarks/stream_cost.py --before ../before/.venv/bin/fdcore   # two commits, which take turns
-    python benchmarks/stream_cost.py --model smollm2 --streams 1,8         # beside real steps, which empty the caches
+    python benchmarks/stream_cost.py --model smollm2 --streams 1,8         # steps that empty the caches
 
 By default a scripted model is served, whose steps sleep, so that every token is an event and time is spent outside of
 the model only: the main thread of its engine plans, encodes and sends, others compute (`device`). Times are those of
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=lambda text: [*map(int, text.split(","))], default=[1, 8, 32, 200])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--events", type=int, default=400, help="events of a measurement (default: 400)")
-    parser.add_argument("--model", help="measure beside this model instead of the scripted one")
+    parser.add_argument("--model", help="serve this model instead of the scripted one")
     parser.add_argument("--step", type=float, default=0.005, help="seconds of a step at least (default: 0.005)")
     parser.add_argument("--row", type=float, default=0.0004, help="seconds of a step for each text (default: 0.0004)")
     parser.add_argument("--core", type=int, help="core for server and engine (default: any)")
@@ -142,7 +142,7 @@ def thread_seconds(process: subprocess.Popen[bytes]) -> Counter[str]:
     return found
 
 
-class Reader(asyncio.Protocol):
+class TimedStream(asyncio.Protocol):
     """Counts the events of one stream."""
 
     def __init__(self, body: bytes, changed: asyncio.Event) -> None:
@@ -182,11 +182,13 @@ async def measured(process: subprocess.Popen[bytes], port: int, streams: int, ev
         "stream": True,
     }
     loop = asyncio.get_running_loop()
-    readers: list[Reader] = []
+    readers: list[TimedStream] = []
     transports = []
     for number in range(streams):
         text = json.dumps(body | {"prompt": [number % 128, *body["prompt"]]}).encode()
-        transport, reader = await loop.create_connection(lambda text=text: Reader(text, changed), "127.0.0.1", port)
+        transport, reader = await loop.create_connection(
+            lambda text=text: TimedStream(text, changed), "127.0.0.1", port
+        )
         readers.append(reader)
         transports.append(transport)
 
