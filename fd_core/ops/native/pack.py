@@ -86,7 +86,7 @@ class NativeOps(TorchOps):
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
-    warm_up_tokens = 256
+    warm_up_tokens = 64
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(dtype)
