@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fd_core.errors import PluginError
@@ -61,8 +62,7 @@ _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """The workers that were chosen for a request; nothing has been counted yet."""
 
     members: tuple[Member, ...]
@@ -246,7 +246,7 @@ def _where(pools: Pools, chosen: Callable[[WorkerPool], Iterable[bool]]) -> dict
 
 def _modes(pools: Mapping[Role, Sized]) -> list[Mode]:
     """Return the modes that the pools allow: a decode worker alone only where there is no other."""
-    modes = [mode for mode, roles in PARTS.items() if all(len(pools[role]) for role in roles)]
+    modes = [mode for mode, roles in PARTS.items() if pools[roles[0]] and pools[roles[-1]]]
     return [mode for mode in modes if mode != "alone"] or modes
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any, Final, Literal
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -82,7 +80,8 @@ class RouterGate:
                 request.abort()
         if not request.started:
             answer.headers.update(added)
-            answer.headers.update(limit_headers(record.account, time.monotonic()))
+            if record.account is not None:
+                answer.headers.update(limit_headers(record.account, time.monotonic()))
             if self._state.drain.leaving:
                 answer.headers[DRAINING_HEADER] = "1"
         if self._state.drain.leaving:
@@ -102,6 +101,8 @@ class RouterGate:
         CLIENT.set(record.owner or source_of(request.remote))
         template = self._access.authorize(record, request.method, path)
         self._access.enter(record, request.method, path, now=time.monotonic())
+        if ROUTES[template].forwarded:
+            return await self._admitted(request, record, added)
         shown = PAGES.get(template)
         if shown is not None:
             return await shown(self._state)
@@ -119,10 +120,10 @@ class RouterGate:
                 body = await read_body(request, share)
             headers = to_worker(self._state, request.headers, record, method="POST", path=path)
             act = abort if template == ABORT_PATH else change_all
-            query = request.query
-            return await act(self._state, f"{path}?{query}" if query else path, body, headers, record)
-        if not ROUTES[template].forwarded:
-            raise no_such_path(path)
+            return await act(self._state, request.target, body, headers, record)
+        raise no_such_path(path)
+
+    async def _admitted(self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str]) -> WholeAnswer:
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
         self._state.drain.running += 1
@@ -152,18 +153,18 @@ class RouterGate:
                 self._access.reserve(record, cost.most)
             asked = await self._state.reader.read(body, session, request.path)
             length = asked.length if cost is None else cost.prompt
-            asked = replace(asked, salt=self._access.salt(record.owner, asked.salt), prefill_tokens=length)
+            salt = self._access.salt(record.owner, asked.salt)
+            if (salt, length) != (asked.salt, asked.length):
+                asked = msgspec.structs.replace(asked, salt=salt, prefill_tokens=length)
         home = await keeper(self._state, request, body, record=record)
         if home is not None:
-            asked = replace(asked, home=home)
+            asked = msgspec.structs.replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:
             headers[USAGE_HEADER], meter = "1", UsageMeter()
         exchange = Exchange(
             state=self._state,
             request=request,
             added=added,
-            # The authorized path is the one sent: encoded paths are not decoded twice.
-            target=quote(request.path) + (f"?{request.query}" if request.query else ""),
             headers=headers,
             body=body,
             share=share,

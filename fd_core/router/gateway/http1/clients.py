@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import httptools
 import msgspec
@@ -69,8 +69,8 @@ class ClientRequest:
         "keep_alive",
         "method",
         "path",
-        "query",
         "started",
+        "target",
         "unread",
     )
 
@@ -86,8 +86,11 @@ class ClientRequest:
             host = (parsed.host or b"").decode(*CODEC)
             self.authority = f"[{host}]" if ":" in host else host
             text = ((parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")).decode(*CODEC)
-        path, _, self.query = text.partition("#")[0].partition("?")
+        path, mark, query = text.partition("#")[0].partition("?")
         self.path = unquote(path, *CODEC) if "%" in path else path
+        # The authorized path is the one sent on: encoded paths are not decoded twice.
+        self.target = (quote(self.path, "/", *CODEC) if "%" in path else path) + mark + query
+        """Path and query, for the request to a worker."""
         self.method = method
         self.headers = headers
         self.keep_alive = recent and lasts
@@ -129,6 +132,11 @@ class ClientRequest:
         parts, self._parts, self.unread = self._parts, [], 0
         self._connection.regulate()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def has_more(self) -> bool:
+        """True unless the whole body was read."""
+        return bool(self._parts) or not self.complete or self._failed
 
     def received(self, part: bytes) -> None:
         """Process a piece of the body."""

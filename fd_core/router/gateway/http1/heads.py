@@ -14,7 +14,7 @@ from multidict import CIMultiDict, MultiMapping
 Headers = CIMultiDict[str]
 CODEC: Final = ("utf-8", "surrogateescape")
 """Headers are bytes: those that are not UTF-8 are passed on unchanged."""
-_HOP_BY_HOP: Final = frozenset(
+HOP_BY_HOP: Final = frozenset(
     """
     connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
     upgrade
@@ -29,14 +29,14 @@ def read_headers(lines: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def forwarded(given: MultiMapping[str], dropped: frozenset[str]) -> Headers:
-    """Return headers for the next connection: without the lower-case names `dropped`, and those of this connection."""
+    """Return headers for the next connection, without those that are `dropped` (in lower case) or of this connection.
+
+    `dropped` includes `HOP_BY_HOP`.
+    """
     connection = given.get("Connection")
-    dropped = dropped | _HOP_BY_HOP if connection is None else dropped | _HOP_BY_HOP | _names(connection)
+    if connection is not None:
+        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
     return CIMultiDict([(name, value) for name, value in given.items() if name.lower() not in dropped])
-
-
-def _names(connection: str) -> frozenset[str]:
-    return frozenset(name.strip().lower() for name in connection.split(","))
 
 
 def request_head(method: str, target: str, host: str, headers: Mapping[str, str], length: int | None) -> bytes:
@@ -51,10 +51,10 @@ def answer_head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
 
 
 def _head(first: str, headers: Mapping[str, str]) -> bytes:
-    head = first + "".join([f"{name}: {value}\r\n" for name, value in headers.items()]) + "\r\n"
-    if head.count("\n") - first.count("\n") != len(headers) + 1 or "\r" in head.replace("\r\n", ""):
+    rest = "\r\n".join([f"{name}: {value}" for name, value in headers.items()])
+    if rest.count("\n") != max(0, len(headers) - 1) or rest.count("\r") != max(0, len(headers) - 1):
         raise ValueError("a header contains a line break")
-    return head.encode(*CODEC)
+    return f"{first}{rest}\r\n\r\n".encode(*CODEC) if rest else f"{first}\r\n".encode(*CODEC)
 
 
 @lru_cache(maxsize=64)

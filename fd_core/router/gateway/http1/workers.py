@@ -102,7 +102,7 @@ class WorkerAnswer:
     async def read_up_to(self, limit: int) -> bytes:
         """Return all of the body, or its first `limit` bytes; nothing else is read then. Raises `UPSTREAM_ERRORS`."""
         parts: list[bytes] = []
-        while limit > 0 and (part := await self.readany()):
+        while limit > 0 and (self._parts or not self.ended) and (part := await self.readany()):
             parts.append(part[:limit])
             if len(part) > limit:
                 self._parts.insert(0, part[limit:])

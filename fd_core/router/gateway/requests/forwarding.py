@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import time
@@ -25,7 +24,7 @@ from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer
-from fd_core.router.gateway.http1.heads import Headers, forwarded
+from fd_core.router.gateway.http1.heads import HOP_BY_HOP, Headers, forwarded
 from fd_core.router.gateway.http1.workers import (
     UPSTREAM_ERRORS,
     WorkerAnswer,
@@ -74,7 +73,7 @@ async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
     """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if incomplete, 413 or 503 beyond its share."""
     refuse_encoding(request.headers.getall("Content-Encoding", []))
     parts: list[bytes] = []
-    while part := await request.readany():
+    while request.has_more and (part := await request.readany()):
         share.received(len(part))
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -82,8 +81,8 @@ async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
 
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
 """Headers that only a router may send: a client could redirect a worker, or impersonate another client."""
-_REQUEST_ONLY: Final = _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
-_ANSWER_ONLY: Final = frozenset({"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()})
+_REQUEST_ONLY: Final = HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
+_ANSWER_ONLY: Final = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 
 
 def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method: str, path: str) -> Headers:
@@ -154,8 +153,6 @@ class Exchange:
     request: ClientRequest
     added: Mapping[str, str]
     """Headers that every answer gets."""
-    target: str
-    """Path and query, as the client wrote them."""
     headers: Headers
     body: bytes
     share: BodyShare
@@ -193,8 +190,11 @@ class Exchange:
         try:
             while chosen is not None:
                 self.state.pairing.saw(chosen.mode)
-                with chosen, contextlib.suppress(_TryElsewhere):
-                    return await self._attempt(chosen)
+                try:
+                    with chosen:
+                        return await self._attempt(chosen)
+                except _TryElsewhere:
+                    pass
                 chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
             self._not_processed()
         except (asyncio.CancelledError, ConnectionError):
@@ -236,7 +236,7 @@ class Exchange:
                 response = await self.state.client.request(
                     self.request.method,
                     worker.url,
-                    self.target,
+                    self.request.target,
                     ticket_headers(self.state, selection, headers, request_id=self.record.request_id),
                     self.body,
                     forwards=True,

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -151,13 +151,10 @@ class GatewayState:
     spans: RequestSpans | None = None
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they store it."""
+    own_headers: Mapping[str, str] = field(init=False)
+    """Headers of requests to workers that the gateway itself makes."""
 
     def __post_init__(self) -> None:
         key = next(iter(self.config.worker_api_keys), "")
         self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-    @property
-    def own_headers(self) -> dict[str, str]:
-        """Headers of requests to workers that the gateway itself makes."""
-        keys = self.config.worker_api_keys
-        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.own_headers = {"Authorization": f"Bearer {key}"} if key else {}
