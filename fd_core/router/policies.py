@@ -144,8 +144,9 @@ class Candidates(Sequence[Candidate]):
         made = self._made.get(position)
         if made is None:
             load = WorkerLoad(*self._loads[:, position].tolist())
-            hits = (0 if each is None else int(each[position]) for each in (self._hits, self._expected_hits))
-            made = self._made[position] = Candidate(self.workers[position], load, *hits)
+            hits = 0 if self._hits is None else int(self._hits[position])
+            expected = 0 if self._expected_hits is None else int(self._expected_hits[position])
+            made = self._made[position] = Candidate(self.workers[position], load, hits, expected)
         return made
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -224,7 +225,8 @@ def lowest(candidates: Candidates, random: float, *columns: npt.NDArray[Any]) ->
     """
     if len(candidates) == 1:
         return candidates[0]
-    best = (columns[0] == columns[0].min()).nonzero()[0]
+    first = columns[0]
+    best = (first == first[first.argmin()]).nonzero()[0]  # `argmin` takes less than `min`
     for column in columns[1:]:
         if len(best) == 1:
             break
@@ -380,7 +382,7 @@ class CacheAware(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
         seen = context.candidates
-        largest = int(seen.requests.max())
+        largest = int(seen.requests[seen.requests.argmax()])  # takes less than `max`
         if largest > self.config.balance_abs_threshold:
             apart = largest - int(seen.requests.min())
             if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:

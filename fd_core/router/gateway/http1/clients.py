@@ -191,7 +191,8 @@ class ClientRequest:
 
     def _start(self, status: int, headers: Mapping[str, str], framing: str, body: bytes = b"") -> None:
         self.started = True
-        self.keep_alive &= self.complete and self._connection.persists
+        # A client that waits for permission may send the body nevertheless, or the next request.
+        self.keep_alive &= self._connection.persists and (self.complete or not self._expects)
         if not self.keep_alive:
             framing += "Connection: close\r\n"
         self._connection.transport.write(answer_head(status, headers, framing) + body)
@@ -250,8 +251,8 @@ class ClientConnection(WatchedProtocol):
         self._paused = False
         self._deaf = False
         """True if further input is ignored."""
-        self._lingers = False
-        """True if the connection is closed once the current body was received."""
+        self._lingering: asyncio.TimerHandle | None = None
+        """Closes the connection, unless the rest of a body arrives whose request was answered."""
         self._error: ApiError | None = None
         """Answer to invalid input, after all others."""
         self._unreported = 0
@@ -324,10 +325,10 @@ class ClientConnection(WatchedProtocol):
         self._deaf = True
         if self._receiving is not None:
             self._receiving.completed(failed=True)
-            self._end_of_body()
+            self._end_of_body(self._receiving)
         elif self.task is not None:
             self._error = error or self.not_http()
-        elif not self._lingers:
+        else:
             self.end(error or self.not_http())
 
     def on_message_begin(self) -> None:
@@ -370,7 +371,7 @@ class ClientConnection(WatchedProtocol):
     def on_body(self, part: bytes) -> None:
         """Process a part of a body."""
         self._unreported = 0
-        if self._receiving is not None and not self._lingers:
+        if self._receiving is not None and self._lingering is None:
             self._receiving.received(part)
 
     def on_message_complete(self) -> None:
@@ -378,13 +379,15 @@ class ClientConnection(WatchedProtocol):
         self._unreported = 0
         if self._receiving is not None:
             self._receiving.completed()
-            self._end_of_body()
+            self._end_of_body(self._receiving)
 
-    def _end_of_body(self) -> None:
+    def _end_of_body(self, request: ClientRequest) -> None:
         self._receiving = None
         self.body_complete()
-        if self._lingers:
-            self.transport.close()
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+            self._go_on(request)
 
     async def _answer(self, request: ClientRequest) -> None:
         try:
@@ -397,22 +400,21 @@ class ClientConnection(WatchedProtocol):
             await self._full.wait()
         self.task = None
         self.answer_complete()
-        if not request.keep_alive or not self.persists:
-            self._close_after(request)
+        self._go_on(request)
+
+    def _go_on(self, request: ClientRequest) -> None:
+        """Process what follows an answered request."""
+        if not request.complete:
+            request.drop()
+            self._lingering = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+            self.regulate()
+        elif not request.keep_alive or not self.persists:
+            self.transport.close()
         elif self._queue:
             self.task = self.loop.create_task(self._answer(self._queue.popleft()))
             self.regulate()
         elif self._error is not None:
             self.end(self._error)
-
-    def _close_after(self, request: ClientRequest) -> None:
-        if request.complete or self._deaf:
-            self.transport.close()
-            return
-        self._lingers = True
-        request.drop()
-        self.regulate()
-        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def close_when_idle(self) -> None:
         """Close after the current answer."""
