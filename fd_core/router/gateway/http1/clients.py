@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,8 +25,6 @@ _PAUSE_BYTES: Final = 128 * 1024
 """Unread bytes of a body from which on nothing more is received."""
 _LINGER_SECONDS: Final = 2.0
 """Time for a client to finish a body that was not needed: closed at once, it might lose the answer."""
-_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Header that requests a protocol upgrade; ignored, since the parser would drop the body."""
 
 
 @dataclass(slots=True)
@@ -222,7 +219,7 @@ class GatewayHttp:
         if running:
             await asyncio.wait(running, timeout=seconds)
         for connection in [*self._open]:
-            connection.transport.abort()
+            connection.transport.close()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -307,12 +304,9 @@ class ClientConnection(WatchedProtocol):
         super().data_received(data)
         if self._deaf:
             return
-        if b"pgrade:" in data and self._receiving is None:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
         self._unreported += len(data)
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self.without_upgrade(data))
         except httptools.HttpParserError as error:
             self._refuse(error.__context__ if isinstance(error.__context__, ApiError) else None)
         else:
@@ -398,6 +392,8 @@ class ClientConnection(WatchedProtocol):
             request.send(answer)
         if self._full is not None:
             await self._full.wait()
+        if self.transport.is_closing():
+            return
         self.task = None
         self.answer_complete()
         self._go_on(request)
