@@ -19,7 +19,7 @@ from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, Li
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.errors import ApiError, to_api_error
 from fd_core.http.hosts import Visit
-from fd_core.router.gateway.http1.heads import CODEC, Headers, answer_head, read_headers
+from fd_core.router.gateway.http1.heads import Headers, answer_head, read_headers
 
 _PAUSE_BYTES: Final = 128 * 1024
 """Unread bytes of a body from which on nothing more is received."""
@@ -75,18 +75,18 @@ class ClientRequest:
         self, connection: ClientConnection, method: str, target: bytes, headers: Headers, *, recent: bool, lasts: bool
     ) -> None:
         """`recent`: of HTTP/1.1; `lasts`: more may follow it. Raises `httptools.HttpParserInvalidURLError`."""
-        text = target.decode(*CODEC)
+        text = target.decode(errors="replace")
         self.authority: str | None = None
         """Host of an absolute target, which overrides the header (RFC 9112, section 3.2.2)."""
         if text[0] != "/" and text != "*":
             parsed = httptools.parse_url(target)
-            host = (parsed.host or b"").decode(*CODEC)
+            host = (parsed.host or b"").decode(errors="replace")
             self.authority = f"[{host}]" if ":" in host else host
-            text = ((parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")).decode(*CODEC)
+            text = ((parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")).decode(errors="replace")
         path, mark, query = text.partition("#")[0].partition("?")
-        self.path = unquote(path, *CODEC) if "%" in path else path
+        self.path = unquote(path) if "%" in path else path
         # The authorized path is the one sent on: encoded paths are not decoded twice.
-        self.target = (quote(self.path, "/", *CODEC) if "%" in path else path) + mark + query
+        self.target = (path if path is self.path and path.isascii() else quote(self.path)) + mark + query
         """Path and query, for the request to a worker."""
         self.method = method
         self.headers = headers
