@@ -63,7 +63,7 @@ class PolicyAuditor:
         self._events: dict[int, list[str]] = {}
         """Names of the calls about each request, except `flow`."""
         self._placed: dict[int, QueuedRequest] = {}
-        """The last view of each request for which the flow was asked."""
+        """View of each request in the last question for its flow."""
         self._candidates: set[int] = set()
         """Arrivals of the candidates that the policy named last."""
         self._entering: set[str] = set()
@@ -103,7 +103,8 @@ class PolicyAuditor:
         right = request.queued(preempted=request.preempted and (shown.preempted or name != "flow"))
         require(shown == right, "8", f"`{name}` was shown {shown} of {request.name}, expected {right}")
         if name == "flow":
-            self._placed[shown.arrival] = shown
+            if shown.preempted == request.preempted:
+                self._placed[shown.arrival] = shown
             return
         events.append(name)
         what = f"{request.name} used {right.num_tokens} tokens; the policy was told {used}"
