@@ -169,6 +169,51 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 )
 
 
+# More than 2^24 elements ---------------------------------------------------------------------------------------------
+
+_LARGE: Final = ("activate", "norm", "add", "linear", "gather")
+_LARGE_ROWS: Final = 2051
+LARGE_BYTES: Final = 5 << 26
+"""Bytes of the largest operation, with its input in float32 and the result on the host."""
+
+
+def check_large(ops: Ops, case: Case) -> None:
+    """Compute more elements than 2^24 of a few rows again and again: each has the bits of the first ones."""
+    width, count = 2**24 // _LARGE_ROWS + 9, 7
+    of_gate = 2 if case["operation"] == "gate" else 1
+    few = activations(ops, Values(7)(count, of_gate * width))
+    norm, column = Norm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5), raw(Values(8)(width, 1))
+    weight = ops.prepare_linear([column])
+
+    def compute(x: Array) -> Array:
+        match case["operation"]:
+            case "gate":
+                return ops.gate(x, "silu")
+            case "activate":
+                return ops.activate(x, "gelu")
+            case "norm":
+                return ops.normalize(x, norm)
+            case "add":
+                return ops.add(x, x)
+            case "linear":
+                return ops.linear(x, weight)
+        return x
+
+    few = activations(ops, Values(7)(count, 1)) if case["operation"] == "linear" else few
+    right = np.array(ops.to_host(compute(few)))
+    ids = np.arange(_LARGE_ROWS, dtype=np.int32) % count
+    found = ops.to_host(compute(ops.gather_rows(few, ops.from_host(ids))))
+    for row in range(count):
+        assert_same(found[row::count], np.broadcast_to(right[row], found[row::count].shape), f"rows like {row}")
+
+
+LARGE: Final[Part[Ops]] = Part(
+    "large",
+    (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _LARGE)),),
+    check_large,
+)
+
+
 # Linears -------------------------------------------------------------------------------------------------------------
 
 _LINEAR: Final = (
