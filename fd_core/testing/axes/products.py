@@ -190,7 +190,7 @@ def check_large(ops: Ops, case: Case) -> None:
             case "gate":
                 return ops.gate(x, "silu")
             case "activate":
-                return ops.activate(x, "gelu")
+                return ops.activate(x, "relu2")
             case "norm":
                 return ops.normalize(x, norm)
             case "add":

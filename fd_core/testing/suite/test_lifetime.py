@@ -235,7 +235,7 @@ def arrays_of(model: object, ops: object) -> Iterator[Any]:
         if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, type(ops))):
             continue
         seen.add(id(each))
-        if hasattr(each, "nbytes") and hasattr(each, "shape"):
+        if hasattr(each, "nbytes") and hasattr(each, "__setitem__"):
             yield each
         else:
             left += gc.get_referents(each)
