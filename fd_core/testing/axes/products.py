@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, cast, get_args
 
 import numpy as np
@@ -172,45 +173,31 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 # More than 2^24 elements ---------------------------------------------------------------------------------------------
 
 _LARGE: Final = ("activate", "norm", "add", "linear", "gather")
-_LARGE_ROWS: Final = 2051
 LARGE_BYTES: Final = 5 << 26
 """Bytes of the largest operation, with its input in float32 and the result on the host."""
 
 
 def check_large(ops: Ops, case: Case) -> None:
-    """Compute more elements than 2^24 of a few rows again and again: each has the bits of the first ones."""
-    width, count = 2**24 // _LARGE_ROWS + 9, 7
-    of_gate = 2 if case["operation"] == "gate" else 1
-    few = activations(ops, Values(7)(count, of_gate * width))
+    """Compute more than 2^24 elements from a few rows again and again: each has the bits of the first ones."""
+    rows, width, count, name = 2051, 2**24 // 2051 + 9, 7, str(case["operation"])
     norm, column = Norm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5), raw(Values(8)(width, 1))
-    weight = ops.prepare_linear([column])
-
-    def compute(x: Array) -> Array:
-        match case["operation"]:
-            case "gate":
-                return ops.gate(x, "silu")
-            case "activate":
-                return ops.activate(x, "relu2")
-            case "norm":
-                return ops.normalize(x, norm)
-            case "add":
-                return ops.add(x, x)
-            case "linear":
-                return ops.linear(x, weight)
-        return x
-
-    few = activations(ops, Values(7)(count, 1)) if case["operation"] == "linear" else few
-    right = np.array(ops.to_host(compute(few)))
-    ids = np.arange(_LARGE_ROWS, dtype=np.int32) % count
+    compute: Callable[[Array], Array] = {
+        "gate": lambda x: ops.gate(x, "silu"),
+        "activate": lambda x: ops.activate(x, "relu2"),
+        "norm": lambda x: ops.normalize(x, norm),
+        "add": lambda x: ops.add(x, x),
+        "linear": lambda x: ops.linear(x, ops.prepare_linear([column])),
+        "gather": lambda x: x,
+    }[name]
+    few = activations(ops, Values(7)(count, {"gate": 2 * width, "linear": 1}.get(name, width)))
+    right, ids = np.array(ops.to_host(compute(few))), np.arange(rows, dtype=np.int32) % count
     found = ops.to_host(compute(ops.gather_rows(few, ops.from_host(ids))))
     for row in range(count):
         assert_same(found[row::count], np.broadcast_to(right[row], found[row::count].shape), f"rows like {row}")
 
 
 LARGE: Final[Part[Ops]] = Part(
-    "large",
-    (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _LARGE)),),
-    check_large,
+    "large", (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _LARGE)),), check_large
 )
 
 

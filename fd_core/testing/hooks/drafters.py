@@ -101,11 +101,7 @@ class DrafterSuite:
 
         require_bounded(use, 100, "requests")
 
-        def with_its_pack() -> object:
-            ops = null_ops()
-            return self.subject().new(4, 4, ops=ops), ops
-
-        require_freed(with_its_pack)
+        require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
 
     @pytest.mark.law("8")
     def test_calls_beyond_sixteen_bits_are_right(self) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -168,14 +168,12 @@ def count_from(thing: object, before: Mapping[str, float], start: int) -> None:
     """
     for path, (owner, name, value) in counts_of(thing).items():
         if value > before.get(path, value):
-            new, kept = start - 4 + min(int(value), 3), owner[name]
-            try:
-                owner[name] = new if hasattr(owner, "shape") else type(kept)(new)
-                held = counts_of(thing).get(path, (owner, name, new))[2] == new
-            except (OverflowError, RuntimeError, ValueError):
-                held = False
-            if not held:
-                owner[name] = value if hasattr(owner, "shape") else kept
+            new = start - 4 + min(int(value), 3)
+            of = type(value) if hasattr(owner, "shape") else type(owner[name])
+            with suppress(OverflowError, RuntimeError, ValueError):
+                owner[name] = of(new)
+            if counts_of(thing).get(path, (owner, name, new))[2] != new:
+                owner[name] = of(value)
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:

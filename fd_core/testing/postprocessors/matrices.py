@@ -39,8 +39,6 @@ class PostprocessTarget:
     emulated: bool = False
     others: tuple[PostprocessTarget | str, ...] = ()
     """The same one on a backend of each other framework that it serves, or the reason why that is missing."""
-    new_ops: Callable[[], Ops] | None = None
-    """Makes another pack of the backend."""
 
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
@@ -64,13 +62,7 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
     others = () if named else tuple(_found_on(name, _BACKENDS.get(each, each)) for each in served[1:])
     return PostprocessTarget(
-        name,
-        target.postprocess,
-        target.ops,
-        target.backend.describe(),
-        emulated=target.emulated,
-        others=others,
-        new_ops=lambda: target.cls(target.config()).make_ops(),
+        name, target.postprocess, target.ops, target.backend.describe(), emulated=target.emulated, others=others
     )
 
 

@@ -67,7 +67,7 @@ def test_it_is_freed_with_its_runner(target: PostprocessTarget) -> None:
     """A pack that is kept, by a postprocessor or alone, keeps the weights and the KV cache after a restart."""
 
     def used() -> object:
-        own = replace(target, ops=target.new_ops() if target.new_ops else copy(target.ops))
+        own = replace(target, ops=copy(target.ops))
         matrices = Matrices(own, 4, 2)
         matrices.check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
         return matrices.postprocess, own.ops
