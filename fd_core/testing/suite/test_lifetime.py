@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -221,9 +222,7 @@ def memory_of(array: Any) -> Callable[[], object]:
         array = array.base
     if not hasattr(array, "untyped_storage"):
         return weakref.ref(array)
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    storage = StorageWeakRef(array.untyped_storage())
+    storage = sys.modules["torch.multiprocessing.reductions"].StorageWeakRef(array.untyped_storage())
     return lambda: None if storage.expired() else storage
 
 
