@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -137,9 +138,8 @@ def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float
     found: dict[str, tuple[Any, Any, float]] = {}
     shape: Any = getattr(thing, "shape", None)
     if isinstance(shape, tuple | list) and hasattr(thing, "tolist") and hasattr(thing, "__setitem__"):
-        if math.prod(shape) < _MAX_NUMBERS:
-            values = np.array(thing.tolist())
-            numbers = np.ndenumerate(values) if values.dtype.kind in "iuf" else ()
+        if math.prod(shape) < _MAX_NUMBERS and re.search("int|float", str(getattr(thing, "dtype", ""))):
+            numbers = np.ndenumerate(np.array(thing.tolist()))
             found = {f"{path}{at}": (thing, at, value.item()) for at, value in numbers}
         return found
     owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
@@ -149,7 +149,8 @@ def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float
         if isinstance(value, itertools.count):
             found[f"{path}.{name}"] = owner, name, value.__reduce__()[1][0]
         elif isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
-            found[f"{path}.{name}"] = owner, name, value if isinstance(value, int | float) else value.item()
+            number: Any = value.item() if isinstance(value, np.generic) else value
+            found[f"{path}.{name}"] = owner, name, number
         else:
             found |= numbers_in(value, f"{path}.{name}")
     return found
