@@ -10,7 +10,7 @@ from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, cases_of
 from tests.testing.wrong.kernels import FAULTS
 
-_OF_SIZES = products.LARGE, pools.POOL, pools.TABLE
+_OF_SIZES = products.ELEMENTS, pools.POOL, pools.TABLE
 PARTS = {
     part.name: part for part in (LAYERS, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, *_OF_SIZES)
 }

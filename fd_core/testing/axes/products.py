@@ -172,12 +172,12 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 
 # More than 2^24 elements ---------------------------------------------------------------------------------------------
 
-_LARGE: Final = ("activate", "norm", "add", "linear", "gather")
-LARGE_BYTES: Final = 5 << 26
+_OPERATIONS: Final = ("activate", "norm", "add", "linear", "gather")
+ELEMENTS_BYTES: Final = 5 << 26
 """Bytes of the largest operation, with its input in float32 and the result on the host."""
 
 
-def check_large(ops: Ops, case: Case) -> None:
+def check_elements(ops: Ops, case: Case) -> None:
     """Compute more than 2^24 elements from a few rows again and again: each has the bits of the first ones."""
     rows, width, count, name = 2051, 2**24 // 2051 + 9, 7, str(case["operation"])
     norm, column = Norm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5), raw(Values(8)(width, 1))
@@ -196,8 +196,8 @@ def check_large(ops: Ops, case: Case) -> None:
         assert_same(found[row::count], np.broadcast_to(right[row], found[row::count].shape), f"rows like {row}")
 
 
-LARGE: Final[Part[Ops]] = Part(
-    "large", (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _LARGE)),), check_large
+ELEMENTS: Final[Part[Ops]] = Part(
+    "elements", (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _OPERATIONS)),), check_elements
 )
 
 

@@ -112,10 +112,10 @@ def test_table(target: Target, require: Require, case: KitCase) -> None:
 
 @pytest.mark.fd_scale
 @pytest.mark.fd_alone
-@pytest.mark.fd_cases(products.LARGE)
-def test_large(target: Target, require: Require, case: KitCase) -> None:
+@pytest.mark.fd_cases(products.ELEMENTS)
+def test_elements(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", *["ungated"] * (case.values["operation"] == "activate"))
-    require_memory(target, products.LARGE_BYTES)
+    require_memory(target, products.ELEMENTS_BYTES)
     check(target, case)
 
 

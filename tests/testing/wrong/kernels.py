@@ -1452,7 +1452,7 @@ class DividesByScales(NumpyOps):
             return replace(right, weight=right.weight / largest * largest)
 
 
-@shown_by("large", operation="gate")
+@shown_by("elements", operation="gate")
 class LaunchesTheGateOnAClampedGrid(NumpyOps):
     """One thread per element, 256 in a block, and at most 65,535 blocks: the rest stays zeros."""
 
@@ -1462,7 +1462,7 @@ class LaunchesTheGateOnAClampedGrid(NumpyOps):
         return found
 
 
-@shown_by("large", operation="norm")
+@shown_by("elements", operation="norm")
 class NumbersElementsInFloat32(NumpyOps):
     """The number of an element is rounded above 2^24: of two next to each other one is never written."""
 
