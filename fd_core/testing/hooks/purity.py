@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -146,11 +147,9 @@ def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float
     if not isinstance(owner, dict | list) or path.count(".") > 3:
         return found
     for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
-        if isinstance(value, itertools.count):
-            found[f"{path}.{name}"] = owner, name, value.__reduce__()[1][0]
-        elif isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        if isinstance(value, int | float | np.integer | np.floating | itertools.count) and not isinstance(value, bool):
             number: Any = value.item() if isinstance(value, np.generic) else value
-            found[f"{path}.{name}"] = owner, name, number
+            found[f"{path}.{name}"] = owner, name, next(copy(number)) if isinstance(value, itertools.count) else number
         else:
             found |= numbers_in(value, f"{path}.{name}")
     return found
