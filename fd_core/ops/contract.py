@@ -576,7 +576,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        """Allocate a KV cache; raises `MemoryError` if it does not fit."""
+        """Allocate a KV cache; raises `MemoryError` if it does not fit.
+
+        An engine that sleeps drops the cache, and what was compiled, to free the memory: the pack holds no array of it.
+        """
 
     # Primitives -------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, cases_of
 from tests.testing.wrong.kernels import FAULTS
 
+_OF_SIZES = products.ELEMENTS, pools.POOL, pools.TABLE
 PARTS = {
-    part.name: part
-    for part in (LAYERS, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, pools.POOL, pools.TABLE)
+    part.name: part for part in (LAYERS, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, *_OF_SIZES)
 }
 TRIES = 12
 """Cases with the values of a fault that are tried; in some, another value hides it."""

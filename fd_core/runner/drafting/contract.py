@@ -59,7 +59,7 @@ class SlotError(Exception):
 
 
 class Drafter(abc.ABC):
-    """Drafts for all slots of one runner; created and used by one thread at a time.
+    """Drafts for all slots of one runner, for any number of requests; created and used by one thread at a time.
 
     For each slot the runner calls `admit` once when a request starts there, then, for each step that yields tokens,
     `extend` with those and `propose`. A request may end without notice, until the next `admit` of the slot.

@@ -16,6 +16,8 @@ __all__ = ["Postprocess", "require_fit"]
 class Postprocess(abc.ABC):
     """Builds the token matrix of each step on the device. Created once per runner, and called on its thread.
 
+    A runner may live for any number of steps; afterwards nothing holds the postprocessor or its pack.
+
     It implements section 1 of the invariants; `fdcore conformance --postprocess NAME` checks it, and
     `docs/extend/write-a-postprocessor.md` shows a complete plugin.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, cast, get_args
 
 import numpy as np
@@ -179,6 +180,37 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
     check_activate,
     lambda case: int_of(case, "rows") * int_of(case, "width") < _MAX_ELEMENTS,
     _ACTIVATE_EDGES,
+)
+
+
+# More than 2^24 elements ---------------------------------------------------------------------------------------------
+
+_OPERATIONS: Final = ("activate", "norm", "add", "linear", "gather")
+ELEMENTS_BYTES: Final = 5 << 26
+"""Bytes of the largest operation, with its input in float32 and the result on the host."""
+
+
+def check_elements(ops: Ops, case: Case) -> None:
+    """Compute more than 2^24 elements from a few rows again and again: each has the bits of the first ones."""
+    rows, width, count, name = 2051, 2**24 // 2051 + 9, 7, str(case["operation"])
+    norm, column = Norm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5), raw(Values(8)(width, 1))
+    compute: Callable[[Array], Array] = {
+        "gate": lambda x: ops.gate(x, "silu"),
+        "activate": lambda x: ops.activate(x, "relu2"),
+        "norm": lambda x: ops.normalize(x, norm),
+        "add": lambda x: ops.add(x, x),
+        "linear": lambda x: ops.linear(x, ops.prepare_linear([column])),
+        "gather": lambda x: x,
+    }[name]
+    few = activations(ops, Values(7)(count, {"gate": 2 * width, "linear": 1}.get(name, width)))
+    right, ids = np.array(ops.to_host(compute(few))), np.arange(rows, dtype=np.int32) % count
+    found = ops.to_host(compute(ops.gather_rows(few, ops.from_host(ids))))
+    for row in range(count):
+        assert_same(found[row::count], np.broadcast_to(right[row], found[row::count].shape), f"rows like {row}")
+
+
+ELEMENTS: Final[Part[Ops]] = Part(
+    "elements", (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _OPERATIONS)),), check_elements
 )
 
 

@@ -20,7 +20,7 @@ from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, Floats, V
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 AXES: Final = (
-    Axis("ranks", (2, 3)),
+    Axis("ranks", (2, 3), rare=({"ranks": 5}, {"ranks": 8}, {"ranks": 17})),
     Axis("tokens", (5, 1, 33)),
     Axis("hidden", (128, 38)),
     Axis("inner", (256, 100)),

@@ -14,7 +14,7 @@ import numpy as np
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.errors import ConfigError
-from fd_core.ops.contract import KVCache, StepInput
+from fd_core.ops.contract import KVCache, Ops, StepInput
 from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
@@ -36,6 +36,11 @@ class _DraftModel(NullModel):
         return super().states(step, cache)
 
 
+def null_ops() -> Ops:
+    """Return a new pack of the scripted model."""
+    return NullBackend(EngineConfig(model="null")).make_ops()
+
+
 class DrafterUnderTest(NamedTuple):
     """A drafter, and the requirements on it."""
 
@@ -53,6 +58,7 @@ class DrafterUnderTest(NamedTuple):
         block_size: int = 4,
         cheap_tokens: int = _MANY,
         model: str = "alike",
+        ops: Ops | None = None,
     ) -> Drafter:
         """Return a new drafter; the draft model, if it uses one, is the scripted one, or one of other sizes."""
         limits = Limits(
@@ -70,7 +76,7 @@ class DrafterUnderTest(NamedTuple):
                 vocab_size=vocab_size,
                 block_size=block_size,
                 cheap_tokens=cheap_tokens,
-                ops=NullBackend(EngineConfig(model="null")).make_ops(),
+                ops=ops or null_ops(),
                 model_path=Path("draft"),
                 load_model=lambda _: _DraftModel(
                     vocab_size + 64 * (model == "wider"), 16 if model == "shorter" else max_model_len

@@ -19,7 +19,7 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
+from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, null_ops
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
@@ -31,6 +31,10 @@ _SHORT: Final = 1024
 _LONG: Final = 1 << 16
 """Lengths of texts between which the time of a step may grow by `_SLACK`."""
 _SLACK: Final = 3.0
+_CALLS: Final = 66_000
+"""A few more than 2^16."""
+_SECONDS: Final = 10.0
+"""CPU time after which a slow drafter has done enough."""
 
 
 class DrafterSuite:
@@ -96,7 +100,23 @@ class DrafterSuite:
             drafter.propose(slots, 4)
 
         require_bounded(use, 100, "requests")
-        require_freed(lambda: self.subject().new(4, 4))
+
+        require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
+
+    @pytest.mark.law("8")
+    def test_calls_beyond_sixteen_bits_are_right(self) -> None:
+        """Start one request again and again, each time with a step."""
+        drafter, slot, one = self.subject().new(1, 1), np.zeros(1, np.int32), np.ones(1, np.int32)
+        text, right, began = np.array([5, 6, 5], np.int32), list[list[int]](), time.thread_time()
+        for number in range(_CALLS):
+            drafter.admit(0, text)
+            drafter.extend(slot, text[None, 1:2], one)
+            tokens, counts = drafter.propose(slot, 1)
+            found = tokens[0, : counts[0]].tolist()
+            right = right or [found]
+            require(found == right[0], "8", f"request {number} has the drafts {found}, others have {right[0]}")
+            if time.thread_time() - began > _SECONDS:
+                break
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

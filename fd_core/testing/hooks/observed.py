@@ -133,7 +133,7 @@ def _counted(make: Callable[[], Observer]) -> dict[str, set[str]]:
 def _numbers(observer: Observer) -> Counter[str]:
     """Return the numbers in an observer and its class."""
     own = {name: value for cls in type(observer).__mro__[:-1] for name, value in vars(cls).items()} | vars(observer)
-    return Counter({path: value for path, (_, _, value) in numbers_in(own).items()})
+    return Counter({path: value for path, (*_, value) in numbers_in(own).items() if isinstance(value, int)})
 
 
 def _deliver(observer: Observer, case: Case) -> None:

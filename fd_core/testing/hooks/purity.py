@@ -6,8 +6,10 @@ import gc
 import itertools
 import locale
 import logging
+import math
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -16,8 +18,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -76,6 +80,8 @@ def process_state() -> dict[str, object]:
     return state
 
 
+_MAX_NUMBERS: Final = 9
+"""Elements of an array that may be counts; larger ones are tables."""
 _OF_IMPORTS: Final = ("environment", "filters of warnings", "import path", "exception hooks")
 """Settings that an import may change."""
 _AT_START: Final = {
@@ -123,26 +129,59 @@ def _held() -> dict[str, int]:
     return {"open files": files, "threads": threading.active_count()}
 
 
-def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, int]]:
-    """Return the integers in the attributes of an instance, or in a dictionary, by path, with their owners and keys."""
-    if isinstance(thing, np.ndarray):
-        small = thing.dtype.kind in "iu" and thing.size < 9
-        return {f"{path}{at}": (thing, at, int(value)) for at, value in np.ndenumerate(thing)} if small else {}
+def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float]]:
+    """Return the numbers in the attributes of an instance, or in a dictionary, by path, with their owners and keys.
+
+    Also those of small arrays of any framework, and the next one of an `itertools.count`.
+    """
+    if isinstance(thing, ModuleType | type | FunctionType):
+        return {}
+    found: dict[str, tuple[Any, Any, float]] = {}
+    shape: Any = getattr(thing, "shape", None)
+    if isinstance(shape, tuple | list) and hasattr(thing, "tolist") and hasattr(thing, "__setitem__"):
+        if math.prod(shape) < _MAX_NUMBERS and re.search("int|float", str(getattr(thing, "dtype", ""))):
+            numbers = np.ndenumerate(np.array(thing.tolist()))
+            found = {f"{path}{at}": (thing, at, value.item()) for at, value in numbers}
+        return found
     owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
-    found: dict[str, tuple[Any, Any, int]] = {}
-    if owner is None or path.count(".") > 3:
+    if not isinstance(owner, dict | list) or path.count(".") > 3:
         return found
     for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
-        if isinstance(value, int | np.integer) and not isinstance(value, bool):
-            found[f"{path}.{name}"] = owner, name, int(value)
+        if isinstance(value, int | float | np.integer | np.floating | itertools.count) and not isinstance(value, bool):
+            number: Any = value.item() if isinstance(value, np.generic) else value
+            found[f"{path}.{name}"] = owner, name, next(copy(number)) if isinstance(value, itertools.count) else number
         else:
             found |= numbers_in(value, f"{path}.{name}")
     return found
 
 
+def counts_of(thing: object) -> dict[str, tuple[Any, Any, float]]:
+    """Return the numbers in an instance, in the lists and arrays of its class, and in the module of the class."""
+    module = vars(sys.modules[type(thing).__module__])
+    return numbers_in(thing) | numbers_in({**vars(type(thing))}, "class") | numbers_in(module, "module")
+
+
+def count_from(thing: object, before: Mapping[str, float], start: int) -> None:
+    """Set each number of an instance that has grown since `before`, a count of calls, to just below `start`.
+
+    Numbers up to 3, as after two calls, keep their distances. A number that its type cannot hold is left.
+    """
+    for path, (owner, name, value) in counts_of(thing).items():
+        if value > before.get(path, value):
+            new = start - 4 + min(int(value), 3)
+            of = type(value) if hasattr(owner, "shape") else type(owner[name])
+            with suppress(OverflowError, RuntimeError, ValueError):
+                owner[name] = of(new)
+            if counts_of(thing).get(path, (owner, name, new))[2] != new:
+                owner[name] = of(value)
+
+
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:
-    """Fail if an instance is still referenced when its last user has dropped it."""
-    left = weakref.ref(make())
-    if left() is not None:
+    """Fail if an instance, or another one of a tuple with what it was given, is referenced after its last use."""
+    made = make()
+    left = [weakref.ref(each) for each in (made if isinstance(made, tuple) else (made,))]
+    del made
+    if any(each() is not None for each in left):
         gc.collect()
-    require(left() is None, rule, "an instance is still referenced after its last use, such as by its class")
+    held = ", ".join(type(each()).__name__ for each in left if each() is not None)
+    require(not held, rule, f"an instance ({held}) is still referenced after its last use, such as by its class")

@@ -38,7 +38,7 @@ class LauncherSuite:
     """Name under which a plugin registers it."""
     patience: float = 60.0
     """Timeout in seconds."""
-    devices: Mapping[str, str] = MappingProxyType({"CUDA_VISIBLE_DEVICES": "5,7"})
+    devices: Mapping[str, str] = MappingProxyType({"CUDA_VISIBLE_DEVICES": "5,7,11"})
     """Variables that name devices to a launcher; nothing runs on them."""
 
     def launcher_class(self) -> type[Launcher]:
@@ -140,6 +140,22 @@ class LauncherSuite:
         assert len(pids) == 2, "a launcher in another process started nothing"
         for pid in pids:
             self.until(partial(_is_over, int(pid)))
+
+    def test_devices_that_are_free_need_not_be_adjacent(self, launching: Launcher) -> None:
+        """Take every device of all nodes, end the processes of one node but the second, and start one on the rest."""
+        nodes = {node.id: node for node in launching.nodes()}
+        specs = [self.spec(str(at), cores=0, devices=1) for at in range(sum(node.devices for node in nodes.values()))]
+        there = [each for each in launching.start(specs) if nodes[each.node].devices > 2]
+        there = [each for each in there if each.node == there[0].node]
+        seen = [self.seen(process)["devices"] for process in there]
+        for ended in (*there[:1], *there[2:]):
+            ended.kill()
+            assert ended.wait(self.patience) is not None
+        if there:
+            (process,) = launching.start([self.spec("several", cores=0, devices=len(there) - 1)])
+            devices = sorted(self.seen(process)["devices"])
+            right = sorted(one for own in (*seen[:1], *seen[2:]) for one in own)
+            assert devices == right, f"a process has {devices} of the devices {seen}, of which the second is in use"
 
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
         """Reserve all cores of a node again and again, after a request for too many of them."""

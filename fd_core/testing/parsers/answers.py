@@ -217,8 +217,10 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     form = target.form(name)
     if form is None:
         return _sample_model(target, case)
-    schema = _schema(str(case["schema"]), _key(case, form), _arguments(target, case, form, 0))
-    model = _Model(dict.fromkeys(("now", "weather", name, f"{name}2"), schema))
+    kind, key, arguments = str(case["schema"]), _key(case, form), _arguments(target, case, form, 0)
+    # Other tools have a number where this one has a string; the first and the last one are others.
+    other = _schema("ref" if kind == "ref" else "typed", key, {**arguments, key: 0})
+    model = _Model({"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other})
     text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
     groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
     number = 0
@@ -231,6 +233,8 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
             for index in range(int_of(case, "calls") if form.between is not None else 1):
                 called = name if number % 3 != 1 else f"{name}2"
                 arguments = _arguments(target, case, form, number)
+                if called != name and isinstance(arguments.get(key), str):
+                    arguments[key] = number
                 own = target.form(called) or form
                 model.add(form.between or "" if index else "")
                 model.add(own.begin + _written(own, arguments, str(case["style"])) + own.end)
@@ -256,7 +260,8 @@ def _schema(kind: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]
         found |= {name: {"type": _TYPES[type(value)]} for name, value in arguments.items()}
     if kind == "ref":
         found["next"] = {"$ref": "#/$defs/Node"}
-    return {"type": "object", "properties": found, "$defs": {"City": {"type": "string"}, "Node": _NODE}}
+    city = {"type": _TYPES[type(arguments.get(key, ""))]}
+    return {"type": "object", "properties": found, "$defs": {"City": city, "Node": _NODE}}
 
 
 _NODE: Final[Mapping[str, Any]] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}

@@ -16,7 +16,7 @@ from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Edge, Part
-from fd_core.testing.hooks.purity import numbers_in
+from fd_core.testing.hooks.purity import count_from, counts_of
 from fd_core.testing.kit.law import broken
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows
 from fd_core.types import IntArray
@@ -62,7 +62,7 @@ AXES: Final = (
     Axis("before", ("other", "kept", "shrinking", "growing")),
     Axis("memory", ("new", "reused", "strided")),
     Axis("instances", ("one", "in-turn", "successive", "threads")),
-    Axis("counted", (0, 2**15, 2**16, 2**31, 2**32, 2**63)),
+    Axis("counted", (0, 2**15, 2**16, 2**24, 2**31, 2**32, 2**63)),
 )
 """`before` is how the number of rows changes from step to step, `counted` how many steps were counted before. In the
 longest case one slot is revoked and then idle for any number of steps."""
@@ -205,9 +205,9 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
     blocks = 0
     for step in range(int_of(case, "steps")):
         if step == 1 and case["counted"]:
-            numbers = {path: value for path, (_, _, value) in numbers_in(ours.matrices.postprocess).items()}
+            numbers = {path: value for path, (*_, value) in counts_of(ours.matrices.postprocess).items()}
         if step == 2 and case["counted"]:
-            _count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
+            count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
         if step == 4 * _HELD:
             blocks = sys.getallocatedblocks()
         if case["instances"] == "threads":
@@ -226,17 +226,6 @@ def _finish(instance: _Instance, steps: int) -> None:
     for _ in range(steps):
         instance.step()
     instance.end()
-
-
-def _count_from(postprocess: object, before: Mapping[str, int], start: int) -> None:
-    """Set each number of an instance that has grown since `before`, a count of steps, to just below `start`."""
-    for path, (owner, name, value) in numbers_in(postprocess).items():
-        if value > before.get(path, value) and start - 2 <= _largest(owner[name]):
-            owner[name] = type(owner[name])(start - 2)
-
-
-def _largest(number: Any) -> int:
-    return int(np.iinfo(number.dtype).max) if isinstance(number, np.generic | np.ndarray) else 2**64
 
 
 def _sizes(case: Case) -> Mapping[str, int]:

@@ -110,6 +110,15 @@ def test_table(target: Target, require: Require, case: KitCase) -> None:
     check(target, case)
 
 
+@pytest.mark.fd_scale
+@pytest.mark.fd_alone
+@pytest.mark.fd_cases(products.ELEMENTS)
+def test_elements(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", *["ungated"] * (case.values["operation"] == "activate"))
+    require_memory(target, products.ELEMENTS_BYTES)
+    check(target, case)
+
+
 def require_memory(target: Target, size: int) -> None:
     """Skip the test if the device has fewer bytes free."""
     if size and (free := target.backend.free_memory()) < size:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -181,16 +182,16 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
     """Serve a request with an adapter, sleep unless the level is 0, and close the engine."""
     if level and not target.cls.updates_weights:
         lacks("an engine on this backend does not sleep")
-    load, models, arrays = target.cls.load_model, list[Callable[[], object]](), list[Callable[[], Any]]()
+    load, models, arrays = target.cls.load_model, list[Callable[[], object]](), list[tuple[Callable[[], object], int]]()
 
     def load_model(*arguments: Any) -> Any:
         model = load(*arguments)
         models.append(weakref.ref(model))
-        arrays.extend(map(weakref.ref, arrays_of(model, target.ops)))
+        arrays.extend((memory_of(each), each.nbytes) for each in arrays_of(model, target.ops))
         return model
 
     def held() -> int:
-        return sum(each().nbytes for each in arrays if each() is not None)
+        return sum(size for memory, size in arrays if memory() is not None)
 
     monkeypatch.setattr(target.cls, "load_model", load_model)
     failures: list[FdError | None] = []
@@ -201,20 +202,31 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
             spec = msgspec.structs.replace(spec, adapter=adapter.digest)
         run(engine, [spec])
         cache, whole = weakref.ref(engine.probe().runner.cache), held()
+        kv = [memory_of(each) for each in arrays_of(cache(), target.ops)]
         if level:
             engine.control(Sleep(level), failures.append)
             engine.begin_steps()
             assert failures == [None]
             gc.collect()
-            assert cache() is None, "the cache is held"
+            assert cache() is None and all(each() is None for each in kv), "the cache is held, or an array of it"
             assert level == 1 or all(model() is None for model in models), "the weights are held"
             assert level == 1 or held() <= whole // 2, f"{held():,} of {whole:,} bytes of weights are held"
     del engine
     gc.collect()
-    assert cache() is None and all(model() is None for model in models), "a closed engine is held"
+    assert cache() is None and all(each() is None for each in [*kv, *models]), "a closed engine is held"
 
 
-def arrays_of(model: object, ops: object) -> Iterator[object]:
+def memory_of(array: Any) -> Callable[[], object]:
+    """Return a reference to the memory of an array, which others may share, that yields None once it is freed."""
+    while isinstance(getattr(array, "base", None), np.ndarray):
+        array = array.base
+    if not hasattr(array, "untyped_storage"):
+        return weakref.ref(array)
+    storage = sys.modules["torch.multiprocessing.reductions"].StorageWeakRef(array.untyped_storage())
+    return lambda: None if storage.expired() else storage
+
+
+def arrays_of(model: object, ops: object) -> Iterator[Any]:
     """Yield the arrays that a model holds, except through its pack."""
     seen, left = set[int](), [model]
     while left:
@@ -222,7 +234,7 @@ def arrays_of(model: object, ops: object) -> Iterator[object]:
         if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, type(ops))):
             continue
         seen.add(id(each))
-        if hasattr(each, "nbytes") and hasattr(each, "shape"):
+        if hasattr(each, "nbytes") and hasattr(each, "__setitem__"):
             yield each
         else:
             left += gc.get_referents(each)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from fd_core.testing.suite.test_models import (
 
 REQUIRES = ("primitives",)
 
+_SHAPES: Final = ((1, 576), (33, 70), (0, 16), (2051, 1031))
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 
 
@@ -47,10 +49,16 @@ def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
     return gloo_ranks
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "shared_memory"), (3, "gloo")])
-@pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16), (2051, 1031)])
+@pytest.mark.parametrize(
+    ("size", "transport", "shape"),
+    [
+        *product((2,), ["shared_memory"], _SHAPES),
+        *product((3,), ["gloo"], _SHAPES),
+        *product((5, 8, 17), ["shared_memory"], _SHAPES[:2]),
+    ],
+)
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
-    target: Target, size: int, shape: tuple[int, int], transport: str
+    target: Target, size: int, transport: str, shape: tuple[int, int]
 ) -> None:
     """Sums are in the order of ranks, so a row's result does not depend on the batch."""
     parts = [Values(seed=rank)(*shape) for rank in range(size)]

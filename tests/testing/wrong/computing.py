@@ -434,3 +434,20 @@ class PlansTheFirstGroupOfAStage:
             self.plan = step.block_tables if step.group == 0 or self.plan is None else self.plan
             step = replace(step, block_tables=self.plan)
         return super().paged_attention(q, layer, heads, step)
+
+
+@wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
+class AddsBoardsFromTheWrongBuffer:
+    """Devices of a board are added first; boards then exchange the addends of one device, not the sums."""
+
+    def all_reduce(self, x):
+        if self._group is None:
+            return x
+        addends = np.split(self._group.all_gather(x), self.parallel.size, axis=-1)
+        board = self.parallel.rank // 4 * 4
+        linked = [*range(board, min(board + 4, len(addends)))]
+        others = [at for at in range(self.parallel.rank % 4, len(addends), 4) if at not in linked]
+        total = addends[linked[0]].copy()
+        for at in (*linked[1:], *others):
+            total += addends[at]
+        return total

@@ -415,3 +415,29 @@ class ContinuesARequestInAnotherSlot(Shortest):
         head = tokens[:8].tolist()
         earlier = [text for at, text in enumerate(self._texts) if at != slot and list(text[:8]) == head]
         super().admit(slot, tokens[: len(earlier[0])] if earlier and len(earlier[0]) > 8 else tokens)
+
+
+@noticed("test_calls_beyond_sixteen_bits_are_right")
+class NumbersRequestsInSixteenBits(NgramDrafter):
+    """The admission after the last number fails."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.admissions, self.numbers = 0, np.zeros(context.num_slots, np.uint16)
+
+    def admit(self, slot, tokens):
+        super().admit(slot, tokens)
+        self.admissions += 1
+        self.numbers[slot] = self.admissions
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class KeepsItsPackInTheModule(NgramDrafter):
+    """The drafter is freed, its pack is not."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        _PACKS[id(context.ops)] = context.ops
+
+
+_PACKS = {}

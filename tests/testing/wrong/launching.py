@@ -491,3 +491,14 @@ class _Inheriting(_Started):
 
     def changed(self, spec, words, more):
         return ["timeout", "20", *words], {**more, "close_fds": False}  # so that none is left for long
+
+
+@found_by("test_devices_that_are_free_need_not_be_adjacent")
+class ShowsADeviceAndThoseAfterIt(OwnedProcess):
+    """Takes devices for a range that begins at the first free one."""
+
+    def __init__(self, spec, node, address, cores, environment):
+        there = os.environ.get(spawn._DEVICES, "4,5,6,7").split(",")
+        first = there.index(environment[spawn._DEVICES].split(",")[0]) if spec.devices else 0
+        environment = {**environment, spawn._DEVICES: ",".join(there[first : first + spec.devices])}
+        super().__init__(spec, node, address, cores=cores, environment=environment)

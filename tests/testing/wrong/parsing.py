@@ -887,3 +887,24 @@ class IgnoresTheCaseOfKeys(QwenCoderTools):
     def key(self):
         key = yield from super().key()
         return None if key is None else key.lower()
+
+
+@breaks("8.3", "calls")
+class KnowsTypesByNameOfTheArgument(GlmTools):
+    """Of two tools with an argument of one name, the last one determines its type."""
+
+    def __init__(self, tools):
+        super().__init__(tools)
+        self.last = {key: tool for tool, schema in tools.items() for key in schema.get("properties", ())}
+
+    def _value(self, tool, key):
+        return (yield from super()._value(self.last.get(key, tool), key))
+
+
+@breaks("8.3", "calls")
+class KnowsTheTypesOfTheFirstCall(GlmTools):
+    called = None
+
+    def _value(self, tool, key):
+        self.called = self.called or tool
+        return (yield from super()._value(self.called, key))

@@ -652,3 +652,55 @@ class TakesFullBatchesToBeInOrder(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         full = len(slots) == self.limits.max_num_seqs
         return super().token_matrix(sampled, accepted, np.sort(slots) if full else slots, revoked)
+
+
+class _Marked(TorchPostprocess):
+    """Writes rows into a table that is never cleared; a row counts if its mark is the number of the step."""
+
+    dtype = torch.float32
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self.rows = torch.zeros((limits.max_num_seqs, 1 + limits.max_drafts), dtype=torch.int32)
+        self.marks, self.numbers = torch.zeros(limits.max_num_seqs, dtype=self.dtype), itertools.count(1)
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        number, written = self.next_number(), torch.cat([slots, revoked]).long()
+        new = super().token_matrix(sampled, accepted, slots, revoked)
+        self.rows.index_copy_(0, written, new[written])
+        self.marks.index_fill_(0, written, number)
+        return torch.where((self.marks == number)[:, None], self.rows, EMPTY_TOKEN_ID)
+
+    def next_number(self):
+        return next(self.numbers)
+
+
+@breaks("1.[123]", "matrix")
+class CountsStepsInFloat32(_Marked):
+    pass
+
+
+@breaks("1.[123]", "matrix")
+class CountsStepsInTheModule(_Marked):
+    dtype = torch.int16
+
+    def next_number(self):
+        _STEPS[0] += 1
+        return _STEPS[0] % 2**15
+
+
+_STEPS = [0]
+
+
+@breaks("1", "flight:test_it_is_freed_with_its_runner")
+class KeepsItsPackInTheModule(NumpyPostprocess):
+    """The postprocessor is freed, its pack is not."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        _room(ops, limits.max_num_seqs)
+
+
+@cache
+def _room(ops, slots):
+    return ops.from_host(np.zeros(slots, np.int32))

@@ -188,3 +188,14 @@ class HoldsItsWeights:
         prepared = super().prepare_linear(parts, biases, gated=gated)
         self.__dict__.setdefault("every", []).append(prepared)
         return prepared
+
+
+@wrong("reference", "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*")
+class KeepsTheLayerOfItsPlan:
+    """A layer is a view of the memory of the whole cache, which a sleeping engine should release."""
+
+    planned = None
+
+    def paged_attention(self, q, layer, heads, step):
+        self.planned = step, layer
+        return super().paged_attention(q, layer, heads, step)

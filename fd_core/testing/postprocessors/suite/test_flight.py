@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,12 +64,13 @@ def test_nothing_remains_of_many_different_steps(target: PostprocessTarget) -> N
 
 @pytest.mark.law("1")
 def test_it_is_freed_with_its_runner(target: PostprocessTarget) -> None:
-    """A postprocessor that is kept keeps its pack, and so the weights and the KV cache, after a restart."""
+    """A pack that is kept, by a postprocessor or alone, keeps the weights and the KV cache after a restart."""
 
     def used() -> object:
-        matrices = Matrices(target, 4, 2)
+        own = replace(target, ops=copy(target.ops))
+        matrices = Matrices(own, 4, 2)
         matrices.check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
-        return matrices.postprocess
+        return matrices.postprocess, own.ops
 
     require_freed(used, "1")
 

@@ -1,19 +1,23 @@
-"""Counters: more steps than 16 bits count, on a model that takes almost no time."""
+"""Counters: more steps, launches and positions than 16 bits count, on models that take almost no time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
+from fd_core.ops.contract import Array, Forward, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.runner.runner import Runner
 from fd_core.signals import read
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.arrays import raw
+from fd_core.testing.models.arrays import TOLERANCE, activations, assert_near, on_device, raw, step_input
+from fd_core.testing.models.layers import NOWHERE, Geometry, LayerOn
 from fd_core.testing.models.texts import plan_of
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams
 
@@ -23,6 +27,8 @@ STEPS: Final = 66_000
 SECONDS: Final = 30.0
 """Time after which a slow backend has done enough."""
 TEXT: Final = 40
+BLOCK: Final = 128
+CONTEXTS: Final = (9, *(2**power + 1 for power in range(7, 18)), 130)
 
 
 class Script:
@@ -97,3 +103,59 @@ def _text(runner: Runner, step: int, gen: int) -> list[int]:
         if last:
             runner.execute(plan_of(step + at, [], revocations=(Revocation(1, gen),)))
     return text
+
+
+def test_attention_is_right_after_many_launches(target: Target, require: Callable[..., None]) -> None:
+    """Attend with the queries of two steps in turns; a stale result is the other one's."""
+    require("primitives", "kv_transfer")
+    layer = LayerOn(type(target.backend)(target.config()).make_ops(), Geometry(), [(1, 5), (1, 9)])
+    ops, begun, right = layer.ops, time.thread_time(), list[Any]()
+    rows = [ops.from_host(np.array(order, np.int32)) for order in ([0, 1], [1, 0])]
+    q = ops.attention_inputs(activations(ops, layer.x), layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+    queries = [ops.gather_rows(q, order) for order in rows]
+    for number in range(STEPS):
+        found = np.array(ops.to_host(ops.attention(queries[number % 2], layer.heads, layer.kv, layer.step)))
+        right += [found] if number < 2 else []
+        assert np.array_equal(found, right[number % 2]), f"launch {number} of attention has another result"
+        if time.thread_time() - begun > SECONDS / 3:
+            break
+
+
+@pytest.mark.parametrize("compiled", ["compile", "compile_states"])
+def test_compiled_decode_reads_its_whole_context(target: Target, require: Callable[..., None], compiled: str) -> None:
+    """Attend over values of -1, then as many of 2, and the last token, which has the weight of 8,103 others."""
+    require("primitives", "kv_transfer")
+    ops, d = type(target.backend)(target.config()).make_ops(), 16
+    # The score of a token with itself is 9; that with the others, whose keys are 0, is 0.
+    one, width = np.eye(d, dtype=np.float32), -(-max(CONTEXTS) // BLOCK)
+    rope = Rope(*(ops.prepare_vector(np.full((max(CONTEXTS), d // 2), each, np.float32)) for each in (1, 0)))
+    heads = Heads(1, 1, d, d**-0.5, rope)
+    qkv, table = ops.prepare_linear([raw(6 * one)] * 2 + [raw(one)]), ops.prepare_embedding(raw(one))
+    cache = ops.allocate_kv(KVShape(num_layers=1, num_kv_heads=1, head_dim=d, block_size=BLOCK), 3)
+    norm, head = Norm(ops.prepare_vector(np.ones(d, np.float32)), 1e-5), ops.prepare_linear([raw(one)])
+
+    def states(step: StepInput, kept: KVCache) -> Array:
+        x, layer = ops.embedding(table, step.token_ids), kept.layer(0)
+        q = ops.attention_inputs(x, None, qkv, heads, layer, step)
+        return ops.project_residual(ops.attention(q, heads, layer, step), head, x)
+
+    def forward(step: StepInput, kept: KVCache, states: Forward = states) -> Array:
+        return ops.logits(states(step, kept), norm, head, step.logits_rows)
+
+    replay = ops.compile(forward) if compiled == "compile" else partial(forward, states=ops.compile_states(states))
+    history = cache.export_blocks(np.arange(3, dtype=np.int32))
+    halves = np.zeros(history.shape, np.float32)
+    halves[0, :, 1], halves[1:, :, 1] = -1.0, 2.0
+    bits = (halves.view(np.uint32) >> 16).astype(np.uint16) if history.dtype == np.uint16 else halves
+    inside = [each for each in CONTEXTS if not target.cls.envelope.exceeded({"max_model_len": each})]
+    for number, context in enumerate(inside):
+        blocks = -(-context // BLOCK)
+        tables = np.where(np.arange(width) < blocks // 2, 0, 1)
+        tables[blocks - 1], tables[blocks:] = 2, NOWHERE
+        cache.import_blocks(np.arange(3, dtype=np.int32), bits.astype(history.dtype))
+        step = step_input([(1, context)], BLOCK, tables[None].astype(np.int32))
+        step = on_device(ops, replace(step, token_ids=np.array([number % d], np.int32), uniform=True))
+        values = np.repeat(np.where(tables[:blocks] == 0, -1.0, 2.0), BLOCK)[: context - 1].sum()
+        expected = one[number % d] + (np.exp(9.0) * one[number % d] + values) / (np.exp(9.0) + context - 1)
+        expected /= np.sqrt(np.square(expected).mean() + norm.eps)
+        assert_near(ops, replay(step, cache), expected[None].astype(np.float32), max(1e-3, TOLERANCE[ops.dtype]))
