@@ -1,7 +1,7 @@
 """Write a GGUF file with random weights in the shape of a larger model, to measure speed and memory without a download.
 
     python benchmarks/random_gguf.py 7b q4_k_m -o /tmp/7b-q4_k_m.gguf
-    python benchmarks/peers.py --model /tmp/1b-q4_1.gguf
+    fdcore bench compare --model /tmp/1b-q4_1.gguf
 
 The tokenizer is SmolLM2's. Random weights compute at the speed of trained ones; their texts mean nothing.
 """
@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from harness.checkpoint import fetch_default
 from rich.progress import track
+
+from fd_core.models.catalog import resolve_model
 
 SPREAD = 0.02
 """Standard deviation of the weights, as models are initialised."""
@@ -73,7 +74,7 @@ MIXES = {"bf16": (Kind.BF16, Kind.BF16), "q4_1": (Kind.Q4_1, Kind.Q4_1), "q4_k_m
 
 def write(shape: Shape, mix: tuple[Kind, Kind], target: Path, random: np.random.Generator) -> None:
     """Write the file; tensors are generated layer by layer while writing."""
-    reader = gguf.GGUFReader(fetch_default())
+    reader = gguf.GGUFReader(resolve_model("smollm2").path)
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     own = {
         "llama.embedding_length": shape.hidden,
