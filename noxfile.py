@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import nox
@@ -436,10 +437,12 @@ def speed(session: nox.Session) -> None:
     home = Path(session.cache_dir).resolve() / "speed" / commit[:12]
     python = home / "venv" / "bin" / "python"
     if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
         session.run("git", "worktree", "prune", external=True)
         session.run("git", "worktree", "add", "--force", "--detach", str(home / "tree"), commit, external=True)
         session.run("python", "-m", "venv", "--clear", str(home / "venv"))
         session.run(str(python), "-m", "pip", "install", "--quiet", f"{home / 'tree'}[cpu]", external=True)
         session.run("git", "worktree", "remove", "--force", str(home / "tree"), external=True)
         (home / "complete").touch()
-    session.run("python", "benchmarks/speed.py", "--before", str(python), *options)
+    # Status 2: the rounds did not decide, which the last line reports.
+    session.run("python", "benchmarks/speed.py", "--before", str(python), *options, success_codes=[0, 2])
