@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
@@ -66,9 +67,8 @@ def decided(times: Callable[[int], dict[str, list[float]]], console: Console) ->
         verdicts = {name: verdict(each) for name, each in ratios.items()}
         for name, each in ratios.items():
             low, high = interval(each)
-            middle = sorted(each)[len(each) // 2]
             console.print(
-                f"{name}: {middle:.3f} of the time before (from {low:.3f} to {high:.3f}, {len(each)} rounds): "
+                f"{name}: {median(each):.3f} of the time before (from {low:.3f} to {high:.3f}, {len(each)} rounds): "
                 f"{verdicts[name]}",
                 highlight=False,
             )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fd_core.cli.bench.compare.engines import Environment
+from fd_core.cli.bench.compare.processes import end_with_parent
 
 
 class EnvironmentFailedError(Exception):
@@ -65,5 +66,8 @@ def _make(environment: Environment, home: Path) -> None:
     with log.open("w") as output:
         for command in commands:
             pip = [str(python), "-m", "pip", *command]
-            if subprocess.run(pip, stdout=output, stderr=output, env=variables, check=False).returncode != 0:
+            finished = subprocess.run(
+                pip, stdout=output, stderr=output, env=variables, check=False, preexec_fn=end_with_parent
+            )
+            if finished.returncode != 0:
                 raise EnvironmentFailedError(f"pip {command[0]} failed; see {log}")
