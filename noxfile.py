@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import nox
@@ -420,6 +421,28 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed against other engines; see `benchmarks/`. Not part of the default run."""
+    """Speed against other engines, which are installed in the cache. Not part of the default run."""
     session.install("-e", ".[cpu]")
-    session.run("python", "benchmarks/peers.py", *session.posargs)
+    session.run("fdcore", "bench", "compare", "--install", *session.posargs)
+
+
+@nox.session
+def speed(session: nox.Session) -> None:
+    """Compare HEAD with a commit on this machine: `-- REV`; fails if it is more than 5 % slower, takes half an hour."""
+    if not session.posargs:
+        session.error("name a commit: nox -s speed -- REV")
+    revision, *options = session.posargs
+    session.install("-e", ".[cpu]")
+    commit = str(session.run("git", "rev-parse", f"{revision}^{{commit}}", external=True, silent=True)).strip()
+    home = Path(session.cache_dir).resolve() / "speed" / commit[:12]
+    python = home / "venv" / "bin" / "python"
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        session.run("git", "worktree", "prune", external=True)
+        session.run("git", "worktree", "add", "--force", "--detach", str(home / "tree"), commit, external=True)
+        session.run("python", "-m", "venv", "--clear", str(home / "venv"))
+        session.run(str(python), "-m", "pip", "install", "--quiet", f"{home / 'tree'}[cpu]", external=True)
+        session.run("git", "worktree", "remove", "--force", str(home / "tree"), external=True)
+        (home / "complete").touch()
+    # Status 2: the rounds did not decide, which the last line reports.
+    session.run("python", "benchmarks/speed.py", "--before", str(python), *options, success_codes=[0, 2])

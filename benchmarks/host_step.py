@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.machine import describe, load_average
 from fd_core.backends.null import NullModel
+from fd_core.cli.bench.compare.machine import describe, load_average
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import Array, HostCopies, KVCache, PenaltyInput, SampleInput, StepInput
 from fd_core.ops.numpy.ops import NumpyOps

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.machine import describe, load_average
 from benchmarks.native_step import BLOCK_SIZE, Case, random_model, shares, step_of
+from fd_core.cli.bench.compare.machine import describe, load_average
 from fd_core.engine.llm import LLM
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.native import load_native_ops

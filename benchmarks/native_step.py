@@ -24,7 +24,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.harness.machine import BandwidthProbe, describe, load_average
+from fd_core.cli.bench.compare.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
 from fd_core.models.families.spec import decoder_spec
 from fd_core.models.loading.config import ModelConfig

@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import aiohttp
 import numpy as np
-from harness import machine
-from peers import RESULTS
+from harness.options import RESULTS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import fd_core
+from fd_core.cli.bench.compare import machine
 
 FDCORE = Path(sys.executable).with_name("fdcore")
 MODEL = "smollm2"

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.harness.workloads import SHAPES
+from fd_core.cli.bench.compare.workloads import SHAPES
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.client import EngineClient
@@ -55,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Ways to use the processors, with their changes to an engine's settings. Stages that are `apart` never compute at
 the same time; `deep` are those with three plans in flight."""
-RANDOM_1B = Path.home() / ".cache/fd_core/peers/sources/1b-q4_1.gguf"
+RANDOM_1B = Path.home() / ".cache/fd_core/compare/1b-q4_1.gguf"
 
 
 def typical(call: Callable[[], Any], repeats: int = REPEATS) -> float:

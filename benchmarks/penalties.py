@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.machine import describe, load_average
 from fd_core.backends.null import NullModel
+from fd_core.cli.bench.compare.machine import describe, load_average
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.plugins import POSTPROCESS, installed_plugins

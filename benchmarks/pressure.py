@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +24,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine, rounds, sessions
-from harness.engines import ENGINES, Engine, Limits
-from harness.processes import interrupted_by_sigterm
-from harness.stats import Run, paired_ratio
-from harness.workloads import SHAPES, build
-from peers import RESULTS, add_common, announcer, check_common, names, prepare, shown, start
+from harness.options import RESULTS, add_common, check_common, names, prepare, shown
 from rich.console import Console
 from rich.table import Table
+
+from fd_core.cli.bench.compare import machine, rounds, sessions
+from fd_core.cli.bench.compare.comparing import announcer
+from fd_core.cli.bench.compare.engines import ENGINES, ComparedEngine, RunLimits
+from fd_core.cli.bench.compare.processes import interrupted_by_sigterm
+from fd_core.cli.bench.compare.stats import PeerRun, paired_ratio
+from fd_core.cli.bench.compare.workloads import SHAPES, build
 
 WORKLOAD = "pressure"
 WARM_UP = "w3"
@@ -59,7 +60,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An engine of `harness.engines` and the settings for its pool."""
+    """An engine of `fd_core.cli.bench.compare.engines` and the settings for its pool."""
 
     engine: str
     settings: Callable[[Pool], dict[str, Any]]
@@ -146,9 +147,9 @@ def session_name(contender: str, pool: str) -> str:
     return f"{contender}-{pool}"
 
 
-def rows(runs: Sequence[Run], contenders: Sequence[str], pools: Sequence[Pool]) -> list[Row]:
+def rows(runs: Sequence[PeerRun], contenders: Sequence[str], pools: Sequence[Pool]) -> list[Row]:
     """Summarise the runs: the contenders of each pool, one after the other."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[PeerRun]] = {}
     for run in runs:
         groups.setdefault(run.engine, []).append(run)
     result = []
@@ -175,7 +176,7 @@ def rows(runs: Sequence[Run], contenders: Sequence[str], pools: Sequence[Pool]) 
     return result
 
 
-def _same_texts(mine: Sequence[Run], ceiling: Sequence[Run]) -> float | None:
+def _same_texts(mine: Sequence[PeerRun], ceiling: Sequence[PeerRun]) -> float | None:
     unpressed = {run.round: run for run in ceiling}
     shares = []
     for run in mine:
@@ -222,14 +223,16 @@ def pools(options: argparse.Namespace) -> tuple[Pool, Pool]:
     )
 
 
-def contestant(contender: str, pool: Pool, options: argparse.Namespace, stores: Path) -> tuple[Engine, Limits]:
+def contestant(
+    contender: str, pool: Pool, options: argparse.Namespace, stores: Path
+) -> tuple[ComparedEngine, RunLimits]:
     """Return the engine, named after contender and pool, and its limits; a store is created under `stores`."""
     shape, chosen = SHAPES[WORKLOAD], CONTENDERS[contender]
     engine = replace(ENGINES[chosen.engine], name=session_name(contender, pool.name))
     settings = chosen.settings(pool)
     if chosen.store:
         settings |= {"kv_store": f"disk:{stores / engine.name}", "kv_store_secret_file": str(secret_in(stores))}
-    return engine, Limits(options.threads, shape.requests, shape.longest, settings)
+    return engine, RunLimits(options.threads, shape.requests, shape.longest, settings)
 
 
 def secret_in(folder: Path) -> Path:
@@ -248,14 +251,14 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=160)
     checkpoint, corpus = prepare(options, console)
     both = pools(options)
-    started: list[sessions.Session] = []
+    started: list[sessions.PeerSession] = []
     failures: dict[str, str] = {}
     stores = tempfile.TemporaryDirectory(prefix="fd_core-pressure-", ignore_cleanup_errors=True)
     try:
         for pool in both:
             for contender in options.contenders:
                 engine, limits = contestant(contender, pool, options, Path(stores.name))
-                session = start(engine, options, checkpoint, limits, console, failures)
+                session = options.places.start(engine, checkpoint, limits, console, failures)
                 if session is not None:
                     started.append(session)
         probe = machine.BandwidthProbe(options.threads)
@@ -268,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
             session.close()
         stores.cleanup()
     facts = {
-        "command": shlex.join(["python", "benchmarks/pressure.py", *shown(arguments or sys.argv[1:])]),
+        "command": shown("pressure.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "load_average": measured.loads,
         "workload": SHAPES[WORKLOAD].title,
@@ -329,7 +332,7 @@ def show(table: Sequence[Row], facts: Mapping[str, Any], console: Console) -> No
     console.print(legend(facts))
 
 
-def write(table: Sequence[Row], runs: Sequence[Run], facts: Mapping[str, Any], out: Path) -> tuple[Path, Path]:
+def write(table: Sequence[Row], runs: Sequence[PeerRun], facts: Mapping[str, Any], out: Path) -> tuple[Path, Path]:
     """Write OUT.json (every round) and OUT.md (the table and its command); return both paths."""
     out.parent.mkdir(parents=True, exist_ok=True)
     as_json, as_markdown = out.with_suffix(".json"), out.with_suffix(".md")

@@ -2,7 +2,7 @@
 
     python benchmarks/random_gguf.py 7b q4_k_m -o /tmp/7b-q4_k_m.gguf
     python benchmarks/random_gguf.py 270m q8_0 -o /tmp/270m-q8_0.gguf
-    python benchmarks/peers.py --model /tmp/1b-q4_1.gguf
+    fdcore bench compare --model /tmp/1b-q4_1.gguf
 
 The tokenizer is SmolLM2's. Random weights compute at the speed of trained ones; their texts mean nothing.
 """
@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from harness.checkpoint import fetch_default
 from rich.progress import track
+
+from fd_core.models.catalog import resolve_model
 
 SPREAD = 0.02
 """Standard deviation of the weights, as models are initialised."""
@@ -100,7 +101,7 @@ MIXES = {kind.name.lower(): (kind, kind) for kind in BLOCKS} | {"q4_k_m": (Kind.
 
 def write(shape: Shape, mix: tuple[Kind, Kind], target: Path, random: np.random.Generator) -> None:
     """Write the file; tensors are generated layer by layer while writing."""
-    reader = gguf.GGUFReader(fetch_default())
+    reader = gguf.GGUFReader(resolve_model("smollm2").path)
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     own = {
         "llama.embedding_length": shape.hidden,

@@ -16,7 +16,6 @@ import contextlib
 import json
 import random
 import secrets
-import shlex
 import sys
 import tempfile
 import time
@@ -28,14 +27,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine, redis_server
-from harness.processes import EngineFailedError, interrupted_by_sigterm
-from peers import CACHE, CORPUS, RESULTS, names, prepare, shown
+from harness import redis_server
+from harness.options import CACHE, RESULTS, names, prepare, shown
 from rich.console import Console
 from rich.table import Table
 
 import fd_core
 from fd_core import LLM, SamplingParams
+from fd_core.cli.bench.compare import machine
+from fd_core.cli.bench.compare.processes import EngineFailedError, interrupted_by_sigterm
 from fd_core.effects.operations import LoadDecision
 from fd_core.errors import FdError
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
@@ -322,13 +322,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not returns:
         return 1
     facts = {
-        "command": shlex.join(["python", "benchmarks/return_ttft.py", *shown(arguments or sys.argv[1:])]),
+        "command": shown("return_ttft.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "load_average": [load_before, machine.load_average()],
         "read_bandwidth": max(bandwidths),
         "block_bytes": block_bytes,
         "fd_core": fd_core.__version__,
-        "corpus": CORPUS.name,
         **{name: getattr(options, name) for name in ("threads", "rounds", "seed")},
     }
     table = rows(returns, block_bytes)

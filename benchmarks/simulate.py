@@ -16,7 +16,6 @@ import json
 import math
 import random
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +28,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from harness import machine
-from peers import RESULTS, shown
+from harness.options import RESULTS, shown
 from rich.console import Console
 from rich.table import Table
 
+from fd_core.cli.bench.compare import machine
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
@@ -231,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.code_requests:
         cases.append(("code", options.code_workers, options.code_requests))
     facts = {
-        "command": shlex.join(["python", "benchmarks/simulate.py", *shown(arguments or sys.argv[1:])]),
+        "command": shown("simulate.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "load_average_before": machine.load_average(),
         "profile": PROFILE,

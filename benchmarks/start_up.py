@@ -25,11 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.machine import describe, load_average
-from harness.processes import EngineFailedError, interrupted_by_sigterm
 from harness.start_watch import Mark, Start, Waymarks, watched
 from rich.console import Console
 from rich.table import Table
+
+from fd_core.cli.bench.compare.machine import describe, load_average
+from fd_core.cli.bench.compare.processes import EngineFailedError, interrupted_by_sigterm
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WAYMARKS = Waymarks(

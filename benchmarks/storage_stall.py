@@ -17,7 +17,6 @@ import gc
 import itertools
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -34,11 +33,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy
-from harness import machine
-from peers import RESULTS, shown
+from harness.options import RESULTS, shown
 from rich.console import Console
 
 import fd_core
+from fd_core.cli.bench.compare import machine
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.process.messages import TierStats
@@ -247,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
                 location, secret, server, rounds=options.rounds, steps=options.steps, running=options.running
             )
     facts = {
-        "command": shlex.join(["python", "benchmarks/storage_stall.py", *shown(arguments or sys.argv[1:])]),
+        "command": shown("storage_stall.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "load_average_before": load,
         "versions": {"fd_core": fd_core.__version__, "numpy": numpy.__version__},

@@ -23,13 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine
 from harness.bare_stores import Bare, bare_for
-from peers import RESULTS
+from harness.options import RESULTS
 from rich.console import Console
 from rich.table import Table
 
 import fd_core
+from fd_core.cli.bench.compare import machine
 from fd_core.errors import FdError
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Envelope

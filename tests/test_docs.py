@@ -18,6 +18,7 @@ from fd_core.cli.settings.flags import (
 )
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.http.access.control import ROUTES
+from fd_core.plugins import MODEL, Plugins
 from tests.reference import GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +89,11 @@ def test_flags_named_in_documents_exist():
 def test_speed_in_the_documents_is_the_measured_one():
     for document, wanted in documented_speed.documents(documented_speed.recorded()).items():
         assert document.read_text() == wanted, "python benchmarks/documented_speed.py writes it"
+
+
+def test_readme_counts_the_architectures():
+    served = {name for offer in Plugins.discover([]).offered(MODEL).values() for name in offer.load().architectures}
+    assert f"| model architectures | [{len(served)}](docs/serve/models.md)" in README
 
 
 def test_readme_is_short():

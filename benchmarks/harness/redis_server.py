@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .processes import EngineFailedError, end
+from fd_core.cli.bench.compare.processes import EngineFailedError, end
 
 START_SECONDS = 10
 

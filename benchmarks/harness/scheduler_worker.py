@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _prepare(workload: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    from harness.adapters.vllm_scheduler import VERSIONS, SteadyDecode  # found once `main` has set the path
+    from harness.vllm_scheduler import VERSIONS, SteadyDecode  # found once `main` has set the path
 
     return SteadyDecode(**workload), VERSIONS
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .processes import EngineFailedError, end, end_with_parent
+from fd_core.cli.bench.compare.processes import EngineFailedError, end, end_with_parent
 
 __all__ = ["Mark", "Start", "Waymarks", "children", "processor_seconds", "watched"]
 

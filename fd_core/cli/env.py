@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from fd_core.cli.report import reports_errors
@@ -20,7 +19,6 @@ _LIBRARIES: Final = tuple(
     transformers
     """.split()
 )
-_CPU_FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIBI: Final = 1 << 30
 
 
@@ -122,20 +120,9 @@ def _default_sizes() -> Iterator[tuple[str, str, str]]:
 
 def processor() -> str:
     """Return the processor's name and the vector extensions that kernels use."""
-    model, features = platform.processor(), ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return model or "unknown"
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        elif key.strip() in ("flags", "Features"):
-            has = set(value.split())
-            features = " ".join(name for name in _CPU_FEATURES if name in has)
-            break
-    return f"{model} ({features or 'unknown vector extensions'})"
+    from fd_core.cli.bench.compare.machine import cpu_model, instruction_sets
+
+    return f"{cpu_model()} ({' '.join(instruction_sets()) or 'unknown vector extensions'})"
 
 
 def _memory() -> str:

@@ -88,10 +88,14 @@ def _int4_scales(groups: _Floats) -> _Floats:
     Scales that clip the largest value have a smaller squared error but a higher perplexity.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    bits = (np.where(-low > high, low, high) * np.float32(-1 / 8)).view(np.uint32)
-    # Rounded to the nearest bfloat16, ties to even.
-    rounded: _Floats = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-    return rounded
+    scales = RawTensor("F32", np.where(-low > high, low, high) * np.float32(-1 / 8))
+    return RawTensor("BF16", bfloat16_bits(scales)).to_float32()
+
+
+def bfloat16_bits(weight: RawTensor) -> npt.NDArray[np.uint16]:
+    """Return finite values as the bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(weight.to_float32()).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _rounded(groups: _Floats, scales: _Floats, most: int) -> _Floats:

@@ -20,7 +20,7 @@ from fd_core.models.build import ProgressSink, check_tensors
 from fd_core.models.families.spec import DecoderSpec, MoeSpec
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.safetensors_files import DTYPE_BYTES
-from fd_core.models.quantization import INT4_GROUP, quantized
+from fd_core.models.quantization import INT4_GROUP, bfloat16_bits, quantized
 from fd_core.models.registry import spec_of
 from fd_core.ops.weights import PackedTensor
 
@@ -32,6 +32,8 @@ def write_quantized(
     checkpoint: Checkpoint, form: str, folder: Path, others: Mapping[str, bytes], progress: ProgressSink
 ) -> None:
     """Quantize the linear layers of a checkpoint to `int8` or `int4` and write the model to a new folder.
+
+    `bfloat16` rounds every tensor instead, so that a quantized model becomes an ordinary one.
 
     `others` are further files by name, in addition to the weights and config.json. The folder is renamed into place
     when everything is on disk. Raises `ModelError` for an incomplete checkpoint, `ConfigError` if the folder is not
@@ -92,6 +94,9 @@ def _config(checkpoint: Checkpoint, spec: DecoderSpec, form: str) -> bytes:
     }
     config = {"torch_dtype": "bfloat16", **checkpoint.config, "quantization_config": quantization}
     config.pop("compression_config", None)
+    if form == "bfloat16":
+        config["torch_dtype"] = form
+        del config["quantization_config"]
     return json.dumps(config, indent=2).encode()
 
 
@@ -99,8 +104,10 @@ def _write_weights(
     checkpoint: Checkpoint, spec: DecoderSpec, form: str, file: BinaryIO, progress: ProgressSink
 ) -> None:
     """Write the header, whose sizes are known before quantization, then one tensor after the other."""
-    linears = {f"{name}.weight" for linear in spec.linears() for name in linear.names}
     shapes = dict(spec.tensors())
+    linears = {f"{name}.weight" for linear in spec.linears() for name in linear.names}
+    if form == "bfloat16":
+        linears = {*shapes}
     header: _Header = {}
     for name, shape in shapes.items():
         header |= _described(checkpoint, name, shape, form=form if name in linears else None)
@@ -123,6 +130,8 @@ def _described(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], form: 
     """Return the tensors of a quantized weight, in the order of `_arrays`."""
     if form is None:
         return {name: (checkpoint.read(name).dtype, list(shape))}
+    if form == "bfloat16":
+        return {name: ("BF16", list(shape))}
     out, width = shape
     module = name.removesuffix(".weight")
     if form == "int8":
@@ -143,6 +152,8 @@ def _described(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], form: 
 def _arrays(checkpoint: Checkpoint, name: str, form: str | None) -> tuple[npt.NDArray[Any], ...]:
     if form is None:
         return (checkpoint.read(name).data,)
+    if form == "bfloat16":
+        return (bfloat16_bits(checkpoint.read(name)),)
     packed: PackedTensor = quantized(checkpoint, name, form)
     if form == "int8":
         return packed.values, packed.scales

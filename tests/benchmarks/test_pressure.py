@@ -2,11 +2,11 @@ import json
 
 import pressure
 import pytest
-from harness.adapters import fd_core_llm
-from harness.engines import ENGINES
-from harness.stats import RequestResult, Run
-from harness.workloads import SHAPES, build
 
+from fd_core.cli.bench.compare.adapters import fd_core_llm
+from fd_core.cli.bench.compare.engines import ENGINES
+from fd_core.cli.bench.compare.stats import PeerRun, RequestResult
+from fd_core.cli.bench.compare.workloads import SHAPES, build
 from fd_core.engine.process.messages import EngineStats
 
 COUNTERS = {"steps": 9, "preemptions": 2, "recomputed_tokens": 70, "computed_tokens": 500}
@@ -14,7 +14,7 @@ COUNTERS = {"steps": 9, "preemptions": 2, "recomputed_tokens": 70, "computed_tok
 
 def run(name, number, wall, tokens=(1, 2, 3, 4), preemptions=2):
     requests = tuple(RequestResult((token,), 0.1, wall) for token in tokens)
-    return Run(name, "pressure", number, wall, requests, COUNTERS | {"preemptions": preemptions})
+    return PeerRun(name, "pressure", number, wall, requests, COUNTERS | {"preemptions": preemptions})
 
 
 def both(*arguments):

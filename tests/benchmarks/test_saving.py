@@ -1,11 +1,12 @@
 import json
 
 import saving
-from harness.stats import RequestResult, Run, summarise
+
+from fd_core.cli.bench.compare.stats import PeerRun, RequestResult, summarise
 
 
 def run(name, number, wall):
-    return Run(name, "w2", number, wall, (RequestResult((1, 2, 3), 0.1, wall),), {"preemptions": 0})
+    return PeerRun(name, "w2", number, wall, (RequestResult((1, 2, 3), 0.1, wall),), {"preemptions": 0})
 
 
 def test_contenders_differ_only_in_saved_kv(tmp_path):

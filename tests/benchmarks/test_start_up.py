@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import start_up
-from harness.processes import EngineFailedError
 from harness.start_watch import Mark, Start, Waymarks, watched
+
+from fd_core.cli.bench.compare.processes import EngineFailedError
 
 ENGINE = """
 import mmap, sys, time

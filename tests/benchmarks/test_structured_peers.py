@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import structured_peers
-from harness.stats import RequestResult
+
+from fd_core.cli.bench.compare.stats import RequestResult
 
 ANSWER = {
     "identifier": 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +24,7 @@ def test_unreadable_cache_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setenv("FD_CACHE", "/somewhere")
-    monkeypatch.setattr("fd_core.cli.env.Path.is_dir", refuse)
+    monkeypatch.setattr(Path, "is_dir", refuse)
     shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert "/somewhere: permission denied" in shown.stdout

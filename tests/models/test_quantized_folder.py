@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -48,6 +50,20 @@ def test_written_folder_equals_quantization_on_load(tmp_path: Path, case: str, f
                 np.testing.assert_array_equal(found.scales, expected.scales)
             np.testing.assert_array_equal(found.to_float32(), expected.to_float32())
         load_model(after, NumpyOps(), 64)
+
+
+def test_bfloat16_makes_an_ordinary_folder_of_a_quantized_one(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    quantized_folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    write(write_checkpoint("llama", tmp_path / "source"), "int4", quantized_folder)
+    write(quantized_folder, "bfloat16", plain)
+    assert not {"quantization_config", "compression_config"} & {*json.loads((plain / "config.json").read_text())}
+    with open_checkpoint(quantized_folder) as before, open_checkpoint(plain) as after:
+        assert {*before.names()} == {*after.names()}
+        for name in after.names():
+            rounded = quantize(before.read(name).to_float32(), GGMLQuantizationType.BF16).view(np.uint16)
+            assert after.read(name).dtype == "BF16"
+            np.testing.assert_array_equal(after.read(name).data, rounded.reshape(after.read(name).shape))
 
 
 def test_file_is_readable_by_the_library(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..processes import EngineFailedError, end
+from fd_core.cli.bench.compare.processes import EngineFailedError, end
+
 from .fake_worker import MODEL, Settings
 from .http import Connection, request
 

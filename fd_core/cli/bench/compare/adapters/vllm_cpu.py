@@ -40,7 +40,7 @@ class _Counting:
         return plan
 
 
-class Engine:
+class VllmLibrary:
     """vLLM's `LLM` with the defaults of its CPU build (compiled graph, prefix caching), except for `settings`."""
 
     def __init__(self, model: str, threads: int, max_requests: int, max_length: int, **settings: Any) -> None:
@@ -85,3 +85,6 @@ class Engine:
                     tokens = list(output.outputs[0].token_ids)
                     done[output.request_id] = (tokens, first[output.request_id], at)
         return [done[name] for name in order]
+
+
+library = VllmLibrary

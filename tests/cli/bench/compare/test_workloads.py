@@ -1,5 +1,6 @@
 import pytest
-from harness.workloads import SHAPES, Workload, build
+
+from fd_core.cli.bench.compare.workloads import SHAPES, PromptSet, build
 
 CORPUS = list(range(1000, 3000))
 
@@ -64,4 +65,4 @@ def test_steady_lengths_are_the_same_for_all_seeds_but_prompts_differ():
     ],
 )
 def test_peak_counts_the_blocks_of_the_fullest_step(lengths, max_tokens, blocks):
-    assert Workload("x", tuple((1,) * n for n in lengths), max_tokens).peak_blocks(4) == blocks
+    assert PromptSet("x", tuple((1,) * n for n in lengths), max_tokens).peak_blocks(4) == blocks

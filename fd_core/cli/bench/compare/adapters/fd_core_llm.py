@@ -21,10 +21,8 @@ _COUNTERS = {
 """Counters that the reports show, and where `EngineStats` has them."""
 
 
-class Engine:
+class FdCoreLibrary:
     """fd_core's `LLM` with the defaults of `fdcore serve`, except for bf16 and `settings`."""
-
-    counted = tuple(_COUNTERS)
 
     def __init__(
         self,
@@ -57,9 +55,19 @@ class Engine:
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:
         """Generate for all prompts; the engine notes when it delivered each token."""
         params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in max_tokens]
-        before = self._llm.stats
+        before = _counts(self._llm.stats)
         start = time.perf_counter()
         completions = self._llm.generate(prompts, params)
-        after = self._llm.stats
-        self.counters = {name: _COUNTERS[name](after) - _COUNTERS[name](before) for name in self.counted}
+        after = _counts(self._llm.stats)
+        self.counters = {name: after[name] - before[name] for name in after}
         return [(c.token_ids, start + c.token_times[0], start + c.token_times[-1]) for c in completions]
+
+
+def _counts(stats: Any) -> dict[str, int]:
+    try:
+        return {name: counter(stats) for name, counter in _COUNTERS.items()}
+    except AttributeError:  # other versions have other names
+        return {}
+
+
+library = FdCoreLibrary

@@ -28,7 +28,7 @@ class RequestResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PeerRun:
     """One engine on one workload in one round."""
 
     engine: str
@@ -72,7 +72,7 @@ class Summary:
     agreement: float | None
 
 
-def wrong_counts(run: Run, asked: Sequence[int]) -> list[str]:
+def wrong_counts(run: PeerRun, asked: Sequence[int]) -> list[str]:
     """Return the requests of a run that did not return exactly the tokens `asked`; an empty list: the run counts."""
     problems = []
     if len(run.requests) != len(asked):
@@ -83,7 +83,7 @@ def wrong_counts(run: Run, asked: Sequence[int]) -> list[str]:
     return problems
 
 
-def agreement(one: Run, other: Run, tokens: int = AGREEMENT_TOKENS) -> float:
+def agreement(one: PeerRun, other: PeerRun, tokens: int = AGREEMENT_TOKENS) -> float:
     """Return the share of the first `tokens` greedy tokens that two runs have in common before they part."""
     common = total = 0
     for a, b in zip(one.requests, other.requests, strict=True):
@@ -96,7 +96,7 @@ def agreement(one: Run, other: Run, tokens: int = AGREEMENT_TOKENS) -> float:
     return common / total if total else float("nan")
 
 
-def paired_ratio(runs: Iterable[Run], reference: Iterable[Run]) -> float | None:
+def paired_ratio(runs: Iterable[PeerRun], reference: Iterable[PeerRun]) -> float | None:
     """Return the median over rounds of engine / reference output tokens/s; only rounds that both finished count.
 
     Ratios inside a round cancel the drift of the machine between rounds.
@@ -107,7 +107,7 @@ def paired_ratio(runs: Iterable[Run], reference: Iterable[Run]) -> float | None:
 
 
 def summarise(
-    runs: Sequence[Run], *, reference: str, judge: Sequence[str] = (), floor_s: float | None = None
+    runs: Sequence[PeerRun], *, reference: str, judge: Sequence[str] = (), floor_s: float | None = None
 ) -> list[Summary]:
     """Summarise runs into one row for each (workload, engine), in order of first appearance.
 
@@ -116,7 +116,7 @@ def summarise(
     in less than LEAST_AGREEMENT of all its tokens gets no ratios. `floor_s` is the least time of a decode step: the
     weights' bytes over the memory bandwidth.
     """
-    groups: dict[tuple[str, str], list[Run]] = {}
+    groups: dict[tuple[str, str], list[PeerRun]] = {}
     for run in runs:
         groups.setdefault((run.workload, run.engine), []).append(run)
     differing = {
@@ -147,7 +147,7 @@ def summarise(
 
 
 def _pooled_agreement(
-    engine: str, judge: Sequence[str], groups: Mapping[tuple[str, str], Sequence[Run]]
+    engine: str, judge: Sequence[str], groups: Mapping[tuple[str, str], Sequence[PeerRun]]
 ) -> float | None:
     """Return the engine's agreement over all workloads, each weighted by its requests."""
     shares = []
@@ -159,10 +159,10 @@ def _pooled_agreement(
 
 
 def _agreement_with_judge(
-    mine: Sequence[Run],
+    mine: Sequence[PeerRun],
     workload: str,
     judge: Sequence[str],
-    groups: Mapping[tuple[str, str], Sequence[Run]],
+    groups: Mapping[tuple[str, str], Sequence[PeerRun]],
 ) -> float | None:
     for trusted in judge:
         theirs = {r.round: r for r in groups.get((workload, trusted), ())}

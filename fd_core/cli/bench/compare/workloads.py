@@ -15,7 +15,7 @@ SALT_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PromptSet:
     """Prompts that arrive at once; each must return exactly as many tokens as its entry of `max_tokens`."""
 
     name: str
@@ -44,7 +44,6 @@ class Shape:
     same lengths, so that the KV demand is known before anything runs.
     """
 
-    title: str
     requests: int
     min_input: int
     max_input: int
@@ -54,31 +53,45 @@ class Shape:
     steady_lengths: bool = False
 
     @property
+    def title(self) -> str:
+        """Requests and lengths in words."""
+        kinds = [_span(self.min_input, self.max_input), _span(self.min_tokens or self.max_tokens, self.max_tokens)]
+        shared = f"shared prefix of {self.shared} and " if self.shared else ""
+        requests = "one stream" if self.requests == 1 else f"{self.requests} concurrent"
+        return f"{requests}, {shared}{kinds[0]} in, {kinds[1]} out"
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and output together."""
         return self.shared + self.max_input + self.max_tokens
 
 
+def _span(least: int, most: int) -> str:
+    return str(most) if least == most else f"{least} to {most}"
+
+
 SHAPES = {
-    "w1": Shape("one stream, 128 in, 128 out", 1, 128, 128, 128),
-    "w2": Shape("32 requests at once, 64 to 512 in, 128 out", 32, 64, 512, 128),
-    "w3": Shape("32 requests sharing 400 tokens of prefix, 50 own, 64 out", 32, 50, 50, 64, shared=400),
-    "pressure": Shape(
-        "32 requests at once, 64 to 512 in, 128 to 384 out", 32, 64, 512, 384, min_tokens=128, steady_lengths=True
-    ),
-    "smoke": Shape("2 requests, 8 to 16 in, 4 out", 2, 8, 16, 4),
+    "w1": Shape(1, 128, 128, 128),
+    "w2": Shape(32, 64, 512, 128),
+    "w3": Shape(32, 50, 50, 64, shared=400),
+    "pressure": Shape(32, 64, 512, 384, min_tokens=128, steady_lengths=True),
+    "smoke": Shape(2, 8, 16, 4),
+    # A quarter of the requests and of their output.
+    "w1-quick": Shape(1, 128, 128, 32),
+    "w2-quick": Shape(8, 64, 512, 32),
+    "w3-quick": Shape(8, 50, 50, 16, shared=400),
 }
 
 
-def build(name: str, corpus: Sequence[int], seed: int) -> Workload:
+def build(name: str, corpus: Sequence[int], seed: int) -> PromptSet:
     """Return the workload `name` cut from `corpus` (ids of running text, read as a ring) under `seed`."""
     if name not in SHAPES:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(SHAPES)}")
     if not corpus:
         raise ValueError("the corpus holds no tokens")
     shape = SHAPES[name]
-    rng = random.Random(f"{name}/{seed}")
-    lengths = random.Random(name) if shape.steady_lengths else rng
+    rng = random.Random(f"{name}/{seed}")  # noqa: S311
+    lengths = random.Random(name) if shape.steady_lengths else rng  # noqa: S311
     shared = _passage(rng, corpus, shape.shared)
     prompts, max_tokens = [], []
     for _ in range(shape.requests):
@@ -86,7 +99,7 @@ def build(name: str, corpus: Sequence[int], seed: int) -> Workload:
         prompts.append(shared + _passage(rng, corpus, length))
         least = shape.max_tokens if shape.min_tokens is None else shape.min_tokens
         max_tokens.append(shape.max_tokens if least == shape.max_tokens else lengths.randint(least, shape.max_tokens))
-    return Workload(name, tuple(prompts), tuple(max_tokens))
+    return PromptSet(name, tuple(prompts), tuple(max_tokens))
 
 
 def _passage(rng: random.Random, corpus: Sequence[int], length: int) -> tuple[int, ...]:

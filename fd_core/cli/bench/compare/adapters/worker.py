@@ -8,29 +8,26 @@ and the engine are imported here, so a peer's environment needs nothing else.
     -> {"op": "run", "prompts": [[1, 2, 3]], "max_tokens": [128]}
     <- {"ok": true, "wall_s": 1.5, "counters": {}, "requests": [{"token_ids": [...], "ttft_s": 0.1, "end_s": 1.5}]}
 
-`settings` of a load message are further keyword arguments of the adapter's `Engine`.
+`settings` of a load message are further keyword arguments of the adapter's `library`.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import runpy
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parent
-
 
 def main() -> None:
     """Serve requests from standard input until its end or a quit message."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Last on the path: a module here must not shadow one that an engine imports.
-    sys.path[:] = [*sys.path[1:], str(PACKAGE.parent)]
+    del sys.path[0]  # a module here must not shadow one that an engine imports
     engine: Any = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -50,8 +47,8 @@ def main() -> None:
 
 def _load(message: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     start = time.perf_counter()
-    adapter = importlib.import_module(f"{PACKAGE.name}.adapters.{message['engine']}")
-    engine = adapter.Engine(
+    library = runpy.run_path(str(Path(__file__).with_name(f"{message['engine']}.py")))["library"]
+    engine = library(
         model=message["model"],
         threads=message["threads"],
         max_requests=message["max_requests"],

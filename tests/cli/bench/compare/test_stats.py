@@ -1,14 +1,15 @@
 import math
 
 import pytest
-from harness.stats import RequestResult, Run, agreement, paired_ratio, summarise, wrong_counts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fd_core.cli.bench.compare.stats import PeerRun, RequestResult, agreement, paired_ratio, summarise, wrong_counts
 
 
 def run(engine="a", round_number=1, wall=1.0, tokens=((1, 2, 3),), ttft=0.1, workload="w1"):
     requests = tuple(RequestResult(tuple(t), ttft, wall) for t in tokens)
-    return Run(engine, workload, round_number, wall, requests)
+    return PeerRun(engine, workload, round_number, wall, requests)
 
 
 def test_figures_of_one_run():

@@ -11,7 +11,7 @@ import openvino as ov
 import openvino_genai as genai
 
 
-class Engine:
+class OpenVinoLibrary:
     """Paged attention, stepped in this process until all requests have finished.
 
     It computes in bf16 where the processor has the instructions, else in float32, with KV of as many bits in float16:
@@ -65,3 +65,6 @@ class Engine:
                     for output in handle.read().values():
                         tokens[i].extend(output.generated_ids)
         return list(zip(tokens, first, last, strict=True))
+
+
+library = OpenVinoLibrary

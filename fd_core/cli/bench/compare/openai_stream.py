@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from .stats import RequestResult
+from fd_core.cli.bench.compare.stats import RequestResult
 
 
 class Dialect(Protocol):
@@ -31,6 +31,7 @@ class OpenAICompletions:
     path = "/v1/completions"
 
     def request(self, model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """See `Dialect`."""
         return {
             "model": model,
             "prompt": list(prompt),
@@ -42,6 +43,7 @@ class OpenAICompletions:
         }
 
     def tokens(self, event: dict[str, Any]) -> list[int]:
+        """See `Dialect`."""
         return [t for choice in event.get("choices", ()) for t in choice.get("token_ids") or ()]
 
 
@@ -51,6 +53,7 @@ class LlamaServer:
     path = "/completion"
 
     def request(self, model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """See `Dialect`."""
         return {
             "prompt": list(prompt),
             "n_predict": max_tokens,
@@ -64,6 +67,7 @@ class LlamaServer:
         }
 
     def tokens(self, event: dict[str, Any]) -> list[int]:
+        """See `Dialect`."""
         return list(event.get("tokens") or ())
 
 

@@ -1,8 +1,9 @@
 import pytest
-from harness import rounds
-from harness.processes import EngineFailedError
-from harness.rounds import measure, order_of
-from harness.stats import RequestResult, Run
+
+from fd_core.cli.bench.compare import rounds
+from fd_core.cli.bench.compare.processes import EngineFailedError
+from fd_core.cli.bench.compare.rounds import measure, order_of
+from fd_core.cli.bench.compare.stats import PeerRun, RequestResult
 
 
 class FakeEngine:
@@ -21,7 +22,7 @@ class FakeSession:
 
     def run(self, workload, number):
         self._journal.append((number, workload.name, self.engine.name))
-        return Run(
+        return PeerRun(
             self.engine.name,
             workload.name,
             number,

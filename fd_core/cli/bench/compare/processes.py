@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 __all__ = ["ANSWER_SECONDS", "EngineFailedError", "Worker", "end", "end_with_parent", "interrupted_by_sigterm"]
 
@@ -44,17 +44,16 @@ class Worker:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+        self._requests, self._replies = cast(TextIO, self._process.stdin), cast(TextIO, self._process.stdout)
 
     def ask(self, **message: object) -> dict[str, Any]:
         """Send one message and return the reply; raise EngineFailedError on a failure or a timeout."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         deadline = threading.Timer(ANSWER_SECONDS, end, (self._process,))
         deadline.start()
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            self._requests.write(json.dumps(message) + "\n")
+            self._requests.flush()
+            line = self._replies.readline()
         except BrokenPipeError:
             line = ""
         finally:

@@ -17,8 +17,8 @@ _BYTES_PER_THREAD = 256 * 2**20
 def describe() -> dict[str, object]:
     """Return processor, cores, memory and system as plain values."""
     return {
-        "cpu": _cpu_model(),
-        "instruction_sets": _instruction_sets(),
+        "cpu": cpu_model(),
+        "instruction_sets": instruction_sets(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
@@ -34,16 +34,18 @@ def _cpuinfo(field: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the processor's name, with family and model where virtual machines hide the name."""
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     family, model = _cpuinfo("cpu family"), _cpuinfo("model\t")
     return f"{name} (family {family}, model {model})" if family else name
 
 
-def _instruction_sets() -> list[str]:
-    known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
+def instruction_sets() -> list[str]:
+    """Return the vector extensions that kernels use."""
+    known = "avx2 avx512f avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8 asimd bf16 sve"
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
-    return [name for name in known if name in flags]
+    return [name for name in known.split() if name in flags]
 
 
 def load_average() -> float:

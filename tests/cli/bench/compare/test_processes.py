@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import processes
-from harness.processes import EngineFailedError, Worker
+
+from fd_core.cli.bench.compare import processes
+from fd_core.cli.bench.compare.processes import EngineFailedError, Worker
 
 ECHO = """
 import json, sys
@@ -46,7 +47,7 @@ PARENT = """
 import signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from harness.processes import Worker, interrupted_by_sigterm
+from fd_core.cli.bench.compare.processes import Worker, interrupted_by_sigterm
 interrupted_by_sigterm()
 worker = Worker([sys.executable, "-c", sys.argv[2]], {}, Path(sys.argv[3]))
 print(worker.ask(op="pid")["pid"], flush=True)
@@ -67,7 +68,7 @@ time.sleep(60)
 
 @pytest.fixture
 def parent(tmp_path):
-    command = [sys.executable, "-c", PARENT, str(Path(processes.__file__).parents[1]), STUBBORN, str(tmp_path / "log")]
+    command = [sys.executable, "-c", PARENT, str(Path(processes.__file__).parents[4]), STUBBORN, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         yield started
         started.kill()
