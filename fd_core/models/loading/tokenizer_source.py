@@ -58,6 +58,7 @@ class JsonTokenizerSource:
     def digest(self) -> str:
         """Hex SHA-256 that identifies the mapping of token ids."""
         added = {name: value for name, value in self.settings.items() if "token" in name}
+        added |= {"do_lower_case": True} if self.lowercase else {}
         return hashlib.sha256(self.content + json.dumps(added, sort_keys=True, default=str).encode()).hexdigest()
 
     @property

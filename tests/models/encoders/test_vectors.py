@@ -17,6 +17,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.launch import open_client
 from fd_core.errors import BadRequest, ConfigError, ModelError
+from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
 from fd_core.ops.numpy.ops import NumpyOps
 from tests.server.fakes import live
 
@@ -173,7 +174,9 @@ def test_settings_of_texts_and_outputs_are_followed_or_refused(tmp_path: Path) -
     written(tmp_path, "bert")
     pooled_by(tmp_path, "mean_tokens")
     settings = tmp_path / "sentence_bert_config.json"
+    plain = read_tokenizer_folder(tmp_path)
     settings.write_text('{"do_lower_case": true}')
+    assert read_tokenizer_folder(tmp_path).digest != plain.digest
     with closing(LLM(str(tmp_path), backend="reference")) as llm:
         np.testing.assert_array_equal(llm.embed("Hello"), llm.embed("hello"))
     settings.write_text('{"modality_config": {"text": {"method_output_name": "pooler_output"}}}')
