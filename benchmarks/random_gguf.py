@@ -1,6 +1,7 @@
 """Write a GGUF file with random weights in the shape of a larger model, to measure speed and memory without a download.
 
     python benchmarks/random_gguf.py 7b q4_k_m -o /tmp/7b-q4_k_m.gguf
+    python benchmarks/random_gguf.py 270m q8_0 -o /tmp/270m-q8_0.gguf
     python benchmarks/peers.py --model /tmp/1b-q4_1.gguf
 
 The tokenizer is SmolLM2's. Random weights compute at the speed of trained ones; their texts mean nothing.
@@ -34,10 +35,17 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
+    vocabulary: int | None = None
+    """Tokens of the table, which is the output projection as well; None for the tokenizer's, and two tables."""
 
 
-SHAPES = {"1b": Shape(2048, 5632, 22, 32, 4), "7b": Shape(4096, 14336, 32, 32, 8)}
-"""Those of TinyLlama 1.1B and of Mistral 7B, whose layers are those of Llama 3.1 8B, but for the vocabulary."""
+SHAPES = {
+    "1b": Shape(2048, 5632, 22, 32, 4),
+    "7b": Shape(4096, 14336, 32, 32, 8),
+    "270m": Shape(768, 2048, 12, 4, 1, vocabulary=262_144),
+}
+"""Those of TinyLlama 1.1B and of Mistral 7B, whose layers are those of Llama 3.1 8B, but for the vocabulary, and about
+that of Gemma 3 270M, most of which is its table."""
 
 
 def q4_1(blocks: int, random: np.random.Generator) -> np.ndarray:
@@ -45,6 +53,18 @@ def q4_1(blocks: int, random: np.random.Generator) -> np.ndarray:
     scale = SPREAD / 4.6  # the deviation of a nibble
     head = np.array([scale, -7.5 * scale], "<f2").view(np.uint8)
     return np.hstack([np.tile(head, (blocks, 1)), random.integers(0, 256, (blocks, 16), np.uint8)])
+
+
+def q4_0(blocks: int, random: np.random.Generator) -> np.ndarray:
+    """Return blocks of 32: scale as float16, 16 bytes of nibbles."""
+    head = np.array([SPREAD / 4.6], "<f2").view(np.uint8)
+    return np.hstack([np.tile(head, (blocks, 1)), random.integers(0, 256, (blocks, 16), np.uint8)])
+
+
+def q8_0(blocks: int, random: np.random.Generator) -> np.ndarray:
+    """Return blocks of 32: scale as float16, 32 bytes."""
+    head = np.array([SPREAD / 74], "<f2").view(np.uint8)
+    return np.hstack([np.tile(head, (blocks, 1)), random.integers(0, 256, (blocks, 32), np.uint8)])
 
 
 def q4_k(blocks: int, random: np.random.Generator) -> np.ndarray:
@@ -66,8 +86,15 @@ def bf16(blocks: int, random: np.random.Generator) -> np.ndarray:
     return np.resize((values.view("<u4") >> 16).astype("<u2"), blocks).view(np.uint8).reshape(blocks, 2)
 
 
-BLOCKS = {Kind.BF16: bf16, Kind.Q4_1: q4_1, Kind.Q4_K: q4_k, Kind.Q6_K: q6_k}
-MIXES = {"bf16": (Kind.BF16, Kind.BF16), "q4_1": (Kind.Q4_1, Kind.Q4_1), "q4_k_m": (Kind.Q4_K, Kind.Q6_K)}
+BLOCKS = {
+    Kind.BF16: bf16,
+    Kind.Q4_0: q4_0,
+    Kind.Q4_1: q4_1,
+    Kind.Q8_0: q8_0,
+    Kind.Q4_K: q4_k,
+    Kind.Q6_K: q6_k,
+}
+MIXES = {kind.name.lower(): (kind, kind) for kind in BLOCKS} | {"q4_k_m": (Kind.Q4_K, Kind.Q6_K)}
 """Type of most weights, and of the output projection and every second `attn_v` and `ffn_down`."""
 
 
@@ -88,8 +115,11 @@ def write(shape: Shape, mix: tuple[Kind, Kind], target: Path, random: np.random.
             continue
         value_type, *item_type = field.types
         value = own.get(name, field.contents())
+        if shape.vocabulary and name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+            more = range(len(value), shape.vocabulary)
+            value = [*value, *(f"<filler {index}>" if name.endswith("tokens") else 1 for index in more)]
         writer.add_key_value(name, value, value_type, item_type[0] if item_type else None)
-    vocabulary = len(reader.fields["tokenizer.ggml.tokens"].data)
+    vocabulary = shape.vocabulary or len(reader.fields["tokenizer.ggml.tokens"].data)
     most, some = mix
 
     def matrix(name: str, rows: int, columns: int, kind: Kind) -> None:
@@ -114,7 +144,8 @@ def write(shape: Shape, mix: tuple[Kind, Kind], target: Path, random: np.random.
         matrix(f"{part}.ffn_up.weight", shape.feed_forward, shape.hidden, most)
         matrix(f"{part}.ffn_down.weight", shape.hidden, shape.feed_forward, finer)
     norm("output_norm.weight")
-    matrix("output.weight", vocabulary, shape.hidden, some)
+    if not shape.vocabulary:
+        matrix("output.weight", vocabulary, shape.hidden, some)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .processes import EngineFailedError, end, end_with_parent
 
-__all__ = ["Mark", "Start", "Waymarks", "processor_seconds", "watched"]
+__all__ = ["Mark", "Start", "Waymarks", "children", "processor_seconds", "watched"]
 
 _INTERVAL = 0.02
 """Seconds between two polls: a mark is late by at most this, and polling takes a small part of a core."""
@@ -101,7 +101,7 @@ def _watch(
             raise EngineFailedError(f"not ready (status {process.poll()}); its last words: {screen.read()[-2000:]}")
         for words, below in wanted:
             if not met.issuperset(words.values()):
-                mapped = _mapped(_below(process.pid) if below else [process.pid])
+                mapped = _mapped(children(process.pid) if below else [process.pid])
                 for word, name in words.items():
                     if word in mapped:
                         mark(name)
@@ -117,7 +117,7 @@ def _watch(
 def processor_seconds(server: int) -> tuple[float, float]:
     """Return user and system seconds of a process, and of all that it started, ended ones included."""
     user, system, ended_user, ended_system = _times(server)
-    below = sum(sum(_times(process)) for process in _below(server))
+    below = sum(sum(_times(process)) for process in children(server))
     return (user + system) / _TICK, (ended_user + ended_system + below) / _TICK
 
 
@@ -131,13 +131,13 @@ def _times(process: int) -> tuple[int, int, int, int]:
     return user, system, ended_user, ended_system
 
 
-def _below(process: int) -> list[int]:
+def children(process: int) -> list[int]:
     """Return the processes that it started and those that they started."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                found += [child, *_below(child)]
+                found += [child, *children(child)]
     return found
 
 

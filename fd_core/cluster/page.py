@@ -6,7 +6,7 @@ import socket
 from typing import Annotated, Any, Final
 
 import msgspec
-from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 import fd_core
@@ -17,8 +17,7 @@ from fd_core.http.connections.connections import Connections
 from fd_core.http.errors import ApiError, HealthAnswer
 from fd_core.http.hosts import HostRules
 from fd_core.http.metrics import Collected, metric_families
-from fd_core.router.gateway.requests.forwarding import error_response, json_response
-from fd_core.router.gateway.workers.watched import GatewayHttp, visit_of
+from fd_core.router.gateway.http1.clients import ClientRequest, GatewayHttp, WholeAnswer, error_answer, json_answer
 from fd_core.types.metrics import counter, gauge
 
 _CONNECTIONS: Final = 64
@@ -92,36 +91,34 @@ class DeploymentPage:
         self._now = now
         self._hosts = HostRules(config.host, (), ())
         self._process = ProcessCollector(registry=CollectorRegistry())
-        self._http = GatewayHttp(self._answer, sock, config, connections=Connections(config, _CONNECTIONS), tls=None)
+        self._http = GatewayHttp(self._answer, sock, Connections(config, _CONNECTIONS))
 
     async def close(self) -> None:
         """Close the listener."""
         await self._http.close(0.1)
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: ClientRequest) -> WholeAnswer:
         try:
-            self._hosts.check(visit_of(request))
+            self._hosts.check(request.visit())
             if request.method not in ("GET", "HEAD"):
                 raise ApiError(405, "this path only supports GET", headers={"Allow": "GET, HEAD"})
             return self._page(request.path)
         except ApiError as error:
-            return error_response(error, request.path)
+            return error_answer(error, request.path)
 
-    def _page(self, path: str) -> web.Response:
+    def _page(self, path: str) -> WholeAnswer:
         if path == "/health":
-            return json_response(HealthAnswer("ok"))
+            return json_answer(HealthAnswer("ok"))
         if path == "/ready":
             reason = _not_ready(self._deployment)
-            return (
-                json_response(HealthAnswer("not ready", reason), 503) if reason else json_response(HealthAnswer("ok"))
-            )
+            return json_answer(HealthAnswer("not ready", reason), 503) if reason else json_answer(HealthAnswer("ok"))
         status = status_of(self._deployment, self._now())
         if path == "/status.json":
-            return json_response(status)
+            return json_answer(status)
         if path == "/metrics":
             parts = [({"group": name, "role": group.role}, group) for name, group in status.groups.items()]
             body = generate_latest(Collected(metric_families("fdcore_cluster_", parts), self._process.collect()))
-            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return WholeAnswer(200, body, CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST}))
         raise ApiError(404, "unknown path; available are /health, /ready, /metrics and /status.json")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from typing import Final
 
 from fd_core.http.errors import ApiError
@@ -15,7 +15,7 @@ _SHOWN: Final = re.compile(r"[A-Za-z0-9_*, -]{1,64}")
 
 def request_id_of(given: bytes) -> bytes:
     """Return the client's X-Request-Id if it is usable, else a fresh one."""
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
 
 def length_of(value: str | None) -> int | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from fd_core.errors import ConfigError
@@ -32,8 +31,7 @@ _EXPOSED: Final = ", ".join(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """Host and origin of a request."""
 
     hosts: Sequence[str]
@@ -75,6 +73,8 @@ class HostRules:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._any_host = _ANY in self._hosts or not (self._hosts or is_loopback(bound))
         self._bound = bound.lower()
+        self._last: tuple[str, str | None] | None = None
+        """Host that was accepted last, with the address at which it arrived: most requests name the same."""
         self._origins = frozenset(origin.lower() for origin in origins)
 
     def check(self, visit: Visit) -> Mapping[str, str]:
@@ -82,9 +82,11 @@ class HostRules:
         if len(visit.hosts) > 1:
             raise ApiError(400, "the request has more than one Host header", code="invalid_host")
         given = visit.hosts[0] if visit.hosts else None
-        if given is not None and not self._any_host and not self._is_own(given, visit.address):
-            message = "the Host of the request is not allowed; add it with --allowed-hosts"
-            raise ApiError(421, message, code="foreign_host")
+        if given is not None and not self._any_host and (given, visit.address) != self._last:
+            if not self._is_own(given, visit.address):
+                message = "the Host of the request is not allowed; add it with --allowed-hosts"
+                raise ApiError(421, message, code="foreign_host")
+            self._last = given, visit.address
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, Wei
 Change = Callable[[Weight], Weight]
 """Change of a weight when it is read."""
 Floats = npt.NDArray[np.float32]
-_Stored = TypeVar("_Stored", RawTensor, PackedTensor)
 ProgressSink = Callable[[int, int], None]
 """Called with (bytes done, total bytes) of the files."""
 
@@ -86,9 +85,10 @@ def build_decoder(
     in."""
     of_stage = spec.layers[stage_layers(spec, ops.stage)]
     reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
-    table = reader.table() if ops.stage.first else None
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
-    head = reader.head(table, tokens) if ops.stage.last else None
+    tied = spec.head is None and spec.causal and tokens is None and ops.stage.last
+    table = reader.table(tied=tied) if ops.stage.first else None
+    head = reader.head(table if tied else None, tokens) if ops.stage.last else None
     layers = []
     for each in of_stage:
         attention, block = reader.attention(each.attention), each.feed_forward
@@ -123,6 +123,8 @@ class _Reader:
     done: int = 0
     ropes: dict[RopeSpec, Rope] = field(default_factory=dict)
     uses: list[WeightUse] = field(default_factory=list)
+    table_format: str | None = None
+    """Format of a packed embedding."""
 
     @cached_property
     def total(self) -> int:
@@ -149,6 +151,7 @@ class _Reader:
         return weight if change is None else change(weight)
 
     def _report(self, weight: Weight) -> None:
+        self.checkpoint.release()
         self.done += math.prod(weight.shape)
         if self.progress is not None:
             whole = self.checkpoint.total_bytes
@@ -159,19 +162,31 @@ class _Reader:
         elements = math.prod(weight.shape)
         form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):
-            form, nbytes = weight.format, nbytes if self.ops.dequantizes_weights else weight.nbytes
+            form, nbytes = weight.format, weight.nbytes if table or not self.ops.dequantizes_weights else nbytes
         self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
 
-    def table(self) -> Array:
-        """Read the embedding."""
-        embedding = self.read(self.spec.embedding.name)
+    def table(self, *, tied: bool) -> Array:
+        """Read the embedding; `tied` if the output projection may share it."""
+        embedding = self.checkpoint.read_weight(self.spec.embedding.name, self.table_formats(tied=tied))
+        self._report(embedding)
         if self.table_scale != 1.0:
             embedding = _scaled(embedding, self.table_scale)
         if self.spec.types is not None:
             values = embedding.to_float32()
             embedding = RawTensor("F32", np.concatenate([values + each for each in self.values(self.spec.types)]))
         self.count(self.spec.embedding.name, embedding, table=True)
+        self.table_format = embedding.format if isinstance(embedding, PackedTensor) else None
         return self.ops.prepare_embedding(embedding)
+
+    def table_formats(self, *, tied: bool) -> Collection[str]:
+        """Return the formats in which a table stays packed."""
+        if self.spec.types is not None or math.frexp(self.table_scale)[0] != 0.5:
+            return ()  # values change, or would be rounded differently
+        formats = {*self.ops.table_formats}
+        if self.quantization != "auto":  # the projection has other values, even in the same format
+            return formats - {head_format(self.quantization)}
+        # A tied projection that is dequantized shares the dequantized table.
+        return formats & {*self.ops.weight_formats} if tied else formats
 
     def positions(self) -> Array | None:
         """Read the table of positions, from the first one on."""
@@ -186,7 +201,7 @@ class _Reader:
         return self.spec.head_scale if self.spec.head is None else 1.0
 
     def head(self, table: Array | None, tokens: slice | None) -> Array:
-        """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only.
+        """Read the output projection, tied to the embedding `table` if there is one; with `tokens`, their rows only.
 
         An encoder yields one logit, 0 or NaN: the token that ends a request for a vector, and whether it is finite.
         """
@@ -197,11 +212,12 @@ class _Reader:
         final = spec.final_norm
         shift = None if final is None or final.bias is None else self.values(final.bias)
         change = None if spec.head_scale == 1.0 else partial(_scaled, factor=spec.head_scale)
-        tied = head is None and tokens is None and table is not None
+        tied = table is not None
         name = spec.embedding.name if head is None else head.name
         weight = self._computed(name, form, change)
         # A pack may use one format for lookup and another for multiplication.
-        if not tied or isinstance(weight, PackedTensor):
+        packed = weight.format if isinstance(weight, PackedTensor) else None
+        if not tied or packed != self.table_format or (packed and self.ops.dequantizes_weights):
             self.count(name, weight)
         if head is not None:
             self._report(weight)
@@ -369,7 +385,7 @@ def _centred(tensor: Weight) -> RawTensor:
     return RawTensor("F32", values - values.mean(axis=0, dtype=np.float64).astype(np.float32))
 
 
-def _scaled(weight: _Stored, factor: float) -> _Stored:
+def _scaled(weight: Weight, factor: float) -> Weight:
     if isinstance(weight, RawTensor):
         return RawTensor("F32", weight.to_float32() * np.float32(factor))
     minima = None if weight.minima is None else weight.minima * np.float32(factor)

@@ -403,6 +403,9 @@ class Ops(abc.ABC):
     overrides one of these three operations must redefine it."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
+    table_formats: Collection[str] = frozenset()
+    """Formats of packed tables that `prepare_embedding` supports; the reader dequantizes the others: all for the packs
+    of CUDA, Paddle and ONNX. A pack that overrides `embedding` or `prepare_embedding` must redefine it."""
     dequantizes_weights: bool = False
     """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
     on_host: bool = False
@@ -513,8 +516,11 @@ class Ops(abc.ABC):
         """Prepare a norm weight, a router or a table of any shape; always in float32."""
 
     @abc.abstractmethod
-    def prepare_embedding(self, weight: RawTensor) -> Array:
-        """Prepare a token table [V, H]."""
+    def prepare_embedding(self, weight: Weight) -> Array:
+        """Prepare a token table [V, H], packed only if its format is in `table_formats`.
+
+        Rows of a packed table are dequantized at lookup, then rounded to the pack's dtype.
+        """
 
     @abc.abstractmethod
     def prepare_linear(
@@ -560,7 +566,10 @@ class Ops(abc.ABC):
         return deltas if any(delta is not None for delta in deltas) else None
 
     def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Array:
-        """Return the output projection of a model that ties it to its embedding, with a bias [V] of its own."""
+        """Return the output projection of a model that ties it to its embedding, with a bias [V] of its own.
+
+        `weight` has the values of the table, unless it is of another format.
+        """
         return self.prepare_linear([weight], None if bias is None else [bias])
 
     # Memory -----------------------------------------------------------------------------------------------

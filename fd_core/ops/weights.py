@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -27,6 +28,34 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 RAW_TYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Every `RawTensor.dtype`, and numpy's code of its elements."""
+
+_BLOCK: Final = 1 << 20
+"""Elements of a block of rows."""
+
+
+def row_blocks(shape: tuple[int, ...], stored: npt.NDArray[Any]) -> Iterator[slice]:
+    """Yield slices of the outermost axis of a tensor; each releases the pages of a mapped file that held it.
+
+    So a tensor's conversion needs memory for its result and for one block, in bytes of the file and converted.
+    """
+    rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    for begin in range(0, shape[0], rows):
+        block = slice(begin, begin + rows)
+        yield block
+        release_pages(stored[block])
+
+
+def release_pages(array: npt.NDArray[Any]) -> None:
+    """Unload the pages of a mapped file that a contiguous array views; the next access reads them again."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    # Pages of memory that is not a file's, or is written to, would lose their content.
+    is_mapped = isinstance(owner, mmap.mmap) and not array.flags.writeable and hasattr(mmap, "MADV_DONTNEED")
+    if is_mapped and array.flags.c_contiguous and array.nbytes:
+        start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        owner.madvise(mmap.MADV_DONTNEED, first, start + array.nbytes - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +82,13 @@ class RawTensor:
         """Return the tensor itself, as it is not packed."""
         return self
 
-    def take_rows(self, order: npt.NDArray[np.intp] | slice) -> RawTensor:
+    def take_rows(self, order: npt.NDArray[np.integer[Any]] | slice) -> RawTensor:
         """Return some rows (outermost entries), in the given order."""
         return RawTensor(self.dtype, self.data[order])
+
+    def blocks(self) -> Iterator[RawTensor]:
+        """Yield the rows in blocks; see `row_blocks`."""
+        return map(self.take_rows, row_blocks(self.shape, self.data))
 
     def take_columns(self, columns: slice) -> RawTensor:
         """Return some elements of each row."""
@@ -93,10 +126,24 @@ class PackedTensor:
         return int(self.values.shape[1] // self.scales.shape[1])
 
     @property
+    def has_minima(self) -> bool:
+        """True if some minima are not 0."""
+        return self.minima is not None
+
+    @property
+    def half_scales(self) -> bool:
+        """True if float16 holds scales and minima exactly."""
+        with np.errstate(over="ignore"):
+            return all(
+                bool((each.astype(np.float16) == each).all()) for each in (self.scales, self.minima) if each is not None
+            )
+
+    @property
     def nbytes(self) -> int:
-        """Bytes with values in `bits` bits each, and scales and minima in float32."""
-        groups = self.scales.size * (1 if self.minima is None else 2)
-        return self.values.size * self.bits // 8 + 4 * groups
+        """Bytes with values in 4 or 8 bits each, and scales and minima in float16, or float32 if needed."""
+        values = math.prod(self.shape)
+        factors = values // self.group * (2 if self.has_minima else 1)
+        return values // (2 if self.bits == 4 else 1) + factors * (2 if self.half_scales else 4)
 
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Dequantize to float32: a product and a sum, each rounded once."""
@@ -111,10 +158,14 @@ class PackedTensor:
         """Dequantize the weight."""
         return RawTensor("F32", self.to_float32())
 
-    def take_rows(self, order: npt.NDArray[np.intp] | slice) -> PackedTensor:
+    def take_rows(self, order: npt.NDArray[np.integer[Any]] | slice) -> PackedTensor:
         """Return some rows, in the given order."""
         minima = None if self.minima is None else self.minima[order]
         return PackedTensor(self.format, self.bits, self.values[order], scales=self.scales[order], minima=minima)
+
+    def blocks(self) -> Iterator[PackedTensor]:
+        """Yield the rows in blocks; see `row_blocks`."""
+        return map(self.take_rows, row_blocks(self.shape, self.values))
 
     def take_columns(self, columns: slice) -> PackedTensor:
         """Return some values of each row with the same meaning, in smaller groups if necessary."""

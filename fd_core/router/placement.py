@@ -6,8 +6,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fd_core.errors import PluginError
@@ -52,7 +54,15 @@ class WorkerPool:
         return WorkerPool(tuple(members), tuple(workers), self.indices[chosen])
 
 
-Pools = Mapping[Role, WorkerPool]
+class Pools(dict[Role, WorkerPool]):
+    """Workers that may be chosen, by role."""
+
+    @cached_property
+    def options(self) -> list[tuple[Role, ...]]:
+        """Roles that can serve a request together; computed once, as most requests have the same pools."""
+        return [PARTS[mode] for mode in _modes(self)]
+
+
 _MODELS = 64
 """Models whose eligible workers are cached."""
 _SHORTEST_WAIT = 1.0
@@ -61,8 +71,7 @@ _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """The workers that were chosen for a request; nothing has been counted yet."""
 
     members: tuple[Member, ...]
@@ -112,10 +121,10 @@ class Placer:
             return pools
         if limit := self.config.max_requests_per_worker:
             free = _where(pools, lambda pool: (self.loads.at(pool.indices)[0] < limit).tolist())
-            if {*_modes(pools)}.isdisjoint(_modes(free)):  # a full prefill side must not overload decode workers
+            if {*pools.options}.isdisjoint(free.options):  # a full prefill side must not overload decode workers
                 return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
             pools = free
-        options = [PARTS[mode] for mode in _modes(pools)]
+        options = pools.options
         # If both are possible, the mode with fewer requests for each of its workers.
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
@@ -174,7 +183,7 @@ class Placer:
             if member.state is not WorkerState.DRAINING:
                 found[member.worker.role].append(member)
         serving = found if request.model is None else _serving(request.model, found)
-        pools: dict[Role, WorkerPool] = {}
+        pools = Pools()
         for role, members in serving.items():
             workers = tuple(member.worker for member in members)
             pools[role] = WorkerPool(tuple(members), workers, self.indices.among(workers))
@@ -202,8 +211,8 @@ class Placer:
         held = expected = None
         if policy.uses_prefix:
             holding = self._held(request, keys, now)
-            held = holding[pool.indices]
-            expected = np.maximum(holding, self.in_flight.match(keys))[pool.indices]
+            held = holding.take(pool.indices)
+            expected = np.maximum(holding, self.in_flight.match(keys)).take(pool.indices)
         candidates = Candidates(pool.workers, loads, held, expected_hits=expected, worked_out=pool.worked_out)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
@@ -240,13 +249,13 @@ def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[
     }
 
 
-def _where(pools: Pools, chosen: Callable[[WorkerPool], Iterable[bool]]) -> dict[Role, WorkerPool]:
-    return {role: pool.where(chosen(pool)) for role, pool in pools.items()}
+def _where(pools: Pools, chosen: Callable[[WorkerPool], Iterable[bool]]) -> Pools:
+    return Pools({role: pool.where(chosen(pool)) for role, pool in pools.items()})
 
 
 def _modes(pools: Mapping[Role, Sized]) -> list[Mode]:
     """Return the modes that the pools allow: a decode worker alone only where there is no other."""
-    modes = [mode for mode, roles in PARTS.items() if all(len(pools[role]) for role in roles)]
+    modes = [mode for mode, roles in PARTS.items() if pools[roles[0]] and pools[roles[-1]]]
     return [mode for mode in modes if mode != "alone"] or modes
 
 

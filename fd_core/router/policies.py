@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
@@ -86,7 +85,7 @@ class Candidates(Sequence[Candidate]):
         """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` holds the results of `once` for these workers."""
         for given in (loads, hits, expected_hits):
             if given is not None:
-                given.flags.writeable = False
+                given.setflags(write=False)
         self.workers: Final = workers
         self._loads = loads
         self.requests: Numbers = loads[0]
@@ -145,8 +144,9 @@ class Candidates(Sequence[Candidate]):
         made = self._made.get(position)
         if made is None:
             load = WorkerLoad(*self._loads[:, position].tolist())
-            hits = (0 if each is None else int(each[position]) for each in (self._hits, self._expected_hits))
-            made = self._made[position] = Candidate(self.workers[position], load, *hits)
+            hits = 0 if self._hits is None else int(self._hits[position])
+            expected = 0 if self._expected_hits is None else int(self._expected_hits[position])
+            made = self._made[position] = Candidate(self.workers[position], load, hits, expected)
         return made
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -170,8 +170,7 @@ class Candidates(Sequence[Candidate]):
         return self._whole
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingContext:
+class RoutingContext(msgspec.Struct, frozen=True, eq=False):
     """Input of a policy: one request, and the workers that could take it."""
 
     candidates: Candidates
@@ -226,7 +225,8 @@ def lowest(candidates: Candidates, random: float, *columns: npt.NDArray[Any]) ->
     """
     if len(candidates) == 1:
         return candidates[0]
-    best = (columns[0] == columns[0].min()).nonzero()[0]
+    first = columns[0]
+    best = (first == first[first.argmin()]).nonzero()[0]  # `argmin` takes less than `min`
     for column in columns[1:]:
         if len(best) == 1:
             break
@@ -382,16 +382,16 @@ class CacheAware(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
         seen = context.candidates
-        largest = int(seen.requests.max())
-        apart = largest - int(seen.requests.min())
-        if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
-            return fewest_tokens(context)
+        largest = int(seen.requests[seen.requests.argmax()])  # takes less than `max`
+        if largest > self.config.balance_abs_threshold:
+            apart = largest - int(seen.requests.min())
+            if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
+                return fewest_tokens(context)
 
-        length, block = len(context.tokens), self.config.cache_block_size
-        of_missing, of_load = self.config.hit_ratio_weight * _MISSING_WEIGHT, self.config.load_balance_weight
-
-        missing, load = length - seen.expected_hits * block, seen.prefill_tokens + seen.requests * _REQUEST_TOKENS
-        return lowest(seen, context.random, missing * of_missing + load * of_load)
+        of_hits = self.config.hit_ratio_weight * _MISSING_WEIGHT * self.config.cache_block_size
+        load = seen.prefill_tokens + seen.requests * _REQUEST_TOKENS
+        # The length of the prompt is the same for all.
+        return lowest(seen, context.random, load * self.config.load_balance_weight - seen.expected_hits * of_hits)
 
 
 class PrefixHash(RouterPolicy):

@@ -88,7 +88,7 @@ class Holders:
         return self._by_index([*found, (count, here)] if count else [])
 
     def _by_index(self, found: Iterable[tuple[int, int]]) -> Numbers:
-        indices = len(self._indices)
+        indices = self._indices.size
         counts = np.zeros(indices, np.int64)
         for count, here in found:
             if here.bit_count() <= _FEW:
@@ -110,7 +110,8 @@ def block_hasher(block_size: int) -> PrefixHasher:
 def block_keys(hasher: PrefixHasher, tokens: IntArray, salt: str = "", adapter: str = "") -> tuple[bytes, ...]:
     """Return the keys of the full blocks of `tokens`, int32 of shape [n]; keys of other salts or adapters differ."""
     chain: list[bytes] = []
-    hasher.extend(chain, hasher.root(salt, adapter), tokens, len(tokens))
+    root = hasher.root(salt, adapter) if salt or adapter else hasher.plain_root
+    hasher.extend(chain, root, tokens, len(tokens))
     return tuple(chain)
 
 
@@ -154,7 +155,8 @@ class PrefixIndex:
             held[key] = now
         bit = self._holders.bit(worker)
         self._holders.add(bit, new)
-        self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
+        if len(held) > self._capacity:
+            self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
         if not self._served or self._served[-1] != (now, worker):
             self._served.append((now, worker))
 
@@ -355,7 +357,7 @@ class ReportedKV:
 
     def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
         """Return the leading tokens that each worker holds, and which do not report (and have 0), both by index."""
-        tokens = np.zeros(len(self._indices), np.int64)
+        tokens = np.zeros(self._indices.size, np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
             sizes = np.zeros(len(tokens), np.int64)
             sizes[self._indices.among(self._sizes)] = [*self._sizes.values()]

@@ -228,25 +228,23 @@ class Router:
         placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
+        held: dict[RouterWorker, WorkerLoad] = {}
+        trials: frozenset[RouterWorker] = frozenset()
         for member in placement.members:
-            member.circuit.admit(now)
-        trials = frozenset(member.worker for member in placement.members if member.circuit.state == "half_open")
-        first, *_ = workers = tuple(member.worker for member in placement.members)
-        held = {
-            worker: WorkerLoad(requests=1, waiting=1, prefill_tokens=placement.missing if worker is first else 0)
-            for worker in workers
-        }
-        for worker, load in held.items():
+            worker, circuit, is_first = member.worker, member.circuit, not held
+            circuit.admit(now)
+            if circuit.state == "half_open":
+                trials |= {worker}
+            held[worker] = load = WorkerLoad(1, 1, placement.missing if is_first else 0)
             self._loads.add(worker, load)
-        for worker in workers:
             for counts in self._counts(worker):
                 counts.selected += 1
-                if worker is first:
+                if is_first:
                     counts.prompt_blocks += len(placement.keys)
                     counts.hit_blocks += placement.hits
         chosen = Selection(
             request,
-            workers,
+            tuple(held),
             held,
             loads=self._loads,
             on_release=self._on_release,
@@ -254,13 +252,13 @@ class Router:
             hits=placement.hits,
             tried=tried,
             trials=trials,
-            kv_port=placement.members[0].kv_port if len(workers) > 1 else None,
+            kv_port=placement.members[0].kv_port if len(held) > 1 else None,
             attempt=1 if after is None else after.attempt + 1,
             suspects=() if after is None else after.suspects,
             failures=0 if after is None else after.failures,
         )
         self._modes[chosen.mode] += 1
-        self._in_flight.begin(first, placement.keys)
+        self._in_flight.begin(chosen.prefill, placement.keys)
         return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:

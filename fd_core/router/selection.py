@@ -27,16 +27,15 @@ class WorkerIndices:
         self._of: dict[Hashable, int] = {}
         self._free: list[int] = []
         """Free indices, as a heap, so that there are at most as many indices as workers at one time."""
-
-    def __len__(self) -> int:
+        self.size = 0
         """Length of arrays with one element for every index."""
-        return len(self._of) + len(self._free)
 
     def of(self, worker: Hashable) -> int:
         """Return the index of one worker."""
         index = self._of.get(worker)
         if index is None:
-            index = heapq.heappop(self._free) if self._free else len(self._of)
+            index = heapq.heappop(self._free) if self._free else self.size
+            self.size = max(self.size, index + 1)
             self._of[worker] = index
         return index
 
@@ -89,6 +88,7 @@ class WorkerLoads:
         self._indices = indices
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
         """The same by field and index."""
+        self._cells = self._columns.data
         self._on_idle = on_idle
         self.faults = 0
         """Duplicate or late releases and verdicts: 0 unless a caller has a bug."""
@@ -123,14 +123,15 @@ class WorkerLoads:
         self._by_worker[worker] = load
         index = self._indices.of(worker)
         self._make_room()
-        self._columns[:, index] = load.requests, load.waiting, load.prefill_tokens
+        cells = self._cells  # a third of the time of `_columns[:, index] =`
+        cells[0, index], cells[1, index], cells[2, index] = load.requests, load.waiting, load.prefill_tokens
 
     def _make_room(self) -> None:
         fields, length = self._columns.shape
-        if len(self._indices) > length:
-            longer = np.zeros((fields, 2 * len(self._indices)), np.int64)
+        if self._indices.size > length:
+            longer = np.zeros((fields, 2 * self._indices.size), np.int64)
             longer[:, :length] = self._columns
-            self._columns = longer
+            self._columns, self._cells = longer, longer.data
 
 
 Mode = Literal["mixed", "pd", "alone"]
@@ -141,8 +142,7 @@ Reason = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True, eq=False):
     """The router's view of a request. Raises `BadRequest` if there is no prompt."""
 
     tokens: IntArray
@@ -248,7 +248,7 @@ class Selection:
                 self._give_back(worker)
             else:
                 self.held[worker] = WorkerLoad(requests=held.requests)
-                self.loads.subtract(worker, held.minus(self.held[worker]))
+                self.loads.subtract(worker, WorkerLoad(0, held.waiting, held.prefill_tokens))
 
     def release(self) -> bool:
         """Release the remaining load: the stream ended. A second call is counted as a fault and returns False."""

@@ -139,7 +139,9 @@ class Registry:
     def member(self, worker: RouterWorker) -> Member | None:
         """Return the entry of this incarnation; None if it was lost or replaced."""
         member = self._members.get(worker.url)
-        return member if member is not None and member.worker == worker else None
+        if member is None or (member.worker is not worker and member.worker != worker):
+            return None
+        return member
 
     def at(self, url: str) -> RouterWorker | None:
         """Return the incarnation that has this address."""

@@ -40,7 +40,7 @@ class SchedulingPolicy(abc.ABC):
         """
 
     def flow(self, request: QueuedRequest) -> str | None:
-        """Return the flow in which a request waits; called when the request arrives and when it was preempted.
+        """Return the flow in which a request waits; called when it begins to wait, new or after a preemption.
 
         The tenant of a request without one is the empty string, a tenant like any other.
         """

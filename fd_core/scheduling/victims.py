@@ -18,7 +18,7 @@ __all__ = ["FewestTokens", "LatestArrival", "RunningRequests", "VictimPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class RunningRequests:
-    """Running requests, one per row, from which a victim is chosen."""
+    """Running requests, one per row: all for `preemption_candidates`, and the candidates for a victim policy."""
 
     slots: npt.NDArray[np.intp]
     """intp[n]: distinct numbers, unrelated to the requests."""

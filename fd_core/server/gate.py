@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Final
 
 from fastapi import Request
@@ -62,8 +62,9 @@ class Gate:
         status, ended = 0, False
         added = [(b"x-request-id", request_id)]
 
-        async def numbered(message: Message) -> None:
+        def numbered(message: Message) -> Awaitable[None]:
             nonlocal status, ended
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 version = (b"x-weight-version", self._client.info.weight_version.encode())
@@ -76,8 +77,7 @@ class Gate:
                 path = getattr(scope.get("route"), "path", None)
                 # The route's template, not the path: clients cannot create metric labels.
                 self._answers[path if isinstance(path, str) else "other", status] += 1
-            await send(message)
-            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            return send(message)
 
         try:
             if OWNER not in scope:

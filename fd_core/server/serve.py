@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -46,8 +45,6 @@ log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5
 """Timeout for sending aborted answers to their clients once the drain has ended, in seconds."""
-_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Header that requests a protocol upgrade, as Java's client does; ignored, since the parser would drop the body."""
 _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
@@ -239,10 +236,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, and count bytes until the head is complete, in slices so that a large read is counted too."""
-        if b"pgrade:" in data and self._waits_for != "body":
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
-        begin = 0
+        data, begin = self.without_upgrade(data), 0
         while begin < len(data) and not self.transport.is_closing():
             part = data[begin : begin + _SLICE] if self._in_head else data[begin:]
             begin += len(part)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from typing import Any
 
 import aiohttp
 import pytest
 
+from fd_core.router.gateway.http1 import workers
 from fd_core.text.chat_template import ChatTemplate
 from tests.router.gateway.fakes import FakeWorker, Live, events, eventually, in_loop, routed
 from tests.server import fakes
@@ -101,18 +103,19 @@ async def test_worker_failing_where_others_succeed_is_taken_out() -> None:
 async def test_router_out_of_descriptors_does_not_blame_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that opens a thousand connections to the router exhausts its descriptors, not its workers."""
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, router=ROUTER) as live:
-        real, ports = aiohttp.BaseConnector.connect, {int(each.url.rpartition(":")[2]) for each in (a, b)}
-        refused = 0
+        loop, refused = asyncio.get_running_loop(), 0
+        real, ports = loop.create_connection, {int(each.url.rpartition(":")[2]) for each in (a, b)}
 
-        async def connect(self: Any, request: Any, *more: Any, **named: Any) -> Any:
+        async def connect(make: Any, *where: Any, **named: Any) -> Any:
             nonlocal refused
-            if request.url.port not in ports:
-                return await real(self, request, *more, **named)
-            refused += 1
-            raise aiohttp.ClientConnectorError(request.connection_key, OSError(errno.EMFILE, "too many open files"))
+            if where[1:] and where[1] in ports:
+                refused += 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return await real(make, *where, **named)
 
         with monkeypatch.context() as patched:
-            patched.setattr(aiohttp.BaseConnector, "connect", connect)
+            patched.setattr(loop, "create_connection", connect)
+            patched.setattr(workers, "_IDLE_SECONDS", 0.0)
             for _ in range(6):
                 status, headers, _ = await live.post()
                 assert status == 503 and headers["Retry-After"]

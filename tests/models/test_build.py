@@ -18,11 +18,12 @@ from fd_core.models.families.builtin.layer_norms import StarCoder2
 from fd_core.models.families.contract import Family
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model
+from fd_core.ops.contract import Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor, RawTensor, Weight, WeightUse
 from fd_core.testing.models.checkpoints import SIZES, write_config
-from tests.models.loading.tiny_gguf import llama_tensors, write_gguf
+from tests.models.loading.tiny_gguf import LLAMA, llama_tensors, write_gguf
 
 
 class PartlyPacked(NumpyOps):
@@ -61,12 +62,12 @@ def test_weights_are_dequantized_only_if_the_pack_needs_it(mixed: Path) -> None:
         model = load_model(checkpoint, ops, 64)
     head, *layer = ops.given
     assert (head, layer) == (["Q8_0"], [["F32", "F32", "Q8_0"], ["F32"], ["F32", "F32"], ["Q8_0"]])
-    # Q8_0 stores 32 values in 32 bytes plus a scale of 4 bytes.
+    # Q8_0 stores 32 values in 32 bytes plus a scale of 2 bytes; the projection shares the table.
     assert set(model.weights) == {
         WeightUse("F32", "float32", False, 1024 + 2 * 2048, 4 * (1024 + 2 * 2048)),
-        WeightUse("Q8_0", "Q8_0", False, 1536 + 512 + 2048, (1536 + 512 + 2048) * 36 // 32),
+        WeightUse("Q8_0", "Q8_0", False, 512 + 2048, (512 + 2048) * 34 // 32),
         WeightUse("Q4_0", "float32", False, 1024 + 512, 4 * (1024 + 512)),
-        WeightUse("Q8_0", "float32", True, 1536, 4 * 1536),
+        WeightUse("Q8_0", "Q8_0", True, 1536, 1536 * 34 // 32),
     }
 
 
@@ -74,7 +75,7 @@ def test_memory_estimate_covers_dequantized_weights(mixed: Path) -> None:
     with open_checkpoint(mixed) as checkpoint:
         uses = load_model(checkpoint, NumpyOps(), 64).weights
     assert {use.computed for use in uses} == {"float32", "Q4_0", "Q8_0"}
-    assert all(use.nbytes == 4 * use.parameters for use in uses)
+    assert all(use.nbytes == (use.parameters * 34 // 32 if use.table else 4 * use.parameters) for use in uses)
 
 
 class Quantizing(PartlyPacked):
@@ -93,7 +94,7 @@ def test_linears_are_quantized_on_load(mixed: Path, requested: str, linears: str
     assert {(use.computed, use.table) for use in model.weights} == {
         (linears, False),
         ("int8", False),
-        ("float32", True),
+        ("Q8_0", True),
     }
     heads = [(use.stored, use.parameters) for use in model.weights if use.computed == "int8"]
     assert requested == "int8" or heads == [("Q8_0", 1536)]
@@ -108,6 +109,43 @@ def test_unquantizable_weight_is_named(tmp_path: Path) -> None:
     )
     with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{tensor}.*finite"):
         load_model(checkpoint, Quantizing(), 64, quantization="int8")
+
+
+class OnlyLooksUp(PartlyPacked):
+    weight_formats = frozenset()
+
+
+@pytest.mark.parametrize("ops", [OnlyLooksUp(), TorchOps()])
+def test_table_that_a_dequantized_projection_shares_is_dequantized(mixed: Path, ops: Ops) -> None:
+    with open_checkpoint(mixed) as checkpoint:
+        decoder = load_model(checkpoint, ops, 64).decoder
+    assert decoder.head.weight is decoder.embedding
+
+
+def test_packed_table_besides_a_separate_projection_stays_packed(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = llama_tensors()
+    table = tensors["token_embd.weight"]
+    tensors["output.weight"] = table
+    quantized = gguf.quants.quantize(table, GGMLQuantizationType.Q4_1)
+    tensors["token_embd.weight"] = quantized, GGMLQuantizationType.Q4_1
+    with open_checkpoint(write_gguf(tmp_path / "untied.gguf", tensors=tensors)) as checkpoint:
+        decoder = load_model(checkpoint, TorchOps(), 64).decoder
+    assert isinstance(decoder.embedding, PackedTensor)
+    assert np.array_equal(decoder.embedding.to_float32(), gguf.quants.dequantize(quantized, GGMLQuantizationType.Q4_1))
+
+
+@pytest.mark.parametrize(("scale", "packed"), [(4.0, True), (3.0, False)])
+def test_table_with_a_scale_stays_packed_if_no_product_rounds(tmp_path: Path, scale: float, packed: bool) -> None:
+    values = {**LLAMA, "logit_scale": scale, "attention.scale": 0.3, "embedding_scale": 1.0, "residual_scale": 1.0}
+    tensors: dict[str, Any] = llama_tensors()
+    kind = GGMLQuantizationType.Q8_0
+    tensors["token_embd.weight"] = gguf.quants.quantize(tensors["token_embd.weight"], kind), kind
+    path = write_gguf(tmp_path / "scaled.gguf", arch="granite", values=values, tensors=tensors)
+    with open_checkpoint(path) as checkpoint:
+        table = load_model(checkpoint, NumpyOps(), 64).decoder.embedding
+    expected = gguf.quants.dequantize(tensors["token_embd.weight"][0], kind) * np.float32(1 / scale)
+    assert isinstance(table, PackedTensor) == packed
+    assert np.array_equal(table.to_float32() if isinstance(table, PackedTensor) else table, expected)
 
 
 @pytest.mark.parametrize(("family", "case"), [(Cohere2, "mixed"), (StarCoder2, "biases"), (Ernie, "biases")])

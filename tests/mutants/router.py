@@ -68,7 +68,7 @@ MUTANTS = (
     mutant(
         "tickets-of-clients-are-accepted",
         "6: only a router with the secret, never a client, names the prefill worker",
-        ("router/gateway/requests/forwarding.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
+        ("router/gateway/requests/forwarding.py", "HOP_BY_HOP | _ROUTERS_OWN | {", "HOP_BY_HOP | {"),
     ),
     mutant(
         "prefill-that-was-not-done-is-recorded",
@@ -103,7 +103,7 @@ MUTANTS = (
     mutant(
         "full-prefill-worker-excludes-decode-workers",
         "7.1: the workers of a pair have the configured roles",
-        (PLACEMENT, "if {*_modes(pools)}.isdisjoint(_modes(free)):", "if not _modes(free):"),
+        (PLACEMENT, "if {*pools.options}.isdisjoint(free.options):", "if not free.options:"),
     ),
     mutant(
         "decode-worker-serves-alone-despite-pairs",

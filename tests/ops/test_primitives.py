@@ -93,6 +93,30 @@ def test_embedding_looks_up_and_scales_rows(ops: Ops, values: Values) -> None:
     assert_near(ops, ops.embedding(ops.prepare_embedding(raw(table)), ids, 2.0), table[[3, 0]] * 2)
 
 
+def test_rows_of_packed_tables_equal_those_of_the_dequantized_table(ops: Ops) -> None:
+    ids = np.array([40, 0, 33, 40, 7], np.int32)
+    for kind in sorted(ops.table_formats):
+        packed = packed_weight(kind, 41, 256, scale=0.1)
+        for scale in (1.0, 48.0**0.5):
+            found, expected = (
+                ops.to_host(ops.embedding(ops.prepare_embedding(table), ops.from_host(ids), scale))
+                for table in (packed, packed.expanded())
+            )
+            assert_same(found, expected)
+
+
+def test_tied_head_of_a_packed_table_multiplies_as_a_linear(ops: Ops, values: Values) -> None:
+    x, ids, bias = values(3, 256), np.arange(40, dtype=np.int32), raw(np.arange(40))
+    for kind in sorted({*ops.table_formats} & {*ops.weight_formats}):
+        weight = packed_weight(kind, 40, 256, scale=0.1)
+        table = ops.prepare_embedding(weight)
+        for given in ((), (bias,)):
+            head = ops.tied_head(table, weight, *given)
+            linear = ops.prepare_linear([weight], list(given) or None)
+            assert_same(*(ops.to_host(ops.linear(activations(ops, x), each)) for each in (head, linear)))
+        assert_near(ops, ops.embedding(table, ops.from_host(ids)), weight.to_float32())
+
+
 def test_rms_norm_of_rows(ops: Ops, values: Values) -> None:
     x, weight = values(3, 8), values(8)
     found = ops.rms_norm(activations(ops, x), Norm(ops.prepare_vector(weight), 0.1))

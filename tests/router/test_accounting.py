@@ -105,4 +105,4 @@ def test_columns_match_workers_when_slots_are_reused() -> None:
         loads.add(worker, WorkerLoad(7, 6, 5))
     shown = loads.at(slots.among([*late, *workers[9:]])).T.tolist()
     assert shown == [list(msgspec.structs.astuple(loads.of(worker))) for worker in (*late, *workers[9:])]
-    assert len(slots) == 43
+    assert slots.size == 43

@@ -60,6 +60,16 @@ BROKEN = {
         "i.take = lambda *p: (setattr(self, 'failed', 1), whole.take(*p), setattr(self, 'failed', 0))[1]",
         "nothing_is_held",
     ),
+    "deletes each value with a whole timeout": (
+        DISK,
+        "self.delete = lambda keys: [ignored(Whole.delete, self, [key]) for key in keys]",
+        "silent_store",
+    ),
+    "tries again with a whole timeout": (
+        DISK,
+        "self.get = lambda *p: ignored(Whole.get, self, *p) or Whole.get(self, *p)",
+        "silent_store",
+    ),
 }
 """Intact connector, change of each end, and the case that fails, by fault."""
 
@@ -88,6 +98,12 @@ class Broken(Whole):
 
 class Ignored:
     pass
+
+def ignored(call, *arguments):
+    try:
+        return call(*arguments)
+    except Exception:
+        pass
 
 class TestBroken(ConnectorSuite):
     examples = 5

@@ -4,7 +4,7 @@ import random
 import struct
 import time
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from functools import lru_cache
 from time import monotonic
 
@@ -365,6 +365,37 @@ class OfAnotherKind(RouterPolicy):
         return 3
 
 
+class KeepsSessionsUntilWorkersLeave(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._sessions = {}
+
+    def choose(self, context):
+        chosen = super().choose(context)
+        self._sessions.setdefault(chosen.worker, set()).add(context.session)
+        return chosen
+
+    def departed(self, worker):
+        self._sessions.pop(worker, None)
+
+
+class CountsPromptsUntilWorkersLeave(RequestNum):
+    """Keeps a number for each prompt of a worker."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._counts = {}
+
+    def choose(self, context):
+        chosen = super().choose(context)
+        counts = self._counts.setdefault(chosen.worker.url, Counter())
+        counts[hash(context.tokens.tobytes())] += 1
+        return chosen
+
+    def departed(self, worker):
+        self._counts.pop(worker.url, None)
+
+
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
@@ -391,6 +422,8 @@ def without_shrinking(monkeypatch):
         (OutOfRange, f"random={1 - 2**-53}", ()),
         (RefusesLoad, "loads=near 2^31", ()),
         (KeepsSessions, FORGETS, ()),
+        (KeepsSessionsUntilWorkersLeave, FORGETS, ()),
+        (CountsPromptsUntilWorkersLeave, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
         (ServesMixedOnly, SERVES, (True,)),
         (NeverChoosesTheLast, SERVES, (False,)),

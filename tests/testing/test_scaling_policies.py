@@ -238,7 +238,40 @@ class DividesTheMean(LoadPolicy):
         return super()._pressure(msgspec.structs.replace(load, kv_usage=load.kv_usage / max(load.ready, 1)), workers)
 
 
+class TakesNoWorkerForNoLoad(LoadPolicy):
+    """A guard against a division by zero."""
+
+    def propose(self, load, now):
+        return super().propose(load, now) if load.slots else 0
+
+
+class TakesALossForAnOrder(LoadPolicy):
+    """Proposes the workers that are left when some have ended, as after a change by hand."""
+
+    before = 0
+
+    def propose(self, load, now):
+        before, self.before = self.before, load.ready
+        return super().propose(load, now) if load.ready >= before else max(1, load.ready)
+
+
+class TakesFewRunningForLittleLoad(LoadPolicy):
+    """Compares the requests that run with the slots of all workers, also of those that start."""
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        return found - 1 if load.running < 2 * load.target and found > 1 else found
+
+
+class AddsWithoutSlots(LoadPolicy):
+    """Takes no slots for no room."""
+
+    def propose(self, load, now):
+        return super().propose(load, now) if load.slots else 2 * load.target
+
+
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
+STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
 
 
 @pytest.mark.parametrize(
@@ -273,6 +306,10 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
         (ScalesOneRole, FOLLOWS, (40, "decode")),
         (RoundsDown, FOLLOWS, (19, "mixed")),
         (KeepsTheLastLatency, FOLLOWS, (40, "mixed")),
+        (TakesNoWorkerForNoLoad, STAYS, (0,)),
+        (TakesALossForAnOrder, STAYS, (6,)),
+        (TakesFewRunningForLittleLoad, STAYS, (1,)),
+        (AddsWithoutSlots, STAYS, (0,)),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

@@ -14,7 +14,6 @@ import aiohttp
 import msgspec
 
 from fd_core.errors import ConfigError, FdError
-from fd_core.router.gateway.requests.relaying import read_up_to
 
 T = TypeVar("T")
 _LONGEST_LINE = 1 << 20
@@ -105,7 +104,7 @@ class ApiClient:
         try:
             wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
             async with self._session.get(f"{self.url}{path}", timeout=wait) as response:
-                body = await read_up_to(response.content, _LONGEST_LIST)
+                body = await _read_up_to(response.content, _LONGEST_LIST)
                 if response.status != 200:
                     raise _refused(response.status, body, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -122,7 +121,7 @@ class ApiClient:
         try:
             async with self._session.post(f"{self.url}{path}", data=body, headers=headers) as response:
                 if response.status != 200:
-                    raise _refused(response.status, await read_up_to(response.content, _LONGEST_LINE), self.url)
+                    raise _refused(response.status, await _read_up_to(response.content, _LONGEST_LINE), self.url)
                 async for line in response.content:
                     at = time.perf_counter()
                     name, _, value = line.strip().partition(b":")
@@ -173,3 +172,12 @@ def _refusal(status: int | None, body: bytes) -> str:
     except (msgspec.DecodeError, TypeError, LookupError):
         message = body[:200].decode(errors="replace").strip() or "empty response"
     return message if status is None else f"HTTP status {status}: {message}"
+
+
+async def _read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
+    """Return all of a body, or its first `limit` bytes."""
+    parts: list[bytes] = []
+    while limit > 0 and (part := await content.read(limit)):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)

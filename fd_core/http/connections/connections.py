@@ -15,6 +15,7 @@ import errno
 import ipaddress
 import itertools
 import logging
+import re
 import resource
 import socket
 import threading
@@ -45,6 +46,8 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
 BYTES_PER_SECOND: Final = 64 * 1024
 """Bytes that extend the deadline by a second: received of a body, or accepted by the client of an answer."""
+_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+"""Header that requests a protocol upgrade, as Java's client does."""
 _RESERVED_DESCRIPTORS: Final = 256
 """Reserved for files, stores, workers and the engine; a quarter of a small limit is reserved."""
 _MOST_CONNECTIONS: Final = 10_000
@@ -295,6 +298,13 @@ class WatchedProtocol(asyncio.Protocol):
         if waits_for == "body" and not self._transport.is_reading():
             self._since += elapsed  # the server delays the client, not vice versa
         return waits_for if now - self._since > timeouts[waits_for] + self._received / BYTES_PER_SECOND else None
+
+    def without_upgrade(self, data: bytes) -> bytes:
+        """Return input in which a head requests no other protocol: the parser would drop the body of such a request."""
+        if b"pgrade:" not in data or self._waits_for == "body":
+            return data
+        head, end, rest = data.partition(b"\r\n\r\n")
+        return _UPGRADE.sub(b"x-upgrade:", head) + end + rest
 
     def not_http(self) -> ApiError:
         """Log input that is not HTTP, and return the error for it."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.files import StoredTensor, digest_of
+from fd_core.models.loading.files import MappedFile, StoredTensor, digest_of
 from fd_core.models.loading.tokenizer_source import TokenizerSource, end_tokens
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
@@ -126,10 +126,19 @@ class Checkpoint(ABC):
         """Bytes of the weights in the files, for progress and memory planning."""
         return sum(tensor.nbytes for tensor in self._stored)
 
+    @cached_property
+    def _files(self) -> Collection[MappedFile]:
+        return {tensor.file for tensor in self._stored}
+
+    def release(self) -> None:
+        """Unload the pages of the files that were read; weights that were read stay valid."""
+        for file in self._files:
+            file.release()
+
     def close(self) -> None:
         """Release the files; idempotent."""
-        for tensor in self._stored:
-            tensor.file.close()
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> Self:
         return self

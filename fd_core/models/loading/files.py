@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fd_core.errors import ModelError
+from fd_core.ops.weights import release_pages
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 PICKLE_HINT = (
@@ -65,6 +66,10 @@ class MappedFile:
         self._bytes = np.empty(0, np.uint8)
         self.size = 0
 
+    def release(self) -> None:
+        """Unload the pages that were read; see `release_pages`."""
+        release_pages(self._bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -109,10 +114,11 @@ def digest_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> str
         total.update(f"\nfile {file.size}\n".encode())
         if file.size <= _WHOLE:
             total.update(file.buffer(0, file.size, "the file"))
-            continue
-        spread = (index * (file.size - _PAGE) // (_SAMPLES - 1) for index in range(_SAMPLES))
-        for offset in sorted(offsets[file].union(spread)):
-            total.update(file.buffer(offset, min(_PAGE, file.size - offset), "a page"))
+        else:
+            spread = (index * (file.size - _PAGE) // (_SAMPLES - 1) for index in range(_SAMPLES))
+            for offset in sorted(offsets[file].union(spread)):
+                total.update(file.buffer(offset, min(_PAGE, file.size - offset), "a page"))
+        file.release()
     return total.hexdigest()
 
 

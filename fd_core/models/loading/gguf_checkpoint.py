@@ -23,9 +23,9 @@ from fd_core.models.loading.checkpoint import Checkpoint, TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
 from fd_core.models.loading.gguf_family import Gguf, KnownGguf, StoredTensors
-from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_blocks
+from fd_core.models.loading.gguf_format import PACKED_TYPES, packed_blocks, read_gguf
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
-from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
+from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -178,16 +178,20 @@ class GgufCheckpoint(Checkpoint):
     def _decoded(self, tensor: StoredTensor) -> Weight:
         rows = math.prod(tensor.shape[:-1])
         stored = tensor.view("u1", (rows, tensor.nbytes // max(1, rows)))
-        with np.errstate(invalid="ignore", over="ignore"):
-            if tensor.dtype in _EXPANDED_TYPES:
-                from gguf.quants import dequantize
+        if tensor.dtype in _EXPANDED_TYPES:
+            from gguf.quants import dequantize
 
+            with np.errstate(invalid="ignore", over="ignore"):
                 values = dequantize(stored, GGMLQuantizationType[tensor.dtype])
-                return RawTensor("F32", _finite(values, tensor, "values").reshape(tensor.shape))
-            packed = unpack_blocks(tensor.dtype, stored)
-        _finite(packed.scales, tensor, "scales")
-        if packed.minima is not None:
-            _finite(packed.minima, tensor, "minima")
+            return RawTensor("F32", _finite(values, tensor, "values").reshape(tensor.shape))
+
+        def check(unpacked: PackedTensor) -> PackedTensor:
+            _finite(unpacked.scales, tensor, "scales")
+            if unpacked.minima is not None:
+                _finite(unpacked.minima, tensor, "minima")
+            return unpacked
+
+        packed = packed_blocks(tensor.dtype, stored, check)
         return packed if len(tensor.shape) == 2 else RawTensor("F32", packed.to_float32().reshape(tensor.shape))
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import MappedFile, StoredTensor
-from fd_core.ops.weights import PackedTensor
+from fd_core.ops.weights import PackedTensor, row_blocks
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -194,7 +195,8 @@ def unpack_blocks(kind: str, packed: _Bytes) -> PackedTensor:
     """Unpack rows of blocks, uint8[out, bytes of a row]; `kind` is one of `PACKED_TYPES`."""
     layout, bits, offset, unpack = _TYPES[kind]
     out = len(packed)
-    values, scales, minima = unpack(packed.view(layout))
+    with np.errstate(invalid="ignore", over="ignore"):
+        values, scales, minima = unpack(packed.view(layout))
     signed = values.reshape(out, -1).view(np.int8)
     if offset:
         signed -= np.int8(offset)
@@ -273,3 +275,68 @@ blocks."""
 
 PACKED_TYPES: Final = tuple(_TYPES)
 """GGUF types that stay packed if the pack supports them."""
+
+
+def packed_blocks(kind: str, stored: _Bytes, check: Callable[[PackedTensor], PackedTensor]) -> PackedTensor:
+    """Return a weight that is unpacked by `unpack_blocks` when its values are needed.
+
+    `check` returns an unpacked tensor, or raises if it is damaged.
+    """
+    return _PackedBlocks(kind, stored, check)
+
+
+class _PackedBlocks(PackedTensor):
+    """A quantized weight in the blocks of its file."""
+
+    _stored: _Bytes
+    _check: Callable[[PackedTensor], PackedTensor]
+
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        """Let `dataclasses.replace` return an unpacked tensor."""
+        return PackedTensor(**fields) if fields else super().__new__(cls)
+
+    def __init__(self, kind: str, stored: _Bytes, check: Callable[[PackedTensor], PackedTensor]) -> None:
+        # The base class is frozen.
+        vars(self).update(_stored=stored, _check=check)
+        object.__setattr__(self, "format", kind)
+        object.__setattr__(self, "bits", _TYPES[kind][1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, row_bytes = self._stored.shape
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.format]]
+        return rows, row_bytes // nbytes * size
+
+    @property
+    def group(self) -> int:
+        return 16 if self.format == "Q6_K" else 32
+
+    @property
+    def has_minima(self) -> bool:
+        return "m" in (_TYPES[self.format][0].names or ())
+
+    @property
+    def half_scales(self) -> bool:
+        return "scales" not in (_TYPES[self.format][0].names or ())
+
+    @cached_property
+    def _unpacked(self) -> PackedTensor:
+        return self._check(unpack_blocks(self.format, self._stored))
+
+    @property
+    def values(self) -> npt.NDArray[np.int8]:
+        return self._unpacked.values
+
+    @property
+    def scales(self) -> _Floats:
+        return self._unpacked.scales
+
+    @property
+    def minima(self) -> _Floats | None:
+        return self._unpacked.minima
+
+    def take_rows(self, order: npt.NDArray[np.integer[Any]] | slice) -> _PackedBlocks:
+        return _PackedBlocks(self.format, self._stored[order], self._check)
+
+    def blocks(self) -> Iterator[PackedTensor]:
+        return map(self.take_rows, row_blocks(self.shape, self._stored))

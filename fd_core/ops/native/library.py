@@ -120,6 +120,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
     "fd_packed_new": (c_void_p, (c_void_p, c_int, c_int, c_int, POINTER(PackedForm), c_int)),
     "fd_packed_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p)),
+    "fd_linear_biased": (c_void_p, (c_void_p, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
     "fd_kv_new": (c_void_p, (c_int,) * 7),
     "fd_kv_free": (None, (c_void_p,)),
@@ -135,8 +136,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_program_length": (c_int, (c_void_p,)),
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
     "fd_program_seconds": (c_double, (c_void_p, c_int)),
-    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int)),
-    "fd_add_positions": (c_int, (c_void_p, c_void_p, c_int, c_int, c_int)),
+    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_float, c_int, c_int)),
+    "fd_add_positions": (c_int, (c_void_p, c_void_p, c_int)),
     "fd_add_norm": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
     "fd_add_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_attention_inputs": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,15 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A packed linear."""
+    """A packed linear, or a table: rows of a table are columns of its linear."""
 
     handle: Any
     width: int
     """Columns of the result; of gate only if gate and up are interleaved."""
     inputs: int
     arena: Arena
+    format: str | None = None
+    """Format of its first part, if its values stay packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +106,38 @@ def pack(
     column = 0
     for i, part in enumerate(parts):
         # `i` distinguishes gate and up; other parts are consecutive.
-        place = (i, 0) if gated else (0, column)
-        if isinstance(part, PackedTensor) and form is not None:
-            dtype = np.float16 if form.half else np.float32
-            minima = None if part.minima is None else np.ascontiguousarray(part.minima, dtype)
-            values, scales = np.ascontiguousarray(part.values), np.ascontiguousarray(part.scales, dtype)
-            addresses = (values.ctypes.data, scales.ctypes.data, None if minima is None else minima.ctypes.data)
-            library.fd_packed_pack(handle, *place, *addresses, part.group, part.shape[0], runtime.team)
-        else:
-            whole = part.expanded()
-            data = np.ascontiguousarray(whole.data)
-            code = _TYPE_CODES[whole.dtype]
-            library.fd_linear_pack(handle, *place, data.ctypes.data, code, part.shape[0], runtime.team)
+        side, column = (i, 0) if gated else (0, column)
         if biases is not None:
-            bias = np.ascontiguousarray(biases[i].data)
-            library.fd_linear_bias(handle, *place, bias.ctypes.data, _TYPE_CODES[biases[i].dtype], bias.size)
-        column += part.shape[0]
-    return NativeLinear(handle, width, inputs, arena=arena)
+            _add_bias(runtime, handle, side, column, biases[i])
+        for block in part.blocks():
+            if isinstance(block, PackedTensor) and form is not None:
+                dtype = np.float16 if form.half else np.float32
+                minima = None if block.minima is None else np.ascontiguousarray(block.minima, dtype)
+                values, scales = np.ascontiguousarray(block.values), np.ascontiguousarray(block.scales, dtype)
+                addresses = (values.ctypes.data, scales.ctypes.data, None if minima is None else minima.ctypes.data)
+                library.fd_packed_pack(handle, side, column, *addresses, block.group, len(values), runtime.team)
+            else:
+                whole = block.expanded()
+                data = np.ascontiguousarray(whole.data)
+                code = _TYPE_CODES[whole.dtype]
+                library.fd_linear_pack(handle, side, column, data.ctypes.data, code, len(data), runtime.team)
+            column += block.shape[0]
+    kept = parts[0].format if form is not None and isinstance(parts[0], PackedTensor) else None
+    return NativeLinear(handle, width, inputs, arena=arena, format=kept)
+
+
+def with_bias(runtime: Runtime, linear: NativeLinear, bias: RawTensor | None) -> NativeLinear:
+    """Return a linear without a bias, or the same values with one."""
+    if bias is None:
+        return linear
+    handle = checked(runtime.library.fd_linear_biased(linear.arena.handle, linear.handle), "a bias")
+    _add_bias(runtime, handle, 0, 0, bias)
+    return replace(linear, handle=handle)
+
+
+def _add_bias(runtime: Runtime, handle: Any, side: int, column: int, bias: RawTensor) -> None:
+    data = np.ascontiguousarray(bias.data)
+    runtime.library.fd_linear_bias(handle, side, column, data.ctypes.data, _TYPE_CODES[bias.dtype], data.size)
 
 
 def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
@@ -129,17 +146,12 @@ def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
     group = math.gcd(*(part.group for part in packed))
     if len(packed) < len(parts) or (group != parts[0].shape[1] and group % 32 != 0 and group != 16):
         return None
-    signed = {part.bits == 8 or part.minima is None for part in packed}
-    minima = [part.minima for part in packed if part.minima is not None]
-    half = all(_is_half(factors) for factors in (*(part.scales for part in packed), *minima))
+    signed = {part.bits == 8 or not part.has_minima for part in packed}
+    minima = any(part.has_minima for part in packed)
+    half = all(part.half_scales for part in packed)
     if all(part.bits == 4 for part in packed) and len(signed) == 1:
-        return PackedForm(4, group, 8 if signed == {True} else 0, bool(minima), half)
-    return PackedForm(8, group, 128, bool(minima), half)
-
-
-def _is_half(values: npt.NDArray[np.float32]) -> bool:
-    with np.errstate(over="ignore"):
-        return bool((values.astype(np.float16) == values).all())
+        return PackedForm(4, group, 8 if signed == {True} else 0, minima, half)
+    return PackedForm(8, group, 128, minima, half)
 
 
 @dataclass(frozen=True, slots=True)

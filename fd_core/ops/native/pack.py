@@ -48,8 +48,9 @@ from fd_core.ops.native.library import (
     SampleRows,
     invoke,
 )
-from fd_core.ops.native.memory import Arena, NativeKVCache, NativeLinear, NativeLora, pack, pack_lora
+from fd_core.ops.native.memory import Arena, NativeKVCache, NativeLinear, NativeLora, pack, pack_lora, with_bias
 from fd_core.ops.native.program import (
+    NO_STEP,
     ROW_ALIGN,
     CaptureError,
     Eager,
@@ -62,7 +63,7 @@ from fd_core.ops.native.program import (
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch.ops import TorchOps
-from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, PackedTensor, RawTensor, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,9 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
+    table_formats = weight_formats
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
-    warm_up_tokens = 256
+    warm_up_tokens = 64
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(dtype)
@@ -150,33 +152,35 @@ class NativeOps(TorchOps):
         """Pack without blocks of zeros."""
         return pack_lora(self.runtime, self._arena, parts, outs=outs, gated=gated)
 
-    def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> NativeLinear:
-        """Pack the table a second time: lookups read it by row, products by column."""
-        return self.prepare_linear([weight], None if bias is None else [bias])
+    def prepare_embedding(self, weight: Weight) -> NativeLinear:
+        """Prepare a table as the linear that it is as a projection."""
+        return self.prepare_linear([weight])
+
+    def tied_head(self, embedding: NativeLinear, weight: Weight, bias: RawTensor | None = None) -> NativeLinear:
+        """Share the embedding unless the projection is of another format."""
+        if (weight.format if isinstance(weight, PackedTensor) else None) != embedding.format:
+            return self.prepare_linear([weight], None if bias is None else [bias])
+        return with_bias(self.runtime, embedding, bias)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NativeKVCache(self.runtime, shape, num_blocks)
 
-    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
+    def embedding(self, table: NativeLinear, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows as a float32 residual stream."""
-        width = table.shape[1]
         # The reference models round the scale to the pack's dtype.
         factor = float(torch.tensor(scale, dtype=self.torch_dtype))
-        if not isinstance(token_ids, ProgramSymbol):
-            x = super().embedding(table, token_ids, scale).float()
-            return x - x.mean(dim=1, keepdim=True) if centred else x
-        recorder = token_ids.recorder
-        buffer, x = recorder.output(token_ids, width, True)
-        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, centred, buffer)
+        with self._call(token_ids, replace(NO_STEP, token_ids=token_ids)) as call:
+            buffer, x = call.output(token_ids, table.inputs, True)
+            call.keep(table)
+            call.add("embedding", table.handle, factor, centred, buffer)
         return x
 
-    def add_positions(self, x: Array, table: Array, positions: Array) -> Array:
+    def add_positions(self, x: Array, table: NativeLinear, positions: Array) -> Array:
         """Add to the residual stream, in place while recording."""
-        if not isinstance(x, ProgramSymbol):
-            return super().add_positions(x, table, positions)
-        width = table.shape[1]
-        buffer, y = x.recorder.inout(x, width)
-        x.recorder.add("positions", x.recorder.pointer(table), len(table), width, buffer)
+        with self._call(x, replace(NO_STEP, positions=positions)) as call:
+            buffer, y = call.inout(x, table.inputs)
+            call.keep(table)
+            call.add("positions", table.handle, buffer)
         return y
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:

@@ -21,7 +21,7 @@ ROW_ALIGN = 64
 """Row alignment in elements, so that vector loads may cross the end of a row."""
 RowsOf = Literal["tokens", "logits"]
 """Row unit of a buffer: tokens of a step, or rows of its logits."""
-_NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
+NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
 
 
 class CaptureError(Exception):
@@ -259,7 +259,7 @@ class Eager(Program):
 
     def __init__(self, runtime: Runtime, step: StepInput | None) -> None:
         super().__init__(runtime)
-        self._step = _NO_STEP if step is None else step
+        self._step = NO_STEP if step is None else step
         self._tokens = 0
 
     def __enter__(self) -> Eager:

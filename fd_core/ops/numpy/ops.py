@@ -75,6 +75,7 @@ class NumpyOps(NumpySampling, Ops):
     chunks = True
     any_experts = True
     weight_formats = WEIGHT_FORMATS
+    table_formats = WEIGHT_FORMATS
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
     _group: RankGroup | None = None
@@ -95,7 +96,10 @@ class NumpyOps(NumpySampling, Ops):
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Floats:
         return np.array(values, np.float32)
 
-    def prepare_embedding(self, weight: RawTensor) -> Floats:
+    def prepare_embedding(self, weight: Weight) -> Floats | PackedTensor:
+        """Copy a table; a packed one stays packed."""
+        if isinstance(weight, PackedTensor):
+            return weight.take_rows(np.arange(weight.shape[0]))
         return np.array(weight.to_float32())
 
     def prepare_linear(
@@ -106,17 +110,20 @@ class NumpyOps(NumpySampling, Ops):
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
-    def tied_head(self, embedding: Floats, weight: Weight, bias: RawTensor | None = None) -> NumpyLinear:
-        """Share the embedding unless the projection was quantized separately."""
-        if isinstance(weight, PackedTensor):
+    def tied_head(self, embedding: Floats | PackedTensor, weight: Weight, bias: RawTensor | None = None) -> NumpyLinear:
+        """Share the embedding unless one of both is packed."""
+        if isinstance(weight, PackedTensor) or isinstance(embedding, PackedTensor):
             return self.prepare_linear([weight], None if bias is None else [bias])
         return NumpyLinear(embedding, None if bias is None else bias.to_float32())
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         return NumpyKVCache(shape, num_blocks)
 
-    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False) -> Floats:
-        x: Floats = table[token_ids] * np.float32(scale)
+    def embedding(
+        self, table: Floats | PackedTensor, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False
+    ) -> Floats:
+        rows = table.take_rows(token_ids).to_float32() if isinstance(table, PackedTensor) else table[token_ids]
+        x: Floats = rows * np.float32(scale)
         return x - x.mean(axis=1, keepdims=True) if centred else x
 
     def rms_norm(self, x: Floats, norm: Norm) -> Floats:

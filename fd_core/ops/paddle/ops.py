@@ -381,7 +381,7 @@ class PaddleOps(Ops):
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
         return self.from_host(np.asarray(values, np.float32))
 
-    def prepare_embedding(self, weight: RawTensor) -> Array:
+    def prepare_embedding(self, weight: Weight) -> Array:
         return self._stack([weight])
 
     def prepare_linear(

@@ -29,7 +29,7 @@ from fd_core.ops.contract import (
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch.sampling import TorchSampling
-from fd_core.ops.weights import PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,6 +74,7 @@ class TorchOps(TorchSampling, Ops):
     encodes = True
     chunks = True
     any_experts = True
+    table_formats: Collection[str] = WEIGHT_FORMATS
     _group: RankGroup | None = None
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
@@ -119,8 +120,11 @@ class TorchOps(TorchSampling, Ops):
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
         return torch.from_numpy(np.array(values, np.float32)).to(self.device)
 
-    def prepare_embedding(self, weight: RawTensor) -> Array:
-        return as_torch(weight).to(self.device, self.torch_dtype, copy=True)
+    def prepare_embedding(self, weight: Weight) -> Array:
+        """Copy a table; a packed one stays packed, in host memory."""
+        if isinstance(weight, PackedTensor):
+            return weight.take_rows(np.arange(weight.shape[0]))
+        return self._stack([weight])
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
@@ -128,8 +132,8 @@ class TorchOps(TorchSampling, Ops):
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
     def tied_head(self, embedding: Array, weight: Weight, bias: RawTensor | None = None) -> Any:
-        """Share the embedding unless the projection is packed."""
-        if isinstance(weight, PackedTensor):
+        """Share the embedding unless one of both is packed."""
+        if isinstance(weight, PackedTensor) or isinstance(embedding, PackedTensor):
             return super().tied_head(embedding, weight, bias)
         return TorchLinear(embedding, None if bias is None else self._stack([bias]))
 
@@ -138,8 +142,9 @@ class TorchOps(TorchSampling, Ops):
         stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self.torch_dtype, device=self.device)
         start = 0
         for part in parts:
-            stacked[start : start + part.shape[0]].copy_(as_torch(part))
-            start += part.shape[0]
+            for block in part.blocks():
+                stacked[start : start + block.shape[0]].copy_(as_torch(block))
+                start += block.shape[0]
         return stacked
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
@@ -147,7 +152,11 @@ class TorchOps(TorchSampling, Ops):
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""
-        x = functional.embedding(token_ids, table)
+        if isinstance(table, PackedTensor):
+            rows = table.take_rows(token_ids.cpu().numpy())
+            x = as_torch(rows).to(self.device, self.torch_dtype)
+        else:
+            x = functional.embedding(token_ids, table)
         x = x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
         return (x.float() - x.float().mean(dim=1, keepdim=True)).to(x.dtype) if centred else x
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any, Final, Literal
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
-from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
@@ -29,12 +27,12 @@ from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, no_such_p
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
+from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer, json_answer
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_all, keeper
-from fd_core.router.gateway.requests.forwarding import Exchange, error_response, json_response, read_body, to_worker
+from fd_core.router.gateway.requests.forwarding import Exchange, read_body, to_worker
 from fd_core.router.gateway.requests.route_requests import COMPUTES_NOTHING
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.health_checks import union
-from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import ROLES, WorkerState
 from fd_core.text.fair_thread import CLIENT
@@ -53,7 +51,7 @@ class RouterGate:
         config = state.config
         self._hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
 
-    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def __call__(self, request: ClientRequest) -> WholeAnswer:
         """Answer one request."""
         given = request.headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape")
         arrived, status = time.monotonic(), CLIENT_LEFT
@@ -66,45 +64,45 @@ class RouterGate:
             record.close()
             if self._state.config.access_log:
                 seconds = time.monotonic() - arrived
-                log_access(request.remote or "-", request.method, request.path, status, seconds, record)
+                log_access(request.remote, request.method, request.path, status, seconds, record)
 
-    async def _guarded(self, request: web.BaseRequest, record: RequestRecord) -> web.StreamResponse:
+    async def _guarded(self, request: ClientRequest, record: RequestRecord) -> WholeAnswer:
         added = {"X-Request-Id": record.request_id}
-        answer: web.StreamResponse
         try:
-            added |= self._hosts.check(visit_of(request))
+            added |= self._hosts.check(request.visit())
             answer = await self._answer(request, record, added)
         except ConnectionError:  # the client disconnected
-            request.protocol.force_close()
-            return web.Response(status=CLIENT_LEFT)
+            request.abort()
+            return WholeAnswer(CLIENT_LEFT)
         except Exception as error:  # noqa: BLE001  # the outermost handler: the client gets a response to every error
-            answer = error_response(to_api_error(error), request.path)
-            if request.writer.output_size > 0:
-                request.protocol.force_close()
-        if not answer.prepared:
+            answer = error_answer(to_api_error(error), request.path)
+            if request.started:
+                request.abort()
+        if not request.started:
             answer.headers.update(added)
-            answer.headers.update(limit_headers(record.account, time.monotonic()))
+            if record.account is not None:
+                answer.headers.update(limit_headers(record.account, time.monotonic()))
             if self._state.drain.leaving:
                 answer.headers[DRAINING_HEADER] = "1"
         if self._state.drain.leaving:
-            answer.force_close()
+            request.keep_alive = False
         found = find_route(request.path)
         # Clients cannot create label values.
         path = found[0] if found is not None and (found[1].forwarded or found[0] in PAGES) else "other"
         self._state.metrics.answers[path, answer.status] += 1
         return answer
 
-    async def _answer(
-        self, request: web.BaseRequest, record: RequestRecord, added: dict[str, str]
-    ) -> web.StreamResponse:
+    async def _answer(self, request: ClientRequest, record: RequestRecord, added: dict[str, str]) -> WholeAnswer:
         path = request.path
         if request.method == "OPTIONS":
-            return web.Response(status=204, headers=allow_header(path))
+            return WholeAnswer(204, headers=CIMultiDict(allow_header(path)))
         sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
         record.key = self._access.identify(request.method, path, *sent)
-        CLIENT.set(record.owner or source_of(request.remote or "-"))
+        CLIENT.set(record.owner or source_of(request.remote))
         template = self._access.authorize(record, request.method, path)
         self._access.enter(record, request.method, path, now=time.monotonic())
+        if ROUTES[template].forwarded:
+            return await self._admitted(request, record, added)
         shown = PAGES.get(template)
         if shown is not None:
             return await shown(self._state)
@@ -112,7 +110,7 @@ class RouterGate:
             return await self._list(path, to_worker(self._state, request.headers, record, "GET", "/v1/models"))
         if template in _OLLAMA_LISTS:
             headers = to_worker(self._state, request.headers, record, "GET", path)
-            return json_response({"models": await union(self._state, headers, path)})
+            return json_answer({"models": await union(self._state, headers, path)})
         if template.startswith(_KEPT_BY_WORKERS):
             raise ApiError(
                 404, "files and batches are stored per worker and not routed; send these requests to a worker"
@@ -122,10 +120,10 @@ class RouterGate:
                 body = await read_body(request, share)
             headers = to_worker(self._state, request.headers, record, method="POST", path=path)
             act = abort if template == ABORT_PATH else change_all
-            query = request.rel_url.raw_query_string
-            return await act(self._state, f"{path}?{query}" if query else path, body, headers, record)
-        if not ROUTES[template].forwarded:
-            raise no_such_path(path)
+            return await act(self._state, request.target, body, headers, record)
+        raise no_such_path(path)
+
+    async def _admitted(self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str]) -> WholeAnswer:
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
         self._state.drain.running += 1
@@ -135,12 +133,12 @@ class RouterGate:
         finally:
             self._state.drain.running -= 1
 
-    def _share(self, request: web.BaseRequest) -> BodyShare:
+    def _share(self, request: ClientRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)
 
     async def _forward(
-        self, request: web.BaseRequest, record: RequestRecord, added: Mapping[str, str], share: BodyShare
-    ) -> web.StreamResponse:
+        self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str], share: BodyShare
+    ) -> WholeAnswer:
         arrived = time.monotonic()
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
@@ -155,18 +153,18 @@ class RouterGate:
                 self._access.reserve(record, cost.most)
             asked = await self._state.reader.read(body, session, request.path)
             length = asked.length if cost is None else cost.prompt
-            asked = replace(asked, salt=self._access.salt(record.owner, asked.salt), prefill_tokens=length)
+            salt = self._access.salt(record.owner, asked.salt)
+            if (salt, length) != (asked.salt, asked.length):
+                asked = msgspec.structs.replace(asked, salt=salt, prefill_tokens=length)
         home = await keeper(self._state, request, body, record=record)
         if home is not None:
-            asked = replace(asked, home=home)
+            asked = msgspec.structs.replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:
             headers[USAGE_HEADER], meter = "1", UsageMeter()
         exchange = Exchange(
             state=self._state,
             request=request,
             added=added,
-            # The authorized path is the one sent: encoded paths are not decoded twice.
-            target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),
             headers=headers,
             body=body,
             share=share,
@@ -177,50 +175,51 @@ class RouterGate:
         )
         return await exchange.forward()
 
-    async def _list(self, path: str, headers: Mapping[str, str]) -> web.Response:
+    async def _list(self, path: str, headers: Mapping[str, str]) -> WholeAnswer:
         models: list[dict[str, Any]] = await union(self._state, headers)
         name = path.removeprefix("/v1/models").removeprefix("/")
         if not name:
             ends = {"first_id": models[0].get("id"), "last_id": models[-1].get("id")} if models else {}
-            return json_response({"object": "list", "data": models, **ends, "has_more": False})
+            return json_answer({"object": "list", "data": models, **ends, "has_more": False})
         for model in models:
             if model.get("id") == name:
-                return json_response(model)
+                return json_answer(model)
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
 
 
-def _header(request: web.BaseRequest, name: str) -> bytes | None:
+def _header(request: ClientRequest, name: str) -> bytes | None:
     value = request.headers.get(name)
     return None if value is None else value.encode("utf-8", "surrogateescape")
 
 
-async def health(state: GatewayState) -> web.Response:
+async def health(state: GatewayState) -> WholeAnswer:
     """Answer 200 while the gateway is alive, and name failing background tasks."""
-    return json_response(HealthAnswer("ok", state.supervisor.failing or None))
+    return json_answer(HealthAnswer("ok", state.supervisor.failing or None))
 
 
-async def ready(state: GatewayState) -> web.Response:
+async def ready(state: GatewayState) -> WholeAnswer:
     """Answer 200 while requests are served, 503 with the reason otherwise."""
     reason = _not_ready(state)
-    return json_response(HealthAnswer("not ready", reason), 503) if reason else await health(state)
+    return json_answer(HealthAnswer("not ready", reason), 503) if reason else await health(state)
 
 
-async def version(_: GatewayState) -> web.Response:
+async def version(_: GatewayState) -> WholeAnswer:
     """Return the version of fd_core."""
-    return json_response(VersionAnswer(fd_core.__version__))
+    return json_answer(VersionAnswer(fd_core.__version__))
 
 
-async def metrics(state: GatewayState) -> web.Response:
+async def metrics(state: GatewayState) -> WholeAnswer:
     """Return every metric in Prometheus' text format."""
-    return web.Response(body=await state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return WholeAnswer(200, await state.metrics.text(), CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST}))
 
 
-async def live_page(_: GatewayState) -> web.Response:
+async def live_page(_: GatewayState) -> WholeAnswer:
     """Return the live page."""
-    return web.Response(text=_page(), content_type="text/html", headers=page_headers(_page()))
+    headers = CIMultiDict({"Content-Type": "text/html; charset=utf-8", **page_headers(_page())})
+    return WholeAnswer(200, _page().encode(), headers)
 
 
-async def status(state: GatewayState) -> web.Response:
+async def status(state: GatewayState) -> WholeAnswer:
     """Return everything that the live page shows, as JSON."""
     snapshot, counts, config = state.router.snapshot(), state.metrics.counts, state.router.config
     shown: dict[str, Any] = msgspec.to_builtins(snapshot) | msgspec.to_builtins(counts)
@@ -232,10 +231,10 @@ async def status(state: GatewayState) -> web.Response:
         "not_ready": _not_ready(state),
         "now": time.monotonic(),
     }
-    return json_response(shown)
+    return json_answer(shown)
 
 
-PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = {
+PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[WholeAnswer]]]] = {
     "/": live_page,
     "/status": live_page,
     "/status.json": status,
@@ -290,15 +289,15 @@ class Admin:
         self._bodies = BodyBudget(_MAX_BODY_BYTES)
         self._pairs = state.ticket_key is not None
 
-    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def __call__(self, request: ClientRequest) -> WholeAnswer:
         """Answer one request."""
         try:
             return await self._answer(request)
         except (ApiError, FdError) as error:
-            return error_response(to_api_error(error), request.path)
+            return error_answer(to_api_error(error), request.path)
 
-    async def _answer(self, request: web.BaseRequest) -> web.Response:
-        self._hosts.check(visit_of(request))
+    async def _answer(self, request: ClientRequest) -> WholeAnswer:
+        self._hosts.check(request.visit())
         if self._ring.find(request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")) is None:
             message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
             raise ApiError(401, message, code="invalid_secret", headers={"WWW-Authenticate": "Bearer"})
@@ -326,4 +325,4 @@ class Admin:
             raise ApiError(404, "no worker is registered with this address", param="url", code="unknown_worker")
         if request.path == "/deregister" or worker not in known:
             self._on_change()
-        return json_response(RegisteredWorker(worker.url, worker.incarnation))
+        return json_answer(RegisteredWorker(worker.url, worker.incarnation))

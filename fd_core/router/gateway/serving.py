@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-import aiohttp
-
 from fd_core.errors import FdError
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
@@ -22,11 +20,11 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.gate import Admin, RouterGate
-from fd_core.router.gateway.requests.relaying import WorkerConnector, reuse_tracing
+from fd_core.router.gateway.http1.clients import GatewayHttp
+from fd_core.router.gateway.http1.workers import WorkerClient
 from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
 from fd_core.router.gateway.workers.health_checks import HealthChecks, KVFollowers, first_root
-from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
 from fd_core.text.prompt_reader import ModelText, find_text
 
@@ -36,8 +34,6 @@ _CLOSE_SECONDS: Final = 0.5
 """Grace period for answers in transit to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
 """Seconds between two queries for the model that the workers serve."""
-_KEEPALIVE_SECONDS: Final = 3.0
-"""Idle connections to workers are closed after this time."""
 _ADMIN_CONNECTIONS: Final = 256
 """Most connections on the admin port, which workers use only briefly."""
 
@@ -65,26 +61,16 @@ async def serve_gateway(
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     access = AccessControl(config)
     listening.warn_if_open(config.host, keys=access.has_keys)
-    connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
-    async with (
-        aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            auto_decompress=False,
-            trace_configs=[reuse_tracing()],
-            # Cookies of one client must not reach another.
-            cookie_jar=aiohttp.DummyCookieJar(),
-        ) as session,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        client = WorkerClient(trusted, connect_seconds=config.connect_seconds, read_seconds=config.read_seconds)
+        stack.callback(client.close)
         connections = Connections(config, connection_limit(config, descriptors=2))
         bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
         stats = (connections.stats, bodies.stats, supervisor.stats)
         state = GatewayState(
             config,
             router,
-            session,
+            client,
             reader=RouteRequestReader(text),
             ticket_key=ticket_key,
             metrics=GatewayMetrics(router, refusals=access.refusals, stats=stats),
@@ -101,10 +87,10 @@ async def serve_gateway(
         if admin_sock is not None:
             few = Connections(config, _ADMIN_CONNECTIONS)
             with listening.port_errors(config.admin_host, admin_sock, "--admin-port"):
-                admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, connections=few, tls=tls)
+                admin = GatewayHttp(Admin(state, checks.wake), admin_sock, few, tls)
             stack.push_async_callback(admin.close, _CLOSE_SECONDS)
         with listening.port_errors(config.host, sock):
-            gateway = GatewayHttp(RouterGate(state), sock, config, connections=connections, tls=tls)
+            gateway = GatewayHttp(RouterGate(state), sock, connections, tls)
         stack.push_async_callback(gateway.close, _CLOSE_SECONDS)
         state.supervisor.start("health_checks", checks.run)
         if learns and text is None:

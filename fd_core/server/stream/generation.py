@@ -305,10 +305,8 @@ class Generation:
 
     async def each(self, follow: Callable[[ChoiceStream], Coroutine[Any, Any, None]]) -> None:
         """Run `follow` for every choice, at the same time; the first error ends all."""
-        if len(self.choices) == 1:
-            await follow(self.choices[0])
-            return
         try:
+            # A token resumes the coroutines of its task only, not those of the request around it.
             async with asyncio.TaskGroup() as group:
                 for choice in self.choices:
                     group.create_task(follow(choice))

@@ -216,8 +216,9 @@ def supported_by(ops: Ops, limits: Collection[str]) -> Callable[[Axis, Value], b
     """Return the argument of `KitCase.with_only` for a pack, and the limits of its backend."""
 
     def supported(axis: Axis, value: Value) -> bool:
-        if axis.name in ("packed", "packed_down", "kv_dtype"):
-            return value in (ops.kv_dtypes if axis.name == "kv_dtype" else ops.weight_formats)
+        kept = {"kv_dtype": ops.kv_dtypes, "packed_table": ops.table_formats}
+        if axis.name in ("packed", "packed_down", *kept):
+            return value in kept.get(axis.name, ops.weight_formats)
         return axis.needs not in limits
 
     return supported

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Norm, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
 from fd_core.testing.axes.parts import Edge, Part
@@ -46,26 +46,39 @@ _MAX_ELEMENTS: Final = 2e6
 _EMBEDDING: Final = (
     Axis("rows", _ROWS),
     Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_208)),
-    Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
+    Axis("hidden", (128, 16, 1, 7, 33, 129, 1000, 4104)),
     Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
     Axis("centred", (False, True)),
     Axis("added", (False, True)),
     Axis("ids", ("random", "edges", "same")),
     Axis("source", ("F32", "F16", "BF16")),
+    Axis("packed_table", (None, *sorted(WEIGHT_FORMATS)), rare=({"packed_table": "Q4_1", "hidden": 128},)),
+    Axis("stored", STORED),
 )
+"""`packed_table`: format of a table that stays packed."""
+
+
+def _embedding_fits(case: Case) -> bool:
+    packed, hidden = case["packed_table"], int_of(case, "hidden")
+    if not can_be_stored({**case, "packed": packed}) or (packed and (hidden % 128 or case["added"])):
+        return False
+    return max(int_of(case, "vocabulary"), int_of(case, "rows")) * hidden < 3 * _MAX_ELEMENTS
 
 
 def check_embedding(ops: Ops, case: Case) -> None:
     """Look up rows of a table, also where ids exceed 16 bits."""
     rows, vocabulary, hidden = (int_of(case, name) for name in ("rows", "vocabulary", "hidden"))
-    table, inputs, rng = _precise(Values(rows)(vocabulary, hidden), case), Inputs(ops), generator(rows)
+    stored = _weight(
+        Values(rows), (vocabulary, hidden), {**case, "packed": case["packed_table"], "group": None}, hidden**0.5
+    )
+    table, inputs, rng = stored.to_float32(), Inputs(ops), generator(rows)
     ids = rng.integers(0, vocabulary, rows)
     if case["ids"] == "edges":
         edges = np.array([0, vocabulary - 1, *around(2**15, 2**16, 2**17), vocabulary // 2])
         ids = edges[edges < vocabulary][np.arange(rows) % (edges < vocabulary).sum()]
     elif case["ids"] == "same":
         ids[:] = vocabulary - 1
-    scale, prepared = float(case["scale"] or 0), ops.prepare_embedding(_stored(table, case))
+    scale, prepared = float(case["scale"] or 0), ops.prepare_embedding(stored)
     rows_of_table, more = inputs("ids", ids.astype(np.int32)), {"centred": True} if case["centred"] else {}
     if case["added"]:
         x = Values(rows + 1)(rows, hidden)
@@ -86,7 +99,7 @@ EMBEDDING: Final[Part[Ops]] = operation_part(
     "embedding",
     _EMBEDDING,
     check_embedding,
-    lambda case: max(int_of(case, "vocabulary"), int_of(case, "rows")) * int_of(case, "hidden") < 3 * _MAX_ELEMENTS,
+    _embedding_fits,
     _EMBEDDING_EDGES,
 )
 
@@ -285,13 +298,21 @@ _HEAD: Final = (
         (None, *sorted(WEIGHT_FORMATS)),
         rare=tuple({"packed": name, "vocabulary": 131_073, "hidden": 128} for name in ("Q4_K", "int8", "int4", FP8)),
     ),
+    Axis(
+        "table",
+        ("source", "same", "Q8_0"),
+        rare=tuple(
+            {"table": table, "packed": "int8", "tied": tied, "hidden": 128}
+            for table, tied in (("same", "with a bias"), ("Q8_0", True))
+        ),
+    ),
     Axis("wild", (False, True)),
     Axis("rows_of", ("all", "some")),
     Axis("size", (1.0, 256.0)),
 )
 """`rows_of` some tokens of a step, with the norm before: `Ops.logits`. `size` of the states: large ones saturate a
-softcap. `packed`: format of the projection, which a tied one has besides the table; `wild`: one of the
-states is NaN."""
+softcap. `packed`: format of the projection; `table`: that of a tied one is not packed, packed as well, or packed in
+another format, if the pack keeps it packed; `wild`: one of the states is NaN."""
 
 
 def check_head(ops: Ops, case: Case) -> None:
@@ -304,6 +325,7 @@ def check_head(ops: Ops, case: Case) -> None:
     picked = generator(rows).permutation(2 * rows)[:rows].astype(np.int32)
     packed = None if case["packed"] is None else str(case["packed"])
     weight = _weight(make, (vocabulary, hidden), {**case, "group": None}) if packed else table
+    other = _weight(make, (vocabulary, hidden), {**case, "packed": "Q8_0", "group": None}) if packed else table
     biases = [raw(make(vocabulary, scale=0.5))] if case["tied"] == "with a bias" else []
     well = np.ones(rows, np.bool_)
     if case["wild"] and rows > 1:
@@ -311,7 +333,9 @@ def check_head(ops: Ops, case: Case) -> None:
         x[picked[rows // 2] if case["rows_of"] == "some" else rows // 2] = np.nan
     results = []
     for pack in (ops, ORACLE):
-        embedding = pack.prepare_embedding(table)
+        kept = {"same": weight, "Q8_0": other}.get(str(case["table"]), table)
+        kept = kept if not isinstance(kept, PackedTensor) or kept.format in pack.table_formats else table
+        embedding = pack.prepare_embedding(kept)
         head = pack.tied_head(embedding, weight, *biases) if case["tied"] else pack.prepare_linear([weight])
         device = activations(pack, x)
         if case["rows_of"] == "some":

@@ -7,12 +7,16 @@ resources behind.
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,14 +27,17 @@ from fd_core.disagg.connectors.contract import (
     MAX_REFERENCE_BYTES,
     Connector,
     ConnectorError,
+    ConnectorSettings,
     KVInbox,
     KVOutbox,
     PutResult,
 )
+from fd_core.kv.stores.contract import FailureReason, KVStore, StoreError
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.stores import values
 
 WINDOW = 4
@@ -49,6 +56,8 @@ _WARM = pytest.StashKey[set[str]]()
 
 OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 
+_SILENCE = 0.1
+"""Timeout in seconds of calls while the store is silent."""
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
 
@@ -346,6 +355,58 @@ class ConnectorSuite:
             waiting.take(PIECES.start + 1, there.reference, [])
         for end in (outbox, inbox, other, waiting, near):
             end.close()
+
+    @pytest.mark.law("6")
+    def test_no_call_waits_for_a_silent_store_more_than_once(self, recipe: Recipe) -> None:
+        """The store stops responding when most pieces are done, and some are in flight.
+
+        Compares the timeouts that the calls of the store had in each call of the connector, not its time.
+        """
+        make_store, _ = recipe.settings()
+        if make_store is None:
+            lacks("the connector uses no KV store")
+        stores, left, waited = list[KVStore](), list[bytes](), list[float]()
+
+        def silent(keys: Any, *arguments: float, **named: float) -> None:
+            timeout = named.get("timeout", (0.0, *arguments)[-1])
+            left.extend(key for key in keys if isinstance(key, bytes))
+            waited.append(timeout if threading.current_thread() is threading.main_thread() else 0.0)
+            time.sleep(timeout)
+            raise StoreError(FailureReason.TIMEOUT, "the KV store call timed out")
+
+        def make() -> KVStore:
+            stores.append(make_store())
+            return stores[-1]
+
+        near, lease = self.connector_class()(ConnectorSettings(make, timeout=_SILENCE)), new_lease()
+        (inbox, outbox), (waiting, other) = _opened(near, near, lease=lease), _opened(near, near)
+        pieces, limits = PIECES[: 4 * WINDOW], {"window": WINDOW, "value_bytes": VALUE_BYTES}
+        for index in pieces:
+            there = put(outbox, index, value_of(index, 1000))
+            inbox.take(index, *there)
+            if index < pieces[-WINDOW]:
+                inbox.done(index, there.reference)
+        calls: list[Callable[[], object]] = [
+            lambda: other.put(PIECES.start, [b"value"]),
+            lambda: waiting.take(PIECES.start, there.reference, there.frames),
+            *(partial(inbox.done, index, there.reference) for index in pieces[-WINDOW:]),
+            lambda: near.open_inbox(new_lease(), pieces=PIECES, **limits),
+            lambda: near.open_outbox(lease, inbox.address, **limits),
+            *(end.close for end in (outbox, inbox, other, waiting)),
+        ]
+        with ExitStack() as stack:
+            for each, name in itertools.product(stores, ("get", "put", "longest_prefix", "delete", "stats")):
+                stack.enter_context(mock.patch.object(each, name, silent))
+            for number, call in enumerate(calls):
+                waited.clear()
+                with suppress(ConnectorError):
+                    call()
+                times = sum(waited) / _SILENCE
+                assert times < 1.5, f"call {number} waited {times:.1f} times its timeout for the store"
+        for each in stores:  # as it would evict them
+            with suppress(StoreError):
+                each.delete(left, 10.0)
+        near.close()
 
 
 def _more(there: list[str], then: list[str]) -> list[str]:

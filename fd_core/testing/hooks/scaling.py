@@ -109,6 +109,20 @@ class ScalingPolicySuite:
         last = run_group(self.new_policy(), [demand] * 3600 + [0] * 36_000, limit, role=role)[-1]
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
 
+    @pytest.mark.law("8")
+    @pytest.mark.parametrize("left", [0, 1, 6])
+    def test_the_number_stays_while_workers_that_ended_start_again(self, left: int) -> None:
+        """All workers but `left` end at once, twice: none of those that start in their place is taken away."""
+        self.follows_load.require()
+        ends, seconds = (3600, 5400), int(_START_SECONDS)
+        counts = run_group(self.new_policy(), [200] * 7200, left=dict.fromkeys(ends, left))
+        needed = -(-200 // _SLOTS)
+        for end in ends:
+            number, fewest = counts[end - 1], min(counts[end : end + seconds])
+            what = f"of {number} workers all but {left} end, and while others start the number falls to {fewest}"
+            assert fewest >= min(number, needed), f"{what}; {needed} are needed"
+        assert max(counts) <= _OVERSHOOT * needed, f"{max(counts)} workers, {needed} are needed"
+
 
 def run_group(
     policy: ScalingPolicy,
@@ -116,21 +130,24 @@ def run_group(
     most: int = 1024,
     role: Role = "mixed",
     held: int = _HELD["slots"],
+    left: Mapping[int, int] = MappingProxyType({}),
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
-    A worker has the KV of `held` requests. The policy is not called in seconds without a number.
+    A worker has the KV of `held` requests. The policy is not called in seconds without a number. In the seconds of
+    `left`, all ready workers end but so many.
     """
     target, ready, counts = 1, 1, []
     starting: list[float] = []
     for second, demand in enumerate(demands):
         ready += sum(at <= second for at in starting)
+        ready = min(ready, left.get(second, ready))
         starting = [at for at in starting if at > second]
         if demand is None:
             counts.append(target)
             continue
         most_running = ready * min(_SLOTS, held)
-        running, waiting = min(demand, most_running), max(0, demand - most_running)
+        running, waiting = min(demand, most_running), max(0, demand - most_running) if ready else 0
         load = GroupLoad(
             role=role,
             target=target,
@@ -138,8 +155,8 @@ def run_group(
             running=running,
             waiting=waiting,
             slots=ready * _SLOTS,
-            kv_usage=running / (ready * held),
-            ttft_seconds=None if not demand else 0.2 + waiting / most_running,
+            kv_usage=running / max(ready * held, 1),
+            ttft_seconds=0.2 + waiting / most_running if running else None,
         )
         target = max(1, min(most, policy.propose(load, float(second))))
         if target < ready + len(starting):

@@ -16,7 +16,7 @@ from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
-from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, drive, prompt_of
+from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
 
 _RUNNING = running_of(CANDIDATES.case("plain").values)
@@ -140,7 +140,7 @@ class SchedulingPolicySuite:
             greedy(f"r{index}", prompt_of(1 + 5 * index % 17, index), 30, tenant=f"t{index % 3}", priority=index % 4)
             for index in range(24)
         ]
-        driver = drive(target, *specs, policy=RecordingPolicy(self.policy_class()()), depth=2)
+        driver = drive(target, *specs, policy=self.policy_class()(), depth=2)
         driver.run(2)
         require(driver.auditor.preemptions, "2.2", "no request was preempted, although they exceed the blocks")
         driver.check_policy()

@@ -81,6 +81,8 @@ class Occupancy:
     """Consecutive plans that skipped its decode."""
     begin: int = 0
     """First entry that it owns in the tables of sliding groups."""
+    entered: int = 0
+    """Number of tokens at its admission."""
 
     def __str__(self) -> str:
         return f"slot {self.slot} gen {self.gen} ({self.request.name})"
@@ -103,6 +105,7 @@ class Followed:
     spec: RequestSpec
     limit: int
     tokens: list[int]
+    arrival: int
     place: tuple[str, tuple[int, ...]] = ("", ())
     """Group and rank in the waiting queue."""
     added_at: float = 0.0
@@ -122,6 +125,8 @@ class Followed:
     end: FinishReason | None = None
     revoked: bool = False
     """True if one of its slots was revoked."""
+    preempted: bool = False
+    """True if that was not for an abort."""
     first_delivered: bool = False
     cached: int | None = None
     """Cached tokens at the first admission."""
@@ -179,6 +184,11 @@ class Followed:
     def waits(self) -> bool:
         return self.where == "waits"
 
+    def queued(self, *, preempted: bool) -> QueuedRequest:
+        """Return what a scheduling policy is shown of it."""
+        spec, size = self.spec, len(self.tokens)
+        return QueuedRequest(self.arrival, size, self.limit - size, spec.priority, spec.tenant, preempted)
+
     def mark(self, position: int) -> int:
         """Return the expected content of the KV at a position."""
         while len(self.marks) <= position:
@@ -234,6 +244,8 @@ class Auditor:
         self._clock = clock
         self.requests: dict[str, Followed] = {}
         """All requests so far, by id."""
+        self.arrivals: list[Followed] = []
+        """All requests so far, in the order of arrival."""
         self.occupancies: dict[int, Occupancy] = {}
         """Slot occupancies by slot, including draining ones."""
         self.stale = 0
@@ -307,15 +319,12 @@ class Auditor:
 
     def added(self, spec: RequestSpec, effects: operations.Effects) -> None:
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
-        request = Followed(
-            spec, limit, [*spec.prompt, *spec.delivered], added_at=self._clock.now, weights=self._weights
-        )
+        tokens, number = [*spec.prompt, *spec.delivered], len(self.arrivals)
+        request = Followed(spec, limit, tokens, number, added_at=self._clock.now, weights=self._weights)
         if self._order is not None:
-            num_tokens, number = len(request.tokens), len(self.requests)
-            left = limit - num_tokens
-            queued = QueuedRequest(number, num_tokens, left, spec.priority, spec.tenant, preempted=False)
-            request.place = self._order(queued)
+            request.place = self._order(request.queued(preempted=False))
         self.requests[spec.request_id] = request
+        self.arrivals.append(request)
         if (job := spec.prefill_job) is not None:
             request.sent = job.held_blocks
             self._jobs[job.lease] = request
@@ -512,6 +521,7 @@ class Auditor:
             num_computed=computed,
             length=len(told),
             begin=begin,
+            entered=len(told),
         )
         for grant in [grant for grant in plan.grants if grant.slot == slot]:
             self._grant(grant, touched, occupancy, own=[] if loaded is None else loaded.blocks.tolist())
@@ -571,7 +581,8 @@ class Auditor:
             broken("1.2", f"slot {slot} gen {gen} was revoked, but has no request")
         require(not occupancy.revoked, "1.2", f"{occupancy} was revoked twice")
         occupancy.revoked = occupancy.request.revoked = True
-        self.preemptions += not occupancy.request.abort_requested
+        self.preemptions += (preempted := not occupancy.request.abort_requested)
+        occupancy.request.preempted |= preempted
 
     def _check_row(self, plan: StepPlan, row: int, step: _InFlight) -> None:
         slot, gen, count = int(plan.slots[row]), int(plan.gens[row]), int(plan.num_tokens[row])

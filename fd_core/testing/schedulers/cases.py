@@ -17,7 +17,7 @@ from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
 from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.models.texts import POOLINGS
-from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
 from fd_core.testing.schedulers.twins import reusing_ids, twins
@@ -360,7 +360,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
     if case["schedulers"] == "two":
         target = replace(target, make=twins(target.make))
     size, k = int_of(case, "block_size"), int_of(case, "k")
-    policy, groups = POLICIES[str(case["policy"])](), GROUPS[str(case["groups"])]
+    groups = GROUPS[str(case["groups"])]
     return drive(
         target,
         k=k,
@@ -368,7 +368,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         caching=bool(case["caching"]),
         keep=KEPT[str(case["keep"])],
         paired=case["pairs"] != "none",
-        policy=RecordingPolicy(policy) if case["policy"] == "fair" else policy,
+        policy=POLICIES[str(case["policy"])](),
         victims=VICTIMS[str(case["victims"])](),
         timed=bool(case["timed"]),
         depth=int_of(case, "depth"),

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
@@ -25,9 +24,8 @@ from fd_core.runner.inputs.inputs import BudgetExceeded
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
-from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
+from fd_core.scheduling.victims import FewestTokens, VictimPolicy
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.drafting import OracleDrafter
@@ -35,6 +33,7 @@ from fd_core.testing.models.small import SMALL
 from fd_core.testing.models.texts import Texts, greedy
 from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
 from fd_core.testing.schedulers.scripts import make_runner, runnable, whole_texts
+from fd_core.testing.schedulers.shown import PolicyAuditor
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -51,42 +50,6 @@ _NOT_AUDITED: Final = {"preemptions", "declined", "declined_tokens", "outcomes"}
 """Counters that are checked after each call, or depend on estimates."""
 _OF_STORES: Final = {"loaded_tokens", "lost_tokens", "saved_tokens"}
 """Counters of blocks that are counted for one group of layers without a window."""
-
-
-class RecordingPolicy(SchedulingPolicy):
-    """Another policy, with a record of the events that the scheduler notified it of, by arrival."""
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self.policy = policy
-        self.events: dict[int, list[str]] = {}
-        """Names of the events of each request."""
-        self.used: dict[int, int] = {}
-        """Tokens of each request that ended."""
-
-    def rank(self, request: QueuedRequest) -> tuple[int, ...]:
-        return self.policy.rank(request)
-
-    def flow(self, request: QueuedRequest) -> str | None:
-        return self.policy.flow(request)
-
-    def turn(self, flow: str | None) -> int:
-        return self.policy.turn(flow)
-
-    def arrived(self, request: QueuedRequest) -> None:
-        self.events.setdefault(request.arrival, []).append("arrived")
-        self.policy.arrived(request)
-
-    def admitted(self, request: QueuedRequest) -> None:
-        self.events.setdefault(request.arrival, []).append("admitted")
-        self.policy.admitted(request)
-
-    def ended(self, request: QueuedRequest, num_computed: int) -> None:
-        self.events.setdefault(request.arrival, []).append("ended")
-        self.used[request.arrival] = num_computed
-        self.policy.ended(request, num_computed)
-
-    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
-        return self.policy.preemption_candidates(running)
 
 
 class _Answer(NamedTuple):
@@ -122,23 +85,6 @@ def find_scheduler(name: str) -> SchedulerTarget:
     return SchedulerTarget(name, found, {**found.lacks, **single})
 
 
-class RecordingVictims(VictimPolicy):
-    """Another victim policy, with a record of the slots that it chose; checks that it is offered candidates only."""
-
-    def __init__(self, victims: VictimPolicy, policy: SchedulingPolicy) -> None:
-        self.victims, self.policy = victims, policy
-        self.chosen: set[int] = set()
-        """Slots chosen since the last plan."""
-
-    def choose(self, running: RunningRequests) -> int:
-        candidates, count = self.policy.preemption_candidates(running), len(running.slots)
-        what = f"the victim policy is offered {count} requests, of which the scheduling policy allows {len(candidates)}"
-        require(type(self.policy) not in ORDERS or len(candidates) == count, "8", what)
-        row = self.victims.choose(running)
-        self.chosen.add(int(running.slots[row]))
-        return row
-
-
 class Driver:
     """Plans, executes and commits one step at a time."""
 
@@ -147,18 +93,15 @@ class Driver:
     ) -> None:
         """`clock` is that of the setup, if it has one."""
         self.limits, self.clock = setup.limits, clock
-        policy = setup.policy
-        self.calls = policy if isinstance(policy, RecordingPolicy) else None
-        self.victims = RecordingVictims(setup.victims, policy if self.calls is None else self.calls.policy)
-        setup = replace(setup, victims=self.victims)
+        self.auditor = Auditor(setup.limits, setup.epoch, clock, ORDERS.get(type(setup.policy)))
+        self._shown = PolicyAuditor(setup.policy, setup.victims, self.auditor)
+        setup = replace(setup, policy=self._shown.policy, victims=self._shown.victims)
         try:
             self.scheduler = target.make(setup)
         except FdError as error:
             broken("2.5", f"it rejects valid limits {setup.limits}: {error}")
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
-        order = ORDERS.get(type(policy if self.calls is None else self.calls.policy))
-        self.auditor = Auditor(setup.limits, setup.epoch, clock, order)
         self.tiers = ScriptedPeers(runner.cache, setup.limits.groups)
         self.texts = Texts()
         self._pauses = 0
@@ -191,8 +134,8 @@ class Driver:
         """Plan a step and compute it; its output stays in flight."""
         self.clock.now += 1.0
         running = len(self.auditor.live)
-        self.victims.chosen.clear()
         plan, effects = self.scheduler.plan()
+        self._shown.planned(plan)
         self.auditor.planned(plan, effects)
         self._check_victims(plan, running)
         self.tiers.perform(effects.operations)
@@ -213,9 +156,8 @@ class Driver:
         """Check that the victim policy chose the preempted requests among several `running` ones."""
         for revoked in () if plan is None or running < 2 or self.auditor.paused else plan.revocations:
             occupancy = self.auditor.occupancies.get(revoked.slot)
-            preempted = occupancy is not None and not occupancy.request.abort_requested
-            asked = type(self.victims.policy) is not Fcfs or revoked.slot in self.victims.chosen
-            require(asked or not preempted, "8", f"{occupancy} was preempted, which the victim policy did not choose")
+            if occupancy is not None and not occupancy.request.abort_requested:
+                self._shown.check_victim(occupancy.request)
 
     def must_plan(self) -> StepPlan:
         """Plan a step if there is something to do."""
@@ -380,21 +322,7 @@ class Driver:
 
     def check_policy(self) -> None:
         """Check which events of its requests, all of which ended, the policy was notified of."""
-        if self.calls is None:
-            return
-        more = set(self.calls.events) - set(range(len(self.auditor.requests)))
-        require(not more, "8", f"the policy was notified of requests {more}, which were rejected")
-        admitted = Counter(each.request_id for plan in self.plans for each in plan.admissions)
-        for arrival, (name, request) in enumerate(self.auditor.requests.items()):
-            events = self.calls.events.get(arrival, [])
-            once = (
-                events[:1] == ["arrived"] and events[-1:] == ["ended"] and len(events) == 2 + events.count("admitted")
-            )
-            # A request that was aborted while it loaded was admitted to a slot, but the runner was not notified.
-            enough = events.count("admitted") >= admitted[name]
-            require(once and enough, "8", f"{name} was admitted {admitted[name]} times; the policy got {events}")
-            right, used = len(request.tokens), self.calls.used[arrival]
-            require(used == right, "8", f"{name} used {right} tokens; the policy was told {used}")
+        self._shown.check_ended(Counter(each.request_id for plan in self.plans for each in plan.admissions))
 
     def check_capacity(self, new: Driver) -> None:
         """Compare the admissions of this idle scheduler with those of a `new` one: nothing may have been lost.
@@ -450,6 +378,7 @@ class Driver:
         return self.auditor.requests[name].occupancy
 
     def audit(self) -> None:
+        self._shown.check()
         held, names = self.scheduler.held(), self.scheduler.request_ids()
         self.auditor.held(held, names)
         self.auditor.counted(self.scheduler.stats(), held)

@@ -10,11 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import lacks
+
+_SYSTEM_CALLS: Final = ("open", "os.", "fcntl.", "mmap.", "shutil.", "socket.", "sqlite3.")
+"""Beginnings of the names of the events before which a writer stops."""
+_MOST_STOPS: Final = 64
 
 
 class WriterProcess:
@@ -27,6 +32,13 @@ class WriterProcess:
         """Return after the next put. Raises `AssertionError` if the process ended."""
         assert self._process.stdout is not None
         assert self._process.stdout.readline(), "the process that writes has ended"
+
+    def stops(self) -> Iterator[None]:
+        """Yield whenever the process has stopped itself, and let it go on, until it ends."""
+        while os.WIFSTOPPED(status := os.waitpid(self._process.pid, os.WUNTRACED)[1]):
+            yield
+            self._process.send_signal(signal.SIGCONT)
+        assert not status, f"the process that writes ended with status {status}"
 
     def wait(self) -> None:
         """Wait for the end of the process."""
@@ -76,6 +88,25 @@ def write_and_die() -> None:
     for number in range(2):
         store.put([(key_of(number), [value_of(key_of(number), LIMIT // 2)])], TIMEOUT)
         last = 2 * (next(moves) - 1) + 1  # of the next one, after the number that was just taken
+
+
+def write_and_stop() -> None:
+    """Put values, each of which stops this process once: before the first system call, then before the second etc."""
+    from fd_core.testing.stores.suite import TIMEOUT, key_of, value_of
+
+    store, calls, last = _store(), itertools.count(1), 0
+
+    def see(event: str, _: object) -> None:
+        if event.startswith(_SYSTEM_CALLS) and next(calls) == last:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    store.put([(key_of(0), [value_of(key_of(0))])], TIMEOUT)
+    sys.addaudithook(see)
+    for last in range(1, _MOST_STOPS):
+        calls = itertools.count(1)
+        store.put([(key_of(last), [value_of(key_of(last))])], TIMEOUT)
+        if next(calls) <= last:
+            return
 
 
 def write() -> None:

@@ -156,7 +156,7 @@ def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:
 
 
 def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
-    assert set(ops.weight_formats) <= WEIGHT_FORMATS
+    assert {*ops.weight_formats, *ops.table_formats} <= WEIGHT_FORMATS
 
 
 def test_oversized_cache_is_reported(ops: Ops, values: Values) -> None:

@@ -79,6 +79,7 @@ class CudaOps(TorchOps):
 
     name = "torch"
     weight_formats = WEIGHT_FORMATS
+    table_formats = frozenset()
     kv_dtypes = ("int8",)
     encodes = False
     chunks = False

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fd_core.ops.contract import KVShape
-from fd_core.ops.native.program import _NO_STEP, CaptureError, ProgramRecorder
+from fd_core.ops.native.program import NO_STEP, CaptureError, ProgramRecorder
 from tests.ops.native.layers import Geometry, LayerOn
 from tests.ops.packs import raw
 
@@ -114,7 +114,7 @@ def test_step_exceeding_bound_memory_is_rejected(native):
     buffer, _ = recorder.output(None, 64, True)
     recorder.bind(buffer, ops.runtime.matrix(3, 64, True))
     with pytest.raises(IndexError, match="rows of a step: 4 exceeds 3"):
-        recorder.run(_NO_STEP, 4)
+        recorder.run(NO_STEP, 4)
     with pytest.raises(IndexError, match="columns of a buffer: 64 exceeds 32"):
         recorder.bind(buffer, torch.zeros(3, 32))
 

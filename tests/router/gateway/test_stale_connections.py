@@ -7,9 +7,7 @@ import os
 import socket
 import struct
 
-import aiohttp
-
-from fd_core.router.gateway.requests.relaying import WorkerConnector
+from fd_core.router.gateway.http1.workers import WorkerClient
 from tests.router.gateway.fakes import CHAT, FakeWorker, in_loop, routed, turn
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -66,14 +64,16 @@ class SocketWorker:
 
 @in_loop
 async def test_connection_closed_before_the_loop_noticed_is_not_used() -> None:
-    async with SocketWorker("none") as worker, aiohttp.ClientSession(connector=WorkerConnector()) as session:
+    client = WorkerClient(True, connect_seconds=1.0, read_seconds=60.0)
+    async with SocketWorker("none") as worker:
         for posts in range(1, 4):
-            async with session.post(worker.url, data=b"{}") as answer:
-                assert await answer.read() == b"{}"
+            async with await client.request("POST", worker.url, "/", {}, b"{}") as answer:
+                assert await answer.read_up_to(100) == b"{}"
             # Nothing else runs between the end of the connection and the next request.
             number = worker.idle[-1].get_extra_info("socket").fileno()
             socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
             assert worker.posts == posts
+    client.close()
 
 
 @in_loop

@@ -40,6 +40,7 @@ class Float16Ops(NumpyOps):
     """Weights, activations and KV in float16; sums in float32."""
 
     dtype = "float16"
+    table_formats = frozenset()
     vars().update({name: _rounded(name) for name in _ROUNDED})
 
     def prepare_embedding(self, weight):

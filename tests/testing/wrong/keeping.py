@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import fcntl
 import itertools
 import os
+import secrets
 import threading
 import time
 import zlib
@@ -873,3 +875,103 @@ class KeepsTheFirstTimeout(MemoryStore):
     def put(self, values, timeout):
         self.first = self.first or timeout
         return super().put(values, self.first)
+
+
+@found_by("test_statistics_do_not_count_deleted_values")
+class KeepsDeletedValues(DiskStore):
+    """Moves deleted values to another folder, for the next start to remove."""
+
+    def delete(self, keys, timeout):
+        (self.path / "deleted").mkdir(parents=True, exist_ok=True)
+        for key in keys:
+            for value in self.path.glob(f"??/{key.hex()}.kv"):
+                os.link(value, self.path / "deleted" / secrets.token_hex())
+        return super().delete(keys, timeout)
+
+
+@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+class KeepsACopyOfEachValue(DiskStore):
+    """Another folder has a second name of each value, which outlives its eviction."""
+
+    def put(self, values, timeout):
+        count = super().put(values, timeout)
+        (self.path / "copies").mkdir(exist_ok=True)
+        for key, _ in values:
+            for value in self.path.glob(f"??/{key.hex()}.kv"):
+                os.link(value, self.path / "copies" / secrets.token_hex())
+        return count
+
+
+class _WaitsForEver(DiskReservations):
+    @contextmanager
+    def _locked(self):
+        fcntl.flock(self._usage, fcntl.LOCK_EX)
+        try:
+            self.deadline.check()
+            yield
+        finally:
+            fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+
+@found_by("test_no_call_waits_for_a_writer_that_stands_still")
+class WaitsForTheLock(DiskStore):
+    """A process that stands still with the lock stops all others."""
+
+    @contextmanager
+    def _reservations(self, root, deadline):
+        with super()._reservations(root, deadline) as right:
+            yield _WaitsForEver(self, root, right.partial, usage=right._usage, deadline=deadline)
+
+
+@found_by("test_no_call_waits_for_a_writer_that_stands_still")
+class ReadsUnderALock(DiskStore):
+    """A reader waits for writers, which hold a lock during a put."""
+
+    @contextmanager
+    def locked(self):
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path.parent / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def put(self, values, timeout):
+        with self.locked():
+            return super().put(values, timeout)
+
+    def get(self, keys, limit, timeout):
+        with self.locked():
+            return super().get(keys, limit, timeout)
+
+
+class GivesUpWriting(DiskStore):
+    """Refuses writes after another call failed."""
+
+    failed = None
+
+    def put(self, values, timeout):
+        if self.failed:
+            raise self.failed
+        return super().put(values, timeout)
+
+
+@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)
+class GivesUpIfItCannotBeOpened(GivesUpWriting):
+    """Another `open` would help, which an engine calls once."""
+
+    def open(self, timeout):
+        self.failed = None
+        try:
+            return super().open(timeout)
+        except StoreError as error:
+            self.failed = error
+            raise
+
+
+@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)
+class GivesUpAfterAFailedLookup(GivesUpWriting):
+    def longest_prefix(self, keys, limit, timeout):
+        try:
+            return super().longest_prefix(keys, limit, timeout)
+        except StoreError as error:
+            self.failed = error
+            raise

@@ -826,6 +826,8 @@ class KeepsWeightsInBfloat16(NumpyOps):
 
 @shown_by("embedding", source="F32")
 class KeepsTablesInBfloat16(NumpyOps):
+    table_formats = frozenset()
+
     def prepare_embedding(self, weight):
         return in_bfloat16(weight.to_float32())
 
@@ -1000,12 +1002,38 @@ class ReadsBiasesAsFloat16(NumpyOps):
         return super().prepare_linear(parts, biases, gated=gated)
 
 
+@shown_by("embedding", packed_table="Q4_1")
+class LooksUpWithoutMinima(NumpyOps):
+    def prepare_embedding(self, weight):
+        found = super().prepare_embedding(weight)
+        if not isinstance(found, PackedTensor):
+            return found
+        return PackedTensor(found.format, found.bits, found.values, found.scales)
+
+
+@shown_by("embedding", packed_table="Q8_0", stored="usual")
+class LooksUpWithTheFirstScaleOfARow(NumpyOps):
+    def embedding(self, table, token_ids, scale=1.0, **more):
+        if isinstance(table, PackedTensor) and table.scales.shape[1] > 1:
+            table = replace(table, scales=np.broadcast_to(table.scales[:, :1], table.scales.shape))
+        return super().embedding(table, token_ids, scale, **more)
+
+
+@shown_by("logits_of", tied=True, packed="int8", table="Q8_0")
+class SharesAPackedTableOfAnotherFormat(NumpyOps):
+    def tied_head(self, embedding, weight, bias=None):
+        return super().tied_head(embedding, embedding if isinstance(embedding, PackedTensor) else weight, bias)
+
+
 @shown_by("logits_of", tied=True, packed="int8")
 class ProjectsWithTheTable(NumpyOps):
     """A tied head shares the embedding, although it was quantized separately."""
 
     def tied_head(self, embedding, weight, bias=None):
-        return NumpyLinear(embedding, None if bias is None else bias.to_float32())
+        return NumpyLinear(
+            embedding.to_float32() if isinstance(embedding, PackedTensor) else embedding,
+            None if bias is None else bias.to_float32(),
+        )
 
 
 @shown_by("logits_of", tied="with a bias")

@@ -12,10 +12,9 @@ import numpy as np
 from fd_core.effects.operations import NO_EFFECTS, CompileGrammar, GrammarReady, NotStored
 from fd_core.errors import BadRequest
 from fd_core.scheduling.contract import SchedulerHoldings
-from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import QueuedRequest, State
 from fd_core.types import FinishReason, Phase
-from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
+from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead, ranks
 
 
 class StopsAt(Changed):
@@ -83,21 +82,13 @@ class PutsPreemptedRequestsLast(Changed):
     """A preempted request waits behind everything that arrived meanwhile."""
 
     def change(self):
-        def push(waiting, right, request):
-            request.rank = (self._arrivals if request.preemptions else request.arrival,)
-            right(request)
-
-        instead(self._waiting, "push", push)
+        ranks(self, lambda request: (self._arrivals if request.preemptions else request.arrival,))
 
 
 @breaks("2.2", "schedule:policy=priority,requests=60,priority=wide")
 class ComparesPrioritiesAsBytes(Changed):
     def change(self):
-        def push(waiting, right, request):
-            request.rank = (int(np.int64(request.spec.priority).astype(np.int8)), request.arrival)
-            right(request)
-
-        instead(self._waiting, "push", push)
+        ranks(self, lambda request: (int(np.int64(request.spec.priority).astype(np.int8)), request.arrival))
 
 
 @breaks("8", "schedule:policy=fair")
@@ -301,11 +292,116 @@ class ComparesShortIds(Changed):
 
 @breaks("2.2", "budget:test_tenant_with_few_requests_waits_for_few_of_another")
 class ServesTenantsByArrival(Changed):
-    """Notifies the policy of everything, and then ignores its flows."""
+    """Asks the policy for everything, and then ignores its flows."""
 
     def change(self):
-        self._waiting._policy = Fcfs()
-        self._waiting.turns_move = False
+        policy = self._waiting._policy
+
+        class OneFlow:
+            def __getattr__(self, name):
+                return getattr(policy, name)
+
+            def flow(self, request):
+                policy.flow(request)
+                return ""
+
+            def turn(self, flow):
+                return 0
+
+        self._waiting._policy = OneFlow()
+
+
+@breaks("8", "schedule:policy=priority,priority=wide,requests=12")
+class AsksForTheRankAfterEachPreemption(Changed):
+    def change(self):
+        def push(waiting, right, request):
+            request.rank = request.rank if not request.preemptions else None
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+@breaks("8", "schedule:policy=priority,priority=wide,requests=12")
+class KeepsThePriorityOfTheLastRequest(Changed):
+    """Writes the priority of a slot only for requests that set one."""
+
+    def change(self):
+        def occupy(slots, right, slot, request, *given, **more):
+            before = slots.priority[slot]
+            right(slot, request, *given, **more)
+            if not request.spec.priority:
+                slots.priority[slot] = before
+
+        instead(self._slots, "occupy", occupy)
+
+
+class ShowsAnotherRequest(Changed):
+    """Shows the policy a request that differs."""
+
+    def view(self, request, right):
+        raise NotImplementedError
+
+    def change(self):
+        def push(waiting, right, request):
+            request.queued_view = self.view(request, request.queued())
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+@breaks("8", "schedule:depth=2")
+class ShowsRequestsAsTheyArrived(ShowsAnotherRequest):
+    """Never renews the view of a request, also not after a preemption."""
+
+    def view(self, request, right):
+        length = request.prompt_len
+        return replace(right, num_tokens=length, max_new_tokens=request.limit - length, preempted=False)
+
+
+@breaks("8", "schedule:output=2147483647")
+class ShowsTheMostTokensThatWereAskedFor(ShowsAnotherRequest):
+    """The context may allow fewer."""
+
+    def view(self, request, right):
+        return replace(right, max_new_tokens=request.spec.params.max_tokens - request.num_generated)
+
+
+@breaks("8", "schedule:tenants=2,policy=fair")
+class ShowsPreemptedRequestsWithoutTenant(ShowsAnotherRequest):
+    def view(self, request, right):
+        return replace(right, tenant="") if request.preemptions else right
+
+
+class ShowsOtherRows(Changed):
+    """Shows both policies running requests that differ."""
+
+    def rows(self, running):
+        raise NotImplementedError
+
+    def change(self):
+        instead(self._slots, "running_requests", lambda slots, right: self.rows(right()))
+
+
+@breaks("8", "schedule:depth=2")
+class CountsGainsSinceTheArrival(ShowsOtherRows):
+    def rows(self, running):
+        return replace(
+            running, num_gained=self._slots.num_tokens[running.slots] - self._slots.prompt_len[running.slots]
+        )
+
+
+@breaks("8", "schedule:depth=2")
+class ForgetsEarlierPreemptions(ShowsOtherRows):
+    def rows(self, running):
+        return replace(running, preempted_before=np.zeros(len(running.slots), np.bool_))
+
+
+@breaks("8", "schedule:depth=2")
+class SparesTheOldest(ShowsOtherRows):
+    """Shows the policies all but the first of several requests."""
+
+    def rows(self, running):
+        return running.only(np.arange(len(running.slots) > 1, len(running.slots)))
 
 
 class ExaminesTheQueue(Changed):
@@ -462,6 +558,8 @@ class ServesWokenRequestsFirst(Changed):
     def change(self):
         def wake(waiting, right, waits_for):
             for request in waiting._parked.get(waits_for, {}).values() if isinstance(waits_for, int) else ():
+                if request.rank is None:
+                    self._policy.rank(request.queued())
                 request.rank = (-(2**40), request.arrival)
             right(waits_for)
 

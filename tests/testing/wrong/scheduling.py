@@ -42,6 +42,18 @@ def instead(part: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(part, name, lambda *arguments, **named: function(part, right, *arguments, **named))
 
 
+def ranks(scheduler: Any, rank: Callable[[Any], tuple[int, ...]]) -> None:
+    """Ask the policy for the rank of each request, and use another one."""
+
+    def push(_: Any, right: Callable[..., Any], request: Any) -> None:
+        if request.rank is None:
+            scheduler._policy.rank(request.queued())
+        request.rank = rank(request)
+        right(request)
+
+    instead(scheduler._waiting, "push", push)
+
+
 class Changed(ContinuousBatchingScheduler):
     """The right scheduler, with parts that a subclass changes."""
 
@@ -132,7 +144,7 @@ class DropsRowsAfterAnError(Answers):
         return not output.errors or delta.finish_reason is FinishReason.ERROR
 
 
-@breaks("1.2", "schedule:plain")
+@breaks("8", "schedule:plain")
 class ReassignsADrainingSlot(Changed):
     """A slot is free as soon as it is revoked; its request is requeued at once."""
 
@@ -363,11 +375,7 @@ class AdmitsTheShortestFirst(Changed):
     """Shortest first, without aging."""
 
     def change(self):
-        def push(waiting, right, request):
-            request.rank = (request.prompt_len,)
-            right(request)
-
-        instead(self._waiting, "push", push)
+        ranks(self, lambda request: (request.prompt_len,))
 
 
 # Blocks -------------------------------------------------------------------------------------------------------
@@ -698,11 +706,7 @@ class IgnoresThePolicy(Changed):
 @breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming[blocks]")
 class ServesTheNewestFirst(Changed):
     def change(self):
-        def push(waiting, right, request):
-            request.rank = (-request.arrival,)
-            right(request)
-
-        instead(self._waiting, "push", push)
+        ranks(self, lambda request: (-request.arrival,))
 
 
 @breaks("3.5", "schedule:keep=preempted")

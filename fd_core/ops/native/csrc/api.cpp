@@ -227,6 +227,15 @@ void fd_packed_pack(void* linear, int part, int first_column, const int8_t* valu
     });
 }
 
+/// A linear with the same values and a bias of zeros.
+void* fd_linear_biased(void* arena, const void* linear) {
+    return guarded([&]() -> void* {
+        auto* w = new (static_cast<Arena*>(arena)->allocate(sizeof(Linear))) Linear(*static_cast<const Linear*>(linear));
+        w->bias = (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4);
+        return w;
+    });
+}
+
 void fd_linear_bias(void* linear, int part, int first_column, const void* source, int type, int count) {
     Linear& w = *static_cast<Linear*>(linear);
     for (int i = 0; i < count; i++) w.bias[stored_column(w, part, first_column + i)] = element(source, Type(type), i);
@@ -451,21 +460,21 @@ int fd_program_length(void* program) { return int(recording(program).program.ope
 const char* fd_program_name(void* program, int i) { return recording(program).program.operations()[i]->name(); }
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
-/// `table` is [rows, width].
-int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int centred, int out) {
+/// The rows of the table are the columns of a linear.
+int fd_add_embedding(void* program, const void* linear, float scale, int centred, int out) {
+    const Linear& table = *static_cast<const Linear*>(linear);
     return add(program, [&](auto e) -> Operation* {
-        using E = decltype(e);
-        lower(recording(program).program.limits.token_ids, rows);
-        return new Embedding<E>(static_cast<const E*>(table), width, scale, centred, out);
+        lower(recording(program).program.limits.token_ids, table.n);
+        return new Embedding<decltype(e)>(table, scale, centred, out);
     });
 }
 
 /// Likewise for positions.
-int fd_add_positions(void* program, const void* table, int rows, int width, int out) {
+int fd_add_positions(void* program, const void* linear, int out) {
+    const Linear& table = *static_cast<const Linear*>(linear);
     return add(program, [&](auto e) -> Operation* {
-        using E = decltype(e);
-        lower(recording(program).program.limits.positions, rows);
-        return new AddPositions<E>(static_cast<const E*>(table), width, out);
+        lower(recording(program).program.limits.positions, table.n);
+        return new AddPositions<decltype(e)>(table, out);
     });
 }
 

@@ -6,17 +6,16 @@ template <class E>
 void Embedding<E>::run(const Context& context) {
     const Range r = context.share(context.step.tokens);
     for (int t = r.begin; t < r.end; t++) {
-        const E* from = table + size_t(context.step.token_ids[t]) * width;
         float* to = context.row<float>(out, t);
         // Scaled values are rounded to the model's type, as models that have a scale do.
         double sum = 0;
-        for (int i = 0; i < width; i++) {
+        table_row<E>(table, context.step.token_ids[t], [&](int i, float value) {
             E rounded;
-            put(&rounded, to_float(from[i]) * scale);
+            put(&rounded, value * scale);
             sum += to[i] = to_float(rounded);
-        }
-        const float mean = centred ? float(sum / width) : 0.0f;
-        for (int i = 0; i < width && centred; i++) to[i] -= mean;
+        });
+        const float mean = centred ? float(sum / table.k) : 0.0f;
+        for (int i = 0; i < table.k && centred; i++) to[i] -= mean;
     }
 }
 

@@ -16,15 +16,33 @@ struct RopeTables {
     const float* sin;
 };
 
+/// Hand the values of a table's row to `take(i, value)`, as float32 of E: a column of a linear that is not gated.
+template <class E, class Take>
+void table_row(const Linear& table, int row, Take&& take) {
+    auto rounded = [&](int i, float value) {
+        E x;
+        put(&x, value);
+        take(i, to_float(x));
+    };
+    if (!table.packed()) {
+        constexpr int S = Product<E>::kStep;
+        const Panel<E> panel(table, row / kLanes);
+        const E* from = panel.b + row % kLanes * S;
+        for (int i = 0; i < table.k; i++) take(i, to_float(from[i / S * panel.step() + i % S]));
+    } else {
+        unpack_column(table, row, rounded);
+    }
+}
+
 /// out = table[token] * scale, less its mean if centred, into the float32 residual stream.
 template <class E>
 struct Embedding : Operation {
-    const E* table;
-    int width, out;
+    const Linear& table;
+    int out;
     float scale;
     bool centred;
-    Embedding(const E* table, int width, float scale, bool centred, int out)
-        : table(table), width(width), out(out), scale(scale), centred(centred) {}
+    Embedding(const Linear& table, float scale, bool centred, int out)
+        : table(table), out(out), scale(scale), centred(centred) {}
     const char* name() const override { return "embedding"; }
     void run(const Context& context) override;
 };
@@ -32,16 +50,15 @@ struct Embedding : Operation {
 /// out += table[position].
 template <class E>
 struct AddPositions : Operation {
-    const E* table;
-    int width, out;
-    AddPositions(const E* table, int width, int out) : table(table), width(width), out(out) {}
+    const Linear& table;
+    int out;
+    AddPositions(const Linear& table, int out) : table(table), out(out) {}
     const char* name() const override { return "positions"; }
     void run(const Context& context) override {
         const Range r = context.share(context.step.tokens);
         for (int t = r.begin; t < r.end; t++) {
-            const E* from = table + size_t(context.step.positions[t]) * width;
             float* to = context.row<float>(out, t);
-            for (int i = 0; i < width; i++) to[i] += to_float(from[i]);
+            table_row<E>(table, context.step.positions[t], [&](int i, float value) { to[i] += value; });
         }
     }
 };

@@ -8,21 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
-from aiohttp import web
-from multidict import CIMultiDict
 
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import unavailable
-from fd_core.router.gateway.requests.forwarding import json_response, to_client, to_worker
-from fd_core.router.gateway.requests.relaying import UPSTREAM_ERRORS, read_up_to
+from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, json_answer
+from fd_core.router.gateway.http1.heads import Headers
+from fd_core.router.gateway.http1.workers import UPSTREAM_ERRORS
+from fd_core.router.gateway.requests.forwarding import to_client, to_worker
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.schemas.responses import AbortAnswer
 
 _RESPONSES_PATH: Final = "/v1/responses"
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
+_TIMEOUT: Final = 5.0
 
 
 class _Following(msgspec.Struct):
@@ -33,7 +32,7 @@ _following: Final = msgspec.json.Decoder(_Following)
 
 
 async def keeper(
-    state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
+    state: GatewayState, request: ClientRequest, body: bytes, record: RequestRecord
 ) -> RouterWorker | None:
     """Return the worker that stores the response a request names, queried with the client's key; None if none does."""
     name = _named(request.path, body)
@@ -62,10 +61,13 @@ def _named(path: str, body: bytes) -> str | None:
         return None
 
 
-async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: CIMultiDict[str]) -> bool:
-    url = f"{worker.url}{_RESPONSES_PATH}/{quote(name, safe='')}"
+async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: Headers) -> bool:
+    target = f"{_RESPONSES_PATH}/{quote(name, safe='')}"
     try:
-        async with state.session.head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as answer:
+        async with (
+            asyncio.timeout(_TIMEOUT),
+            await state.client.request("HEAD", worker.url, target, headers) as answer,
+        ):
             return answer.status == 200
     except UPSTREAM_ERRORS:
         return False
@@ -77,7 +79,7 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
-) -> web.Response:
+) -> WholeAnswer:
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
     responses = await _broadcast(
         state, path, body, headers=headers, record=record, timeout=_TIMEOUT, workers=_answering(state)
@@ -85,21 +87,21 @@ async def abort(
     answers = []
     for each in responses:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            if each.status == 200 and isinstance(each.body, bytes):
+            if each.status == 200:
                 answers.append(_decoder.decode(each.body))
     if not answers:
         return _refusal(responses)
     aborted = dict.fromkeys(each for answer in answers for each in answer.aborted)
     missing = dict.fromkeys(each for answer in answers for each in answer.not_found if each not in aborted)
-    return json_response(AbortAnswer(list(aborted), list(missing)))
+    return json_answer(AbortAnswer(list(aborted), list(missing)))
 
 
 async def change_all(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
-) -> web.Response:
+) -> WholeAnswer:
     """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached."""
     workers = _answering(state, prefill=True)
-    responses = await _broadcast(state, path, body, headers, record, aiohttp.ClientTimeout(total=300), workers)
+    responses = await _broadcast(state, path, body, headers, record, 300.0, workers)
     refused = [each for each in responses if each.status != 200]
     return _refusal(refused) if refused or not responses else responses[0]
 
@@ -110,26 +112,26 @@ async def _broadcast(
     body: bytes,
     headers: Mapping[str, str],
     record: RequestRecord,
-    timeout: aiohttp.ClientTimeout,
+    timeout: float,
     workers: Sequence[RouterWorker],
-) -> list[web.Response]:
+) -> list[WholeAnswer]:
     """Return the responses of workers; 503 stands for a worker that could not be reached."""
 
-    async def ask(worker: RouterWorker) -> web.Response:
+    async def ask(worker: RouterWorker) -> WholeAnswer:
         try:
-            async with state.session.post(
-                worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                data = await read_up_to(answer.content, 4 << 20)
-                kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
-                return web.Response(body=data, status=answer.status, headers=kept)
+            async with (
+                asyncio.timeout(timeout),
+                await state.client.request("POST", worker.url, path, headers, body) as answer,
+            ):
+                data = await answer.read_up_to(4 << 20)
+                return WholeAnswer(answer.status, data, to_client(answer.headers, {"X-Request-Id": record.request_id}))
         except UPSTREAM_ERRORS:
-            return web.Response(status=503)
+            return WholeAnswer(503)
 
     return await asyncio.gather(*map(ask, workers))
 
 
-def _refusal(responses: list[web.Response]) -> web.Response:
+def _refusal(responses: list[WholeAnswer]) -> WholeAnswer:
     """Return the error response of a worker. Raises `ApiError` (503) if none responded."""
     for each in responses:
         if 400 <= each.status < 500:

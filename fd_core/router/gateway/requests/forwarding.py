@@ -1,22 +1,15 @@
-"""Forwarding of one request with aiohttp: attempts on one worker after the other, then the answer."""
+"""Forwarding of one request: attempts on one worker after the other, then the answer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, Final, get_args
-
-import aiohttp
-import msgspec
-from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
-from yarl import URL
+from typing import Final, get_args
+from urllib.parse import urlsplit
 
 from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
@@ -26,10 +19,18 @@ from fd_core.http.access.record import TENANT_HEADER, USAGE_HEADER, RequestRecor
 from fd_core.http.bodies import BodyShare
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import OLLAMA_PATH, ApiError, unavailable
-from fd_core.http.headers import refuse_encoding
+from fd_core.http.headers import length_of, refuse_encoding
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.config import GatewayConfig
+from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer
+from fd_core.router.gateway.http1.heads import HOP_BY_HOP, Headers, forwarded
+from fd_core.router.gateway.http1.workers import (
+    UPSTREAM_ERRORS,
+    WorkerAnswer,
+    WorkerUnreachable,
+    is_resource_exhaustion,
+)
 from fd_core.router.gateway.requests import relaying
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
@@ -43,17 +44,6 @@ _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions", "
 
 _ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
 """Error of the span of an attempt, by verdict."""
-
-
-def json_response(value: Any, status: int = 200) -> web.Response:
-    """Return a value as JSON."""
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-def error_response(error: ApiError, path: str) -> web.Response:
-    """Return an error in the format of the API at `path`."""
-    body = error.body_at(path)
-    return web.Response(body=body, status=error.status, headers=error.headers, content_type="application/json")
 
 
 def error_event(error: ApiError, path: str) -> bytes:
@@ -79,42 +69,25 @@ def lost() -> ApiError:
     return ApiError(502, message, kind="server_error", code="worker_lost")
 
 
-async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
+async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
     """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if incomplete, 413 or 503 beyond its share."""
     refuse_encoding(request.headers.getall("Content-Encoding", []))
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
     parts: list[bytes] = []
-    try:
-        while part := await request.content.readany():
-            share.received(len(part))
-            parts.append(part)
-    except web.RequestPayloadError as error:
-        raise ApiError(400, "the body is incomplete or wrongly framed", code="invalid_body") from error
+    while request.has_more and (part := await request.readany()):
+        share.received(len(part))
+        parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-_HOP_BY_HOP: Final = frozenset(
-    """
-    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
-    upgrade
-    """.split()
-)
-"""Headers that belong to one connection (RFC 9110, section 7.6.1)."""
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
 """Headers that only a router may send: a client could redirect a worker, or impersonate another client."""
-_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
-_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
-AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that the HTTP client library would add."""
+_REQUEST_ONLY: Final = HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
+_ANSWER_ONLY: Final = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 
 
-def to_worker(
-    state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
-) -> CIMultiDict[str]:
+def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method: str, path: str) -> Headers:
     """Return headers for a worker: the client's key, or, if that is the gateway's, its signed tenant instead."""
-    headers = _without(given, _REQUEST_ONLY)
+    headers = forwarded(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = record.request_id
     if record.key is not None:
         tenant = Tenant.of(record.key)
@@ -127,18 +100,11 @@ def to_worker(
     return headers
 
 
-def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
+def to_client(given: Headers, added: Mapping[str, str]) -> Headers:
     """Return the headers of the answer to the client; `added` replace those of the worker with the same names."""
-    headers = _without(given, _ANSWER_ONLY)
+    headers = forwarded(given, _ANSWER_ONLY)
     headers.update(added)
     return headers
-
-
-def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    connection = given.get("Connection")
-    if connection is not None:
-        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
-    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
 
 
 _NOT_REPORTED: Final = "not_told"
@@ -158,15 +124,13 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
         return None
 
 
-def ticket_headers(
-    state: GatewayState, selection: Selection, headers: CIMultiDict[str], request_id: str
-) -> CIMultiDict[str]:
+def ticket_headers(state: GatewayState, selection: Selection, headers: Headers, request_id: str) -> Headers:
     """Return the headers of a request, which carries `request_id`; a ticket names the prefill side of a pair."""
     if selection.kv_port is None or state.ticket_key is None:
         return headers
-    host = URL(selection.prefill.url).raw_host or ""
+    host = urlsplit(selection.prefill.url).hostname or ""
     peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
-    signed = CIMultiDict(headers)
+    signed = headers.copy()
     signed[TICKET_HEADER] = sign_ticket(state.ticket_key, request_id, peer)
     return signed
 
@@ -186,12 +150,10 @@ class Exchange:
     """One client's request: sends it to the workers that the router chooses, and reports the outcome to the router."""
 
     state: GatewayState
-    request: web.BaseRequest
+    request: ClientRequest
     added: Mapping[str, str]
     """Headers that every answer gets."""
-    target: str
-    """Path and query, as the client wrote them."""
-    headers: CIMultiDict[str]
+    headers: Headers
     body: bytes
     share: BodyShare
     """Memory that the body holds."""
@@ -202,12 +164,12 @@ class Exchange:
     meter: UsageMeter | None = None
     """Reads the usage of the answer, if it is needed."""
     span: RequestSpan | None = None
-    attempts: Attempts[web.Response] = field(init=False)
+    attempts: Attempts[WholeAnswer] = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.state.router, self.asked)
 
-    async def forward(self) -> web.StreamResponse:
+    async def forward(self) -> WholeAnswer:
         """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
         spans = self.state.spans
         if spans is None:
@@ -222,14 +184,17 @@ class Exchange:
             self.span.end({"http.response.status_code": answer.status}, error=failed)
             return answer
 
-    async def _forward(self) -> web.StreamResponse:
+    async def _forward(self) -> WholeAnswer:
         chosen = self.attempts.first(time.monotonic(), random.random())  # noqa: S311  # no secret
         self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
         try:
             while chosen is not None:
                 self.state.pairing.saw(chosen.mode)
-                with chosen, contextlib.suppress(_TryElsewhere):
-                    return await self._attempt(chosen)
+                try:
+                    with chosen:
+                        return await self._attempt(chosen)
+                except _TryElsewhere:
+                    pass
                 chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
             self._not_processed()
         except (asyncio.CancelledError, ConnectionError):
@@ -241,18 +206,18 @@ class Exchange:
                 self.record.count(*took)
                 self.record.settle()
         result = self.attempts.result
-        return error_response(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
+        return error_answer(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
 
     def _not_processed(self) -> None:
         if self.meter is not None:
             self.meter.whole(b"")
 
-    async def _attempt(self, selection: Selection) -> web.StreamResponse:
+    async def _attempt(self, selection: Selection) -> WholeAnswer:
         if self.span is None:
             return await self._ask(selection, self.headers)
         name, attributes = span_name(self.request.path, self.asked.model)
-        url = URL(selection.decode.url)
-        where = {"server.address": url.host, "server.port": url.port, "fdcore.attempt": selection.attempt}
+        url = urlsplit(selection.decode.url)
+        where = {"server.address": url.hostname, "server.port": url.port, "fdcore.attempt": selection.attempt}
         with self.span.child(name, "client", {**attributes, **where}) as span:
             headers = self.headers.copy()
             headers.update(span.headers)
@@ -263,31 +228,36 @@ class Exchange:
                 if verdict in _ENDS:
                     span.end(error=_ENDS[verdict])
 
-    async def _ask(self, selection: Selection, headers: CIMultiDict[str]) -> web.StreamResponse:
+    async def _ask(self, selection: Selection, headers: Headers) -> WholeAnswer:
         worker = selection.decode
-        response: aiohttp.ClientResponse | None = None
+        response: WorkerAnswer | None = None
         try:
             try:
-                async with self.state.timeouts.first_bytes(worker):
-                    response = await self._send(selection, headers)
-                    if DRAINING_HEADER in response.headers:
-                        self.state.router.leaving(worker)
-                    if selection.mode == "pd":
-                        outcome = outcome_of(response.headers)
-                        self.state.metrics.counts.transfers[outcome] += 1
-                        self.attempts.prefilled(outcome, time.monotonic())
-                    refused = await self._refused(response)
-                    if refused is not None:
-                        self._not_processed()
-                        return refused
-                    done = self.request.path in _ENDS_WITH_DONE
-                    answer = relaying.UpstreamAnswer(response, ends_with_done=done)
-                    first = await answer.begin()
-            except (*relaying.UPSTREAM_ERRORS, relaying.WorkerLost) as error:
-                if relaying.is_resource_exhaustion(error):
+                response = await self.state.client.request(
+                    self.request.method,
+                    worker.url,
+                    self.request.target,
+                    ticket_headers(self.state, selection, headers, request_id=self.record.request_id),
+                    self.body,
+                    forwards=True,
+                )
+                if DRAINING_HEADER in response.headers:
+                    self.state.router.leaving(worker)
+                if selection.mode == "pd":
+                    outcome = outcome_of(response.headers)
+                    self.state.metrics.counts.transfers[outcome] += 1
+                    self.attempts.prefilled(outcome, time.monotonic())
+                refused = await self._refused(response)
+                if refused is not None:
+                    self._not_processed()
+                    return refused
+                done = self.request.path in _ENDS_WITH_DONE
+                answer = relaying.UpstreamAnswer(response, ends_with_done=done)
+                first = await answer.begin()
+            except (UPSTREAM_ERRORS, relaying.WorkerLost) as error:
+                if is_resource_exhaustion(error):
                     raise unavailable("the router has no free connection", "no_connections", retry_after=1) from error
-                severe = isinstance(error, aiohttp.ClientConnectorError)
-                self.attempts.lost(time.monotonic(), severe=severe)
+                self.attempts.lost(time.monotonic(), severe=isinstance(error, WorkerUnreachable))
                 self.state.metrics.counts.attempts_lost += 1
                 raise _TryElsewhere from error
             self.attempts.began()
@@ -299,31 +269,14 @@ class Exchange:
                 if self.meter is not None:
                     self.meter.whole(first)
                 self.attempts.ended(response.status, time.monotonic())
-                return web.Response(body=first, status=response.status, headers=kept)
-            return await self._stream(selection, response, answer, first=first, headers=kept)
+                return WholeAnswer(response.status, first, kept)
+            response.passes = True
+            return await self._stream(response, answer, first=first, headers=kept)
         finally:
             if response is not None:
                 response.close()
 
-    async def _send(self, selection: Selection, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
-        """Return the head of the worker's answer. A stale pooled connection does not count as an attempt."""
-        while True:
-            asked = SimpleNamespace(reused=False)
-            try:
-                return await self.state.session.request(
-                    self.request.method,
-                    URL(selection.decode.url + self.target, encoded=True),
-                    data=self.body,
-                    headers=ticket_headers(self.state, selection, headers, request_id=self.record.request_id),
-                    skip_auto_headers=AUTO_HEADERS,
-                    allow_redirects=False,
-                    trace_request_ctx=asked,
-                )
-            except aiohttp.ClientOSError as error:
-                if not relaying.was_stale(error, asked):
-                    raise
-
-    def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    def _to_client(self, response: WorkerAnswer) -> Headers:
         """Return the headers of the answer; if the router has keys, they state its limits instead of the worker's."""
         headers = to_client(response.headers, self.added)
         if self.state.access.ring:
@@ -332,13 +285,12 @@ class Exchange:
             headers.update(limit_headers(self.record.account, time.monotonic()))
         return headers
 
-    async def _refused(self, response: aiohttp.ClientResponse) -> web.Response | None:
+    async def _refused(self, response: WorkerAnswer) -> WholeAnswer | None:
         """Return an error response that every worker would give; `_TryElsewhere` if another worker may succeed."""
         if not is_refusal(response.status):
             return None
-        body = await relaying.read_up_to(response.content, _ELSEWHERE_BYTES)
-        headers = self._to_client(response)
-        refused = web.Response(body=body, status=response.status, headers=headers)
+        body = await response.read_up_to(_ELSEWHERE_BYTES)
+        refused = WholeAnswer(response.status, body, self._to_client(response))
         if response.status in (429, 503):
             refused.headers.setdefault("Retry-After", "1")
         no_model = self.request.path.startswith(OLLAMA_PATH) or any(name in body for name in _NO_MODEL)
@@ -347,39 +299,29 @@ class Exchange:
         return refused
 
     async def _stream(
-        self,
-        selection: Selection,
-        response: aiohttp.ClientResponse,
-        answer: relaying.UpstreamAnswer,
-        first: bytes,
-        headers: CIMultiDict[str],
-    ) -> web.StreamResponse:
+        self, response: WorkerAnswer, answer: relaying.UpstreamAnswer, first: bytes, headers: Headers
+    ) -> WholeAnswer:
         """Relay the answer; if it is cut off, end it with an error event or by closing the connection."""
-        request = self.request
-        out = web.StreamResponse(status=response.status, headers=headers)
-        if not answer.is_stream:
-            out.content_length = response.content_length
+        request, relayed = self.request, WholeAnswer(response.status)
         if self.state.drain.leaving:
-            out.force_close()
-        await out.prepare(request)
+            request.keep_alive = False
+        request.begin(
+            response.status, headers, None if answer.is_stream else length_of(response.headers.get("Content-Length"))
+        )
         meter = self.meter if answer.is_stream else None
-        await out.write(first if meter is None else meter.piece(first))
-        silence: relaying.SilenceTimer | None = None
+        await request.write(first if meter is None else meter.piece(first))
         try:
-            async with self.state.timeouts.stream(selection.decode) as silence:
-                async for piece in answer.rest(silence):
-                    await out.write(piece if meter is None else meter.piece(piece))
-        except (relaying.WorkerLost, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
-                raise
+            async for piece in answer.rest():
+                await request.write(piece if meter is None else meter.piece(piece))
+        except relaying.WorkerLost:
             self.attempts.lost(time.monotonic())
             self.state.metrics.counts.streams_broken += 1
             if not answer.is_stream:
-                request.protocol.force_close()
-                return out
+                request.abort()
+                return relayed
             if not answer.error_forwarded:
-                await out.write(error_event(lost(), request.path))
+                await request.write(error_event(lost(), request.path))
         else:
             self.attempts.ended(response.status, time.monotonic())
-        await out.write_eof()
-        return out
+        request.end()
+        return relayed

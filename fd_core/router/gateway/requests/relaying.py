@@ -5,98 +5,13 @@ Of server-sent events and lines of JSON only whole ones are passed on, so that a
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
-import select
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from types import SimpleNamespace
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
-from fd_core.router.workers import RouterWorker
+from fd_core.router.gateway.http1.workers import UPSTREAM_ERRORS, WorkerAnswer
 
-
-class SilenceTimer:
-    """Measures for how long the worker of one answer has been silent, and ends the answer on demand."""
-
-    __slots__ = ("_limit", "_loop", "_since")
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-
-    def start(self) -> None:
-        """Start the timer: the next chunk of the answer is awaited."""
-        self._since = self._loop.time()
-
-    def stop(self) -> None:
-        """Stop the timer: a chunk arrived, and until the next `start` only the client can delay the answer."""
-        self._since = None
-
-    @property
-    def expired(self) -> bool:
-        """True if the `TimeoutError` of the answer was raised because its worker timed out."""
-        return self._limit.expired()
-
-    def expire(self, silence: float) -> bool:
-        """End the answer if its worker has been silent for `silence` seconds; return True if it was."""
-        now = self._loop.time()
-        if self._since is None or now - self._since < silence:
-            return False
-        self._limit.reschedule(now)
-        return True
-
-
-class WorkerTimeouts:
-    """Requests that wait for workers, by address, as incarnations change; an expired wait raises `TimeoutError`."""
-
-    def __init__(self) -> None:
-        self._first_bytes: dict[str, set[SilenceTimer]] = {}
-        self._streams: dict[str, set[SilenceTimer]] = {}
-
-    def first_bytes(self, worker: RouterWorker) -> AbstractAsyncContextManager[SilenceTimer]:
-        """Wait for the first bytes of an answer of `worker` within the block."""
-        return _within(self._first_bytes, worker.url, started=True)
-
-    def stream(self, worker: RouterWorker) -> AbstractAsyncContextManager[SilenceTimer]:
-        """Relay the rest of an answer of `worker` within the block; start the timer for each wait."""
-        return _within(self._streams, worker.url)
-
-    def expire_first_bytes(self, worker: RouterWorker) -> int:
-        """End every wait for first bytes of `worker`, so that the requests go to others; return their number."""
-        return sum(timer.expire(0.0) for timer in self._first_bytes.get(worker.url, ()))
-
-    def expire_streams(self, worker: RouterWorker, silence: float) -> int:
-        """End every answer that received nothing from `worker` for `silence` seconds; return their number."""
-        return sum(timer.expire(silence) for timer in self._streams.get(worker.url, ()))
-
-
-@contextlib.asynccontextmanager
-async def _within(
-    timers: dict[str, set[SilenceTimer]], url: str, *, started: bool = False
-) -> AsyncIterator[SilenceTimer]:
-    async with asyncio.timeout(None) as limit:
-        timer = SilenceTimer(limit)
-        if started:
-            timer.start()
-        timers.setdefault(url, set()).add(timer)
-        try:
-            yield timer
-        finally:
-            timers[url].discard(timer)
-            if not timers[url]:
-                del timers[url]
-
-
-UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, OSError)
-"""Exceptions that a request to a worker may raise."""
-_RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of the system for lack of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is buffered, so that the request can be retried if the worker is lost."""
 _DONE: Final = b"[DONE]"
@@ -104,11 +19,6 @@ _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
 _LINES: Final = "application/x-ndjson"
 """Content type of streams in Ollama's format."""
-
-
-def is_resource_exhaustion(error: BaseException) -> bool:
-    """Return True if no connection could be made for lack of local resources, which is not the worker's fault."""
-    return isinstance(error, OSError) and error.errno in _RESOURCE_ERRNOS
 
 
 class WorkerLost(Exception):
@@ -191,10 +101,10 @@ class EventCutter:
 class UpstreamAnswer:
     """An answer whose headers have arrived. `begin` returns the first bytes to send, `rest` yields all others."""
 
-    def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
+    def __init__(self, response: WorkerAnswer, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event that marks it as such."""
         self._response = response
-        kind = response.content_type
+        self._kind = kind = response.content_type
         readable = kind in ("text/event-stream", _LINES) and "Content-Encoding" not in response.headers
         self._cutter = EventCutter(lines=kind == _LINES) if readable else None
         self._ends_with_done = ends_with_done and response.status == 200
@@ -217,9 +127,9 @@ class UpstreamAnswer:
 
     async def begin(self) -> bytes:
         """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and `UPSTREAM_ERRORS`."""
-        content = self._response.content
+        response = self._response
         if self._cutter is not None:
-            while chunk := await content.readany():
+            while chunk := await response.readany():
                 if ready := self._cutter.push(chunk):
                     return ready
             self._ended = True
@@ -227,22 +137,20 @@ class UpstreamAnswer:
             if self._ends_with_done and not self._cutter.done:
                 raise WorkerLost
             return ready
-        if self._response.content_type != "application/json":
-            first = await content.readany()
+        if self._kind != "application/json":
+            first = await response.readany()
             self._ended = not first
             return first
-        first = await read_up_to(content, _HELD_BYTES + 1)
+        first = await response.read_up_to(_HELD_BYTES + 1)
         self._ended = len(first) <= _HELD_BYTES
         return first
 
-    async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
-        """Yield the rest; `WorkerLost` if incomplete. `TimeoutError` of `silence` may be raised by the consumer."""
+    async def rest(self) -> AsyncIterator[bytes]:
+        """Yield the rest; `WorkerLost` if incomplete."""
         cutter = self._cutter
         while not self._ended:
-            silence.start()
             try:
-                chunk = await self._response.content.readany()
-                silence.stop()
+                chunk = await self._response.readany()
             except UPSTREAM_ERRORS as error:
                 if cutter is not None and self._ends_with_done and cutter.done:
                     self._ended = True  # only the end of the connection is missing
@@ -261,61 +169,6 @@ class UpstreamAnswer:
                 raise WorkerLost
 
 
-async def read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
-    """Return all of a body, or its first `limit` bytes."""
-    parts: list[bytes] = []
-    while limit > 0 and (part := await content.read(limit)):
-        parts.append(part)
-        limit -= len(part)
-    return b"".join(parts)
-
-
 def _index_after(data: bytes, mark: bytes) -> int:
     found = data.rfind(mark)
     return -1 if found < 0 else found + len(mark)
-
-
-_RESETS: Final = frozenset({errno.ECONNRESET, errno.EPIPE})
-
-
-class WorkerConnector(aiohttp.TCPConnector):
-    """Skips pooled connections that the worker has closed and the event loop has not noticed yet."""
-
-    async def _get(self, key: Any, traces: Any) -> Any:
-        while (connection := await super()._get(key, traces)) is not None:
-            if not _readable(connection.transport):
-                return connection
-            connection.close()
-        return None
-
-
-def _readable(transport: Any) -> bool:
-    """Return True for an idle connection that has something to read: its end, as no answer is due."""
-    sock = None if transport is None else transport.get_extra_info("socket")
-    if sock is None or (number := sock.fileno()) < 0:
-        return True
-    poll = select.poll()
-    poll.register(number, select.POLLIN | select.POLLHUP)
-    return bool(poll.poll(0))
-
-
-def reuse_tracing() -> aiohttp.TraceConfig:
-    """Return tracing that sets `reused` of a request's `trace_request_ctx` if it went over a pooled connection."""
-
-    async def reused(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-        asked = context.trace_request_ctx
-        if asked is not None:
-            asked.reused = True
-
-    tracing = aiohttp.TraceConfig()
-    tracing.on_connection_reuseconn.append(reused)
-    return tracing
-
-
-def was_stale(error: BaseException, asked: SimpleNamespace) -> bool:
-    """Return True if a request failed because the worker had closed a pooled connection before it read the request.
-
-    A system resets a connection whose program closed it with something unread. A worker that read the whole request
-    and is lost then ends the connection without a reset, so no request that may have begun is sent again.
-    """
-    return asked.reused and isinstance(error, aiohttp.ClientOSError) and error.errno in _RESETS

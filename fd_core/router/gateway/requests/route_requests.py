@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -141,14 +141,16 @@ class RouteRequestReader:
             self._read_ollama(asked)
         session = session or _name(asked.session_id) or _name(asked.user)
         salt = _name(asked.cache_salt) or ""
-        try:
-            ids, length = self._ids(asked)
-            tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
-        except (FdError, OverflowError, TypeError):  # the worker rejects it with the proper error
-            read = _by_bytes(_bytes_of(asked) or body, session, salt, model=_name(asked.model))
-        else:
-            read = RouteRequest(tokens, session, salt, prefill_tokens=length, model=_name(asked.model))
-        return replace(read, output_tokens=asked.output_tokens)
+        model, output = _name(asked.model), asked.output_tokens
+        if self._prompts is not None or isinstance(asked.text, list):
+            try:
+                ids, length = self._ids(asked)
+                tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
+            except (FdError, OverflowError, TypeError):  # the worker rejects it with the proper error
+                pass
+            else:
+                return RouteRequest(tokens, session, salt, length, model, output_tokens=output)
+        return _by_bytes(_bytes_of(asked) or body, session, salt, model, output_tokens=output)
 
     def _read_ollama(self, asked: _Body) -> None:
         """Change a body to what OpenAI's API has for it: the name of the model, and a chat for a prompt."""
@@ -194,9 +196,12 @@ def _bytes_of(asked: _Body) -> bytes:
     return msgspec.json.encode(prompt) if prompt is not None else b""
 
 
-def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
+def _by_bytes(
+    data: bytes, session: str | None, salt: str, model: str | None = None, output_tokens: int = 0
+) -> RouteRequest:
     tokens: IntArray = np.frombuffer(data[:_MAX_TOKENS] or b"\0", np.uint8).astype(np.int32)
-    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model, tokenized=False)
+    length = max(1, len(data) // BYTES_PER_TOKEN)
+    return RouteRequest(tokens, session, salt, length, model, tokenized=False, output_tokens=output_tokens)
 
 
 def _name(value: Any) -> str | None:

@@ -6,11 +6,10 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
-import aiohttp
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -23,7 +22,7 @@ from fd_core.http.metrics import Collected, Histogram, count_family, metric_fami
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.router.config import GatewayConfig
-from fd_core.router.gateway.requests.relaying import WorkerTimeouts
+from fd_core.router.gateway.http1.workers import WorkerClient
 from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.router import OUTCOMES, Router, RouterSnapshot
 from fd_core.router.selection import Mode
@@ -133,7 +132,7 @@ class GatewayState:
 
     config: GatewayConfig
     router: Router
-    session: aiohttp.ClientSession
+    client: WorkerClient
     """Client for requests to workers."""
     reader: RouteRequestReader
     """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
@@ -146,20 +145,16 @@ class GatewayState:
     """The router's API keys and their usage."""
     costs: CostReader = field(default_factory=lambda: CostReader(None))
     """Counts the tokens of requests whose keys limit them; replaced together with `reader`."""
-    timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they store it."""
+    own_headers: Mapping[str, str] = field(init=False)
+    """Headers of requests to workers that the gateway itself makes."""
 
     def __post_init__(self) -> None:
         key = next(iter(self.config.worker_api_keys), "")
         self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-    @property
-    def own_headers(self) -> dict[str, str]:
-        """Headers of requests to workers that the gateway itself makes."""
-        keys = self.config.worker_api_keys
-        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.own_headers = {"Authorization": f"Bearer {key}"} if key else {}

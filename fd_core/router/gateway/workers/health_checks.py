@@ -11,20 +11,19 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, HealthAnswer, unavailable
 from fd_core.router.attempts import Unreached
-from fd_core.router.gateway.requests.relaying import UPSTREAM_ERRORS, is_resource_exhaustion, read_up_to
+from fd_core.router.gateway.http1.workers import UPSTREAM_ERRORS, is_resource_exhaustion
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
@@ -39,7 +38,7 @@ _TASK: Final = "health_checks"
 log = logging.getLogger(__name__)
 _MAX_EVENT_BYTES: Final = 256 << 20
 """Limit of one answer, which may name all blocks that a worker holds, as token ids."""
-_EVENTS_TIMEOUT: Final = aiohttp.ClientTimeout(total=WAIT_SECONDS + 20.0, sock_read=WAIT_SECONDS + 5.0)
+_EVENTS_SECONDS: Final = WAIT_SECONDS + 20.0
 _EVENT_BATCH_SECONDS: Final = 0.02
 """Events within this time are fetched together."""
 _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -70,7 +69,6 @@ class HealthChecks:
         self._wake = asyncio.Event()
         self._round = -math.inf
         """Start of the last round of checks."""
-        self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
         """Check workers at once that were never checked: one has registered, or one has deregistered."""
@@ -129,9 +127,11 @@ class HealthChecks:
         offers, why = False, ""
         before = _state(self._router.registry.member(worker))
         try:
-            async with self._state.session.get(
-                worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
-            ) as answer:
+            settings = self._router.config
+            async with (
+                asyncio.timeout(settings.health_check_timeout_secs),
+                await self._state.client.request("GET", worker.url, settings.health_check_endpoint, {}) as answer,
+            ):
                 reached, ok = True, answer.status == 200
                 why = f"HTTP status {answer.status}"
                 instance = answer.headers.get("X-Instance", "")[:128] or None
@@ -141,8 +141,8 @@ class HealthChecks:
                 role = role if role is None or role in ROLES else "strange"
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
                 if not ok:
-                    why += _reason_in(await read_up_to(answer.content, _MAX_HEALTH_BYTES))
-        except (*UPSTREAM_ERRORS, ValueError) as error:
+                    why += _reason_in(await answer.read_up_to(_MAX_HEALTH_BYTES))
+        except (UPSTREAM_ERRORS, ValueError) as error:
             why = why or self._reason_of(error)
             if is_resource_exhaustion(error):
                 if not self._lacks:
@@ -177,19 +177,18 @@ class HealthChecks:
             return
         if state is WorkerState.UNHEALTHY:
             # Requests without a first byte are retried elsewhere.
-            self._state.timeouts.expire_first_bytes(worker)
+            self._state.client.expire_first_bytes(worker.url)
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
-            if cut := self._state.timeouts.expire_streams(worker, patience):
+            if cut := self._state.client.expire_streams(worker.url, patience):
                 message = "worker %s unreachable by health checks for %g s: ended %d running answers"
                 log.warning(message, worker.url, patience, cut)
 
     def _reason_of(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._router.config.health_check_timeout_secs:g} s"
-        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-            return f"Cannot connect to host {error.host}:{error.port}: {os.strerror(error.os_error.errno).lower()}"
-        return str(error) or type(error).__name__
+        named = error.strerror if isinstance(error, OSError) else None
+        return named or str(error) or type(error).__name__
 
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Log once that a healthy worker cannot be used, and forget it when the worker can."""
@@ -270,16 +269,14 @@ async def _of(
     state: GatewayState, worker: RouterWorker, headers: Mapping[str, str], path: str = MODELS_PATH
 ) -> list[dict[str, Any]] | ApiError:
     try:
-        async with state.session.get(
-            worker.url + path, headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
-        ) as answer:
+        async with asyncio.timeout(5.0), await state.client.request("GET", worker.url, path, headers) as answer:
             if answer.status in (401, 403):
                 return ApiError(answer.status, "the workers do not accept this API key", code="invalid_api_key")
             if answer.status == 200:
-                listed = _models.decode(await read_up_to(answer.content, 1 << 20))
+                listed = _models.decode(await answer.read_up_to(1 << 20))
                 if (found := listed.data if listed.models is None else listed.models) is not None:
                     return found
-    except (*UPSTREAM_ERRORS, msgspec.MsgspecError, UnicodeDecodeError):
+    except (UPSTREAM_ERRORS, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return unavailable("no worker reported its models", "none_healthy", retry_after=1)
 
@@ -336,15 +333,16 @@ class _Follower:
         """Wait for the events that follow the page `last` and return them; all blocks of the worker if it is None."""
         asked = {} if last is None else {"after": str(last.next), "instance": last.instance}
         headers = {"Authorization": f"Bearer {self._state.config.router_secret}"}
-        url = self._worker.url + KV_EVENTS_PATH
-        async with self._state.session.get(
-            url, params=asked, headers=headers, timeout=_EVENTS_TIMEOUT, allow_redirects=False
-        ) as answer:
+        target = f"{KV_EVENTS_PATH}?{urlencode(asked)}" if asked else KV_EVENTS_PATH
+        async with (
+            asyncio.timeout(_EVENTS_SECONDS),
+            await self._state.client.request("GET", self._worker.url, target, headers) as answer,
+        ):
             if answer.status == 403:
                 raise _Broken("it rejects the secret of --router-secret-file")
             if answer.status != 200:
                 raise _Broken(f"HTTP status {answer.status}")
-            data = await read_up_to(answer.content, _MAX_EVENT_BYTES + 1)
+            data = await answer.read_up_to(_MAX_EVENT_BYTES + 1)
         if len(data) > _MAX_EVENT_BYTES:
             raise _Broken(f"a response exceeds {_MAX_EVENT_BYTES >> 20} MiB")
         try:

@@ -6,11 +6,10 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.scheduling.policies import Fcfs
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
-from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, drive, prompt_of
+from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_one_drains
 
 
@@ -69,7 +68,7 @@ def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
 
 @pytest.mark.law("8")
 def test_a_request_that_can_never_run_is_refused_and_holds_nothing(target: SchedulerTarget) -> None:
-    driver = drive(target, greedy("there", prompt_of(3), 2), policy=RecordingPolicy(Fcfs()))
+    driver = drive(target, greedy("there", prompt_of(3), 2))
     done = msgspec.structs.replace(greedy("done", prompt_of(3), 2), delivered=(1, 2))
     for spec in (greedy("there", prompt_of(3), 2), greedy("empty", [], 2), greedy("long", prompt_of(64), 2), done):
         with pytest.raises(BadRequest):

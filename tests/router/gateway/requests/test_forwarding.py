@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fd_core.router.gateway.requests.relaying import WorkerTimeouts
-from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.router.gateway.http1.workers import WorkerClient
+from fd_core.router.workers import WorkerState
 from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, events, eventually, in_loop, routed, turn
 
 
@@ -263,20 +263,21 @@ async def test_router_that_was_suspended_does_not_blame_workers() -> None:
 
 @in_loop
 async def test_slow_reader_does_not_count_against_the_worker() -> None:
-    timeouts = WorkerTimeouts()
-    worker = RouterWorker("http://a", "mixed", 1)
-    async with timeouts.stream(worker) as silence:
-        assert not timeouts.expire_streams(worker, 0.0), "the timer is not running"
-        silence.start()
-        assert not timeouts.expire_streams(worker, 10.0)
-        silence.stop()
-        assert not timeouts.expire_streams(worker, 0.0)
-    with pytest.raises(TimeoutError):
-        async with timeouts.stream(worker) as silence:
-            silence.start()
-            assert timeouts.expire_streams(RouterWorker("http://a", "mixed", 2), 0.0) == 1
-            await asyncio.sleep(10)
-    assert silence.expired and not timeouts.expire_streams(worker, 0.0)
+    client = WorkerClient(True, connect_seconds=1.0, read_seconds=60.0)
+    async with FakeWorker(usual="stops:1") as worker:
+        answer = await client.request("POST", worker.url, CHAT, {}, b"{}", forwards=True)
+        assert await answer.readany() and not answer.passes
+        waiting = asyncio.create_task(answer.readany())
+        await asyncio.sleep(0)
+        assert not client.expire_streams(worker.url, 0.0), "nothing was sent to the client"
+        answer.passes = True
+        assert not client.expire_first_bytes(worker.url) and not client.expire_streams(worker.url, 10.0)
+        assert not client.expire_streams("http://other", 0.0)
+        assert client.expire_streams(worker.url, 0.0) == 1
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert not client.expire_streams(worker.url, 0.0), "nothing is waited for"
+    client.close()
 
 
 @in_loop

@@ -30,6 +30,29 @@ inline char* packed_panel(const Linear& w, int vec) {
     return static_cast<char*>(w.data) + vec / kWeightVecs * packed_panel_bytes(w);
 }
 
+/// Hand the values of a column to `take(k, value)`: the product and the sum each rounded to float32 once, as
+/// `PackedTensor.to_float32` rounds them.
+template <class Take>
+void unpack_column(const Linear& w, int column, Take&& take) {
+    const int c = column % (kWeightVecs * kLanes), v = c / kLanes, step = step_bytes(w);
+    const char* group = packed_panel(w, column / kLanes);
+    auto number = [&](const char* p) {
+        return w.half ? half_to_float(reinterpret_cast<const uint16_t*>(p)[c]) : reinterpret_cast<const float*>(p)[c];
+    };
+    for (int k = 0; k < w.k; k += w.group, group += group_bytes(w)) {
+        // In double, in which both are exact: a fused multiply-add would not round the product.
+        const double scale = number(group), minimum = w.minima ? number(group + scales_bytes(w)) : 0.0;
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group + (w.minima ? 2 : 1) * scales_bytes(w));
+        bytes += w.type == Type::u4 ? 0 : v * kLanes * kDotK;
+        for (int i = 0; i < w.group && k + i < w.k; i++) {
+            const int stored = bytes[i / kDotK * step + byte_of(dot_parts(w), c % kLanes, i % kDotK)];
+            const int value = (w.type == Type::u4 ? stored >> 4 * v & 15 : stored) - w.offset;
+            const float product = float(value * scale);
+            take(k + i, w.minima ? float(product + minimum) : product);
+        }
+    }
+}
+
 /// A quantized row: the values, in bytes or words, then at these bytes a scale for each kActivationK values and, for each
 /// unit, what its integer sums start with (-offset times the sum of its values) and the sum of its values times their scale.
 struct QuantizedRow {
