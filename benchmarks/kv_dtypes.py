@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.native_step import BLOCK_SIZE, Case, random_model, shares, step_of
+from benchmarks.native_step import BLOCK_SIZE, PLAIN, Case, random_model, shares, step_of
 from fd_core.cli.bench.compare.machine import describe, load_average
 from fd_core.engine.llm import LLM
 from fd_core.ops.contract import KVCache, Ops
@@ -26,7 +26,7 @@ from fd_core.ops.native.pack import ProgramForward
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.types import SamplingParams
 
-CASES = (Case("context 256", 32, 1, 256), Case("context 2,048", 32, 1, 2048))
+CASES = (Case("context 256", 32, 1, 256), Case("context 2,048", 32, 1, 2048), Case("context 8,192", 8, 1, 8192))
 KV = ("auto", "int8")
 ROOT = Path(__file__).parents[1]
 PROMPT, ANSWER = 192, 64
@@ -54,7 +54,7 @@ def time_steps(threads: int, rounds: int) -> list[dict[str, Any]]:
     ops = load_native_ops("bfloat16", threads)
     if ops is None:
         raise SystemExit("the native kernels cannot be built here")
-    model = random_model(ops)
+    model = random_model(ops, PLAIN)
     results = []
     for case in CASES:
         blocks = case.rows * -(-case.context // BLOCK_SIZE) + 1

@@ -26,9 +26,8 @@ import torch
 
 from fd_core.cli.bench.compare.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
-from fd_core.models.families.spec import decoder_spec
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.registry import llama
+from fd_core.models.registry import describe as describe_model
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
@@ -94,16 +93,25 @@ def random_model(ops: Ops, form: str) -> DecoderModel:
                 heads,
                 linear((HIDDEN, HIDDEN)),
                 None,
+                None,
             ),
-            Mlp(norm, linear((INNER, HIDDEN), (INNER, HIDDEN), gated=True), linear((HIDDEN, INNER)), None),
+            Mlp(
+                norm,
+                linear((INNER, HIDDEN), (INNER, HIDDEN), gated=True),
+                linear((HIDDEN, INNER)),
+                None,
+                None,
+                gated=True,
+            ),
         )
         for _ in range(LAYERS)
     )
     table = ops.prepare_embedding(random_weight(rng, PLAIN, VOCABULARY, HIDDEN).expanded())
     head = ops.tied_head(table, random_weight(rng, form, VOCABULARY, HIDDEN))
-    decoder = Decoder(table, 1.0, layers, norm, head, "silu", None)
+    decoder = Decoder(table, 1.0, layers, norm, head, "silu", None, parallel=False)
     config = ModelConfig(
         {
+            "architectures": ["LlamaForCausalLM"],
             "hidden_size": HIDDEN,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
@@ -118,7 +126,7 @@ def random_model(ops: Ops, form: str) -> DecoderModel:
     )
     return DecoderModel(
         ops,
-        decoder_spec("LlamaForCausalLM", config, llama(config)),
+        describe_model(config),
         decoder,
         architecture="random",
         vocab_size=VOCABULARY,
@@ -205,12 +213,9 @@ def measured_rate(ops: NativeOps, form: str, rows: int, width: int, repeats: int
     x = torch.ones((rows, HIDDEN), dtype=ops.torch_dtype)
     best = 0.0
     for _ in range(5):
-        with ops._call(x) as call:
-            source = call.input(x, HIDDEN, ops.runtime.wide)
-            buffer, _ = call.output(x, width, ops.runtime.wide)
-            for _ in range(repeats):
-                call.add("linear", linear.handle, source, buffer)
-            start = time.perf_counter()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            ops.linear(x, linear)
         best = max(best, repeats * rows * HIDDEN * width / (time.perf_counter() - start))
     return best
 

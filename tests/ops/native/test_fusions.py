@@ -7,7 +7,7 @@ import pytest
 
 from fd_core.ops.contract import Ops
 from fd_core.runner.inputs.inputs import adapter_rows
-from fd_core.testing.models.arrays import Values
+from fd_core.testing.models.arrays import Values, raw
 from fd_core.testing.suite import test_attention
 from tests.ops.native.layers import Geometry, LayerOn
 from tests.ops.test_fusions import GEOMETRIES
@@ -28,6 +28,18 @@ def test_native_primitives_serve_the_composition(native, dtype):
     tolerance = 2e-5 if dtype == "float32" else 4e-2
     for fused, composed in zip(LayerOn(ops, geometry).run(ops), LayerOn(ops, geometry).run(Ops), strict=True):
         np.testing.assert_allclose(fused, composed, rtol=0, atol=tolerance * np.abs(composed).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_product_row_is_bitwise_equal_in_any_batch(native, dtype):
+    """Many rows are multiplied in another type, and long ones in parts, but in the same order."""
+    ops, values = native(dtype, 2), Values(8)
+    weight = ops.prepare_linear([raw(values(100, 1101))])
+    x = ops.from_host(values(71, 1101))
+    together = ops.to_host(ops.linear(x, weight)).copy()
+    for count in (1, 5, 23, 24, 40):
+        pieces = [ops.to_host(ops.linear(x[i : i + count].contiguous(), weight)) for i in range(0, 71, count)]
+        np.testing.assert_array_equal(np.concatenate(pieces), together)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

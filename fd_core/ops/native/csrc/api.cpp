@@ -45,7 +45,7 @@ void pack_values(Linear& w, int part, int first_column, const int8_t* values, co
             if (minima) std::memcpy(panel + scales_bytes(w) + c * item, minima + from, item);
             uint8_t* bytes = reinterpret_cast<uint8_t*>(panel + (w.minima ? 2 : 1) * scales_bytes(w));
             for (int i = 0; i < w.group && k + i < w.k; i++) {
-                const int value = values[size_t(r) * w.k + k + i] + w.offset, place = c % kLanes * kDotK + i % kDotK;
+                const int value = values[size_t(r) * w.k + k + i] + w.offset, place = byte_of(dot_parts(w), c % kLanes, i % kDotK);
                 uint8_t* to = bytes + i / kDotK * step + place;
                 if (w.type == Type::u4)
                     *to |= uint8_t((value & 15) << 4 * v);

@@ -54,7 +54,7 @@ struct SplitCall {
 
 // Sums of 32 bits run through; others have to be taken out before they saturate.
 constexpr bool kSumsLast = sizeof(Dot<8>) == sizeof(I);
-constexpr int kSplitVecs = kWeightVecs, kSplitRows = kDotRows<8> == 6 ? 6 : 1;
+constexpr int kSplitVecs = kWeightVecs, kSplitRows = kSumsLast && kLanes == 16 ? 6 : 1;
 
 template <int R, int N>
 [[gnu::flatten]] void split_tile(const SplitCall& call) {

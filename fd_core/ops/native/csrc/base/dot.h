@@ -4,6 +4,8 @@
 // best way that the instruction set has; every way gives the same integers.
 #pragma once
 
+#include <type_traits>
+
 #include "base/simd.h"
 
 namespace fd {
@@ -144,6 +146,11 @@ struct Dot {
 /// Rows that a tile computes at once.
 template <int Bits>
 constexpr int kDotRows = kLanes == 16 ? 6 : 3;
+template <int Bits>
+using LinearDot = Dot<Bits>;
+/// Parts of a step that are multiplied one after the other, each with activations of so many bytes.
+template <int Bits>
+constexpr int kDotParts = 1;
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -154,11 +161,15 @@ inline I multiply_pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
 inline I add_pairs(I a, I b) { return _mm512_add_epi16(a, b); }
 inline I widen_pairs(I x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
 inline I times16(I x) { return _mm512_slli_epi32(x, 4); }
+inline I load_words(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline I multiply_words(I w, I x) { return _mm512_madd_epi16(w, x); }
 #else
 inline I multiply_pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
 inline I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
 inline I widen_pairs(I x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 inline I times16(I x) { return _mm256_slli_epi32(x, 4); }
+inline I load_words(const uint8_t* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline I multiply_words(I w, I x) { return _mm256_madd_epi16(w, x); }
 #endif
 
 template <int Bits>
@@ -188,7 +199,24 @@ struct Dot {
     }
 };
 template <int Bits>
-constexpr int kDotRows = kLanes == 8 && Bits == 8 ? 3 : 4;
+constexpr int kDotRows = Bits == 8 ? 6 : 4;
+
+/// Bytes multiplied as words: as many instructions as nibbles take, but half the sums, and nothing to take out of them.
+struct WordDot {
+    using Weights = I;
+    static Weights load(const uint8_t* b) { return load_words(b); }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) {
+        sum = iadd(sum, multiply_words(w, x));
+        asm("" : "+v"(sum));
+    }
+    I total(int) const { return sum; }
+};
+template <int Bits>
+using LinearDot = std::conditional_t<Bits == 8, WordDot, Dot<Bits>>;
+template <int Bits>
+constexpr int kDotParts = Bits == 8 ? 2 : 1;
 
 #else
 
@@ -209,6 +237,10 @@ struct Dot {
 };
 template <int Bits>
 constexpr int kDotRows = 2;
+template <int Bits>
+using LinearDot = Dot<Bits>;
+template <int Bits>
+constexpr int kDotParts = 1;
 
 #endif
 
@@ -235,15 +267,26 @@ inline const char* dot_name() {
 template <int Bits>
 constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) * Bits / 8;
 
-/// The columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
+/// Byte of element k of a column in a vector of a step: each part has its elements of all columns side by side.
+constexpr int byte_of(int parts, int column, int k) {
+    const int width = kDotK / parts;
+    return k / width * width * kLanes + column * width + k % width;
+}
+
+/// A part of the columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
 template <int Bits>
-void load_columns(const uint8_t* b, typename Dot<Bits>::Weights (&w)[kWeightVecs]) {
+void load_columns(const uint8_t* b, int part, typename LinearDot<Bits>::Weights (&w)[kWeightVecs]) {
     if constexpr (Bits == 4) {
         const I x = iload(b);
-        w[0] = Dot<Bits>::prepare(low_nibbles(x));
-        w[1] = Dot<Bits>::prepare(high_nibbles(x));
+        w[0] = Dot<4>::prepare(low_nibbles(x));
+        w[1] = Dot<4>::prepare(high_nibbles(x));
     } else {
-        for (int v = 0; v < kWeightVecs; v++) w[v] = Dot<Bits>::prepare(iload(b + v * sizeof(I)));
+        for (int v = 0; v < kWeightVecs; v++, b += sizeof(I)) {
+            if constexpr (kDotParts<Bits> == 1)
+                w[v] = LinearDot<Bits>::prepare(iload(b));
+            else
+                w[v] = LinearDot<Bits>::load(b + part * sizeof(I) / 2);
+        }
     }
 }
 

@@ -1,12 +1,13 @@
 #include "base/tile.h"
 
 #include <array>
+#include <type_traits>
 
 namespace fd {
 namespace {
 
-template <class E, int R, int N>
-[[gnu::flatten]] void vector_tile(const TileCall<E>& call) {
+template <class E, class A, int R, int N>
+[[gnu::flatten]] void vector_tile(const TileCall<E, A>& call) {
     using P = Product<E>;
     V acc[R * N];
     auto place = [c = call.c, stride = call.c_stride](int i) { return c + i / N * stride + i % N * kLanes; };
@@ -15,34 +16,51 @@ template <class E, int R, int N>
     else
         unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
 
-    const E *a = call.a, *b = call.b;
+    const A* a = call.a;
+    const E* b = call.b;
     const char* ahead = call.ahead;
     const size_t a_stride = call.a_stride, b_step = call.b_step;
     const int ahead_lines = call.ahead_lines, ahead_steps = call.ahead_steps;
     for (int k = 0; k < call.steps; k++, a += P::kStep, b += b_step) {
         if (k < ahead_steps)
             for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
-        typename P::Operand columns[N];
-        unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
-        unroll<R>([&](int r) {
-            const typename P::Operand x = P::broadcast(a + r * a_stride);
-            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
-        });
+        if constexpr (std::is_same_v<E, A>) {
+            typename P::Operand columns[N];
+            unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
+            unroll<R>([&](int r) {
+                const typename P::Operand x = P::broadcast(a + r * a_stride);
+                unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
+            });
+        } else {
+            // One half of the pairs after the other: both take more registers than there are.
+            auto multiply = [&](auto half, int i) {
+                V columns[N];
+                unroll<N>([&](int v) { columns[v] = pinned(half(P::load(b + v * kLanes * P::kStep))); });
+                unroll<R>([&](int r) {
+                    const V x = vset(a[r * a_stride + i]);
+                    unroll<N>([&](int v) {
+                        acc[r * N + v] = pinned(vfma(x, columns[v], acc[r * N + v]));
+                    });
+                });
+            };
+            multiply([](auto pairs) { return P::low(pairs); }, 0);
+            multiply([](auto pairs) { return P::high(pairs); }, 1);
+        }
     }
     unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });
 }
 
-template <class E, size_t... I>
+template <class E, class A, size_t... I>
 constexpr auto kernel_table(std::index_sequence<I...>) {
     constexpr int N = TileShape<E>::kVecs;
-    return std::array<void (*)(const TileCall<E>&), sizeof...(I)>{vector_tile<E, I / N + 1, I % N + 1>...};
+    return std::array<void (*)(const TileCall<E, A>&), sizeof...(I)>{vector_tile<E, A, I / N + 1, I % N + 1>...};
 }
 
-template <class E>
-void dispatch(int rows, int vecs, const TileCall<E>& call) {
-    using S = TileShape<E>;
-    static constexpr auto table = kernel_table<E>(std::make_index_sequence<S::kRows * S::kVecs>{});
-    table[(rows - 1) * S::kVecs + vecs - 1](call);
+template <class E, class A>
+void dispatch(int rows, int vecs, const TileCall<E, A>& call) {
+    constexpr int N = TileShape<E>::kVecs;
+    static constexpr auto table = kernel_table<E, A>(std::make_index_sequence<TileShape<A>::kRows * N>{});
+    table[(rows - 1) * N + vecs - 1](call);
 }
 
 #if defined(FD_AMX)
@@ -110,6 +128,12 @@ template <>
 void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
     dispatch(rows, vecs, call);
 }
+#if defined(FD_WIDE_ROWS)
+template <>
+void tile<bf16, float>(int rows, int vecs, const TileCall<bf16, float>& call) {
+    dispatch(rows, vecs, call);
+}
+#endif
 #endif
 
 }  // namespace fd

@@ -62,9 +62,25 @@ struct TileShape<bf16> {
 };
 #endif
 
+/// Type of the rows that linear layers multiply with weights of E: float where bf16 is widened to be multiplied, which is
+/// done once for all columns then.
 template <class E>
+struct RowOf {
+    using type = E;
+};
+#if (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))) && !defined(__AVX512BF16__) && !defined(FD_AMX)
+#define FD_WIDE_ROWS 1
+template <>
+struct RowOf<bf16> {
+    using type = float;
+};
+#endif
+template <class E>
+using Row = typename RowOf<E>::type;
+
+template <class E, class A = E>
 struct TileCall {
-    const E* a;
+    const A* a;
     size_t a_stride;  // elements
     const E* b;
     size_t b_step;  // elements from one k step to the next
@@ -77,9 +93,9 @@ struct TileCall {
     int ahead_steps = 1 << 30;    // of the first k steps
 };
 
-/// Compute one block; 1 <= rows <= kRows, 1 <= vecs <= kVecs. C has kRows rows where the shape has row slack.
-template <class E>
-void tile(int rows, int vecs, const TileCall<E>& call);
+/// Compute one block; 1 <= rows <= kRows of A, 1 <= vecs <= kVecs. C has kRows rows where the shape has row slack.
+template <class E, class A = E>
+void tile(int rows, int vecs, const TileCall<E, A>& call);
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "base/memory.h"
@@ -90,31 +91,49 @@ inline Range column_share(const Linear& w, int thread, int threads) {
     return {r.begin * unit, r.end * unit};
 }
 
+/// Rows as they are multiplied: in place, or widened in this thread's memory, a multiple of kLanes apart.
+template <class E>
+const Row<E>* multiplied(const E* x, size_t stride, int rows, int k) {
+    if constexpr (std::is_same_v<E, Row<E>>) {
+        return x;
+    } else {
+        thread_local std::vector<float> widened;
+        const int width = round_up(k, kLanes);
+        if (widened.size() < size_t(rows) * width) widened.resize(size_t(rows) * width);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < width; i += kLanes) vstore(widened.data() + r * width + i, vload(x + r * stride + i));
+        return widened.data();
+    }
+}
+
 /// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
 ///
 /// `epilogue(block)` takes each block when it is computed. Each panel is read once for a group of rows, and while it is
 /// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are.
 template <class E, class Epilogue>
 void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
-    using S = TileShape<E>;
+    using A = Row<E>;
+    using S = TileShape<A>;
+    static_assert(S::kVecs == TileShape<E>::kVecs, "a panel is as wide as a tile");
     constexpr int kColumns = S::kVecs * kLanes;
     alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
     const int steps = w.padded_k / Product<E>::kStep;
-    const int row_bytes = w.padded_k * int(sizeof(E));
+    const int row_bytes = w.padded_k * int(sizeof(A));
     const int groups = int((size_t(rows) * row_bytes + kGroupBytes - 1) / kGroupBytes);
 
     for (int g = 0; g < groups; g++) {
         const Range group = share(rows, g, groups);
         const int blocks = (group.end - group.begin + S::kRows - 1) / S::kRows;
+        const A* const a = multiplied(x + group.begin * x_stride, x_stride, group.end - group.begin, w.padded_k);
         for (int vec = vecs.begin; vec < vecs.end;) {
             const Panel<E> panel(w, vec);
             const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
             const int next = vec + count;
-            TileCall<E> call{};
+            TileCall<E, A> call{};
             call.b = panel.b;
             call.b_step = panel.step();
             call.steps = steps;
-            call.a_stride = x_stride;
+            call.a_stride = std::is_same_v<E, A> ? x_stride : round_up(w.padded_k, kLanes);
             call.c = c;
             call.c_stride = kColumns;
             // What follows is the next panel, the first one again for the next rows, or another operation's.
@@ -126,12 +145,12 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
             const char* ahead = following.data;
             call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
             for (int i = 0; i < blocks; i++) {
-                const Range r = row_block<E>(group.end - group.begin, i, blocks);
+                const Range r = row_block<A>(group.end - group.begin, i, blocks);
                 const int first = group.begin + r.begin;
-                call.a = x + first * x_stride;
+                call.a = a + r.begin * call.a_stride;
                 call.ahead = ahead;
                 ahead += size_t(call.ahead_lines) * steps * kCacheLine;
-                tile<E>(r.end - r.begin, count, call);
+                tile<E, A>(r.end - r.begin, count, call);
                 epilogue(Block{first, r.end - r.begin, vec, count, c, kColumns});
             }
             vec = next;

@@ -36,7 +36,7 @@ void tile_of(const Linear& w, const PackedCall& call) {
         const uint8_t* group = b;
         b += (w.minima ? 2 : 1) * scales_bytes(w);
         for (int u = 0; u < units; u++) {
-            Dot<Bits> dot[R][N];
+            LinearDot<Bits> dot[R][N];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int start;
@@ -47,14 +47,17 @@ void tile_of(const Linear& w, const PackedCall& call) {
             for (int i = 0; i < rounds; i++) {
                 for (int j = 0; j < call.ahead_lines; j++, ahead += kCacheLine) prefetch(ahead);
 #pragma GCC unroll 4
-                for (int s = 0; s < kTogether; s++, b += kStepBytes<Bits>, a += kDotK) {
-                    typename Dot<Bits>::Weights columns[N];
-                    load_columns<Bits>(b, columns);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) {
-                        const I x = ibroadcast(a + r * call.stride);
+                for (int s = 0; s < kTogether; s++, b += kStepBytes<Bits>) {
 #pragma GCC unroll 2
-                        for (int v = 0; v < N; v++) dot[r][v].add(columns[v], x);
+                    for (int part = 0; part < kDotParts<Bits>; part++, a += kDotK) {
+                        typename LinearDot<Bits>::Weights columns[N];
+                        load_columns<Bits>(b, part, columns);
+#pragma GCC unroll 8
+                        for (int r = 0; r < R; r++) {
+                            const I x = ibroadcast(a + r * call.stride);
+#pragma GCC unroll 2
+                            for (int v = 0; v < N; v++) dot[r][v].add(columns[v], x);
+                        }
                     }
                 }
             }

@@ -18,6 +18,7 @@ namespace fd {
 
 /// k that one integer sum runs over.
 inline int unit_of(const Linear& w) { return std::min(w.group, kActivationK); }
+inline int dot_parts(const Linear& w) { return w.type == Type::u4 ? kDotParts<4> : kDotParts<8>; }
 inline int step_bytes(const Linear& w) { return w.type == Type::u4 ? kStepBytes<4> : kStepBytes<8>; }
 /// Bytes of the scales of a group, or of its minima.
 inline size_t scales_bytes(const Linear& w) { return kWeightVecs * kLanes * (w.half ? sizeof(uint16_t) : sizeof(float)); }
@@ -42,9 +43,9 @@ void unpack_column(const Linear& w, int column, Take&& take) {
         // In double, in which both are exact: a fused multiply-add would not round the product.
         const double scale = number(group), minimum = w.minima ? number(group + scales_bytes(w)) : 0.0;
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group + (w.minima ? 2 : 1) * scales_bytes(w));
-        bytes += c % kLanes * kDotK + (w.type == Type::u4 ? 0 : v * kLanes * kDotK);
+        bytes += w.type == Type::u4 ? 0 : v * kLanes * kDotK;
         for (int i = 0; i < w.group && k + i < w.k; i++) {
-            const int stored = bytes[i / kDotK * step + i % kDotK];
+            const int stored = bytes[i / kDotK * step + byte_of(dot_parts(w), c % kLanes, i % kDotK)];
             const int value = (w.type == Type::u4 ? stored >> 4 * v & 15 : stored) - w.offset;
             const float product = float(value * scale);
             take(k + i, w.minima ? float(product + minimum) : product);
@@ -52,14 +53,14 @@ void unpack_column(const Linear& w, int column, Take&& take) {
     }
 }
 
-/// A quantized row: the values, then at these bytes a scale for each kActivationK values and, for each unit, what its
-/// integer sums start with (-offset times the sum of its values) and the sum of its values times their scale.
+/// A quantized row: the values, in bytes or words, then at these bytes a scale for each kActivationK values and, for each
+/// unit, what its integer sums start with (-offset times the sum of its values) and the sum of its values times their scale.
 struct QuantizedRow {
     int scale, start, sum, bytes;
 
     explicit QuantizedRow(const Linear& w) {
         const int units = w.padded_k / unit_of(w);
-        scale = w.padded_k;
+        scale = w.padded_k * dot_parts(w);
         start = scale + w.padded_k / kActivationK * int(sizeof(float));
         sum = start + units * int(sizeof(int32_t));
         bytes = sum + units * int(sizeof(float));
@@ -73,17 +74,21 @@ template <class Load>
 void quantize_row(const Linear& w, char* row, Load&& load) {
     const QuantizedRow at(w);
     const int unit = unit_of(w);
-    int8_t* q = reinterpret_cast<int8_t*>(row);
     float* scales = reinterpret_cast<float*>(row + at.scale);
     int32_t* starts = reinterpret_cast<int32_t*>(row + at.start);
     float* sums = reinterpret_cast<float*>(row + at.sum);
-    for (int k = 0; k < w.padded_k; k += kActivationK, q += kActivationK) {
+    for (int k = 0; k < w.padded_k; k += kActivationK) {
+        alignas(64) int8_t q[kActivationK];
         alignas(64) float x[kActivationK] = {};
         load(k, std::min(kActivationK, w.k - k), x);
         const float largest = largest_magnitude(x);
         const float by = largest > 1e-30f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
         *scales++ = scale;
         for (int i = 0; i < kActivationK; i += kLanes) store_rounded(q + i, vload(x + i) * vset(by));
+        if (dot_parts(w) == 1)
+            std::memcpy(row + k, q, sizeof q);
+        else
+            std::copy_n(q, kActivationK, reinterpret_cast<int16_t*>(row) + k);
         int32_t half[2];
         sum_halves(q, half);
         if (unit == kActivationK) half[0] += half[1];
