@@ -5,11 +5,11 @@
     python -m benchmarks.parallel sums
     python -m benchmarks.parallel plans [--ranks 8]
 
-`steps` runs the shapes of `fd_core/cli/bench/compare/workloads.py` on random prompts, all requests of one at once, through
-the client that a server uses. All ways are loaded at the same time and take turns; those that wait cost only memory.
-The model `1b` has random weights, which `benchmarks/random_gguf.py` writes. `sums` compares sums over shared memory and
-over gloo, inside a fusion and from Python, with gloo's own. `plans` measures what rank 0 adds to a step of the null
-backend before it computes, and until all ranks have answered.
+`steps` runs the shapes of `fd_core/cli/bench/compare/workloads.py` on random prompts, all requests of one at once,
+through the client that a server uses. All ways are loaded at the same time and take turns; those that wait cost only
+memory. The model `1b` has random weights, which `benchmarks/random_gguf.py` writes. `sums` compares sums over shared
+memory and over gloo, inside a fusion and from Python, with gloo's own. `plans` measures what rank 0 adds to a step of
+the null backend before it computes, and until all ranks have answered.
 """
 
 from __future__ import annotations
