@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
@@ -170,7 +171,8 @@ class Candidates(Sequence[Candidate]):
         return self._whole
 
 
-class RoutingContext(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingContext:
     """Input of a policy: one request, and the workers that could take it."""
 
     candidates: Candidates

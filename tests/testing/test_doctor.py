@@ -114,7 +114,8 @@ def test_operation_is_examined_in_cases_of_the_kit(monkeypatch):
 def test_every_operation_of_the_kit_has_cases_in_the_doctor():
     modules = (layers, pools, products, routing, sampling)
     found = {part.name for module in modules for part in vars(module).values() if isinstance(part, parts.Part)}
-    assert found - {"pool", "table"} == {check.part.name for check in PART_CHECKS}
+    # These need large memory, or are the operations of other parts.
+    assert found - {"pool", "table", "elements"} == {check.part.name for check in PART_CHECKS}
 
 
 class OnDevice(np.ndarray):

@@ -60,7 +60,7 @@ def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     named = {"k": 4, "depth": 1, "text": "constant"}
     arguments = {key: value for key, value in named.items() if key in inspect.signature(test).parameters}
     runs = [{"case": case} for case in CASES] if noticed_by == "test_case" else [arguments]
-    with pytest.raises((AssertionError, SlotError)):
+    with pytest.raises((AssertionError, SlotError, OverflowError)):
         for given in runs:
             test(**given)
 

@@ -139,7 +139,7 @@ class HostileWorld(World):
         self.log_event(
             f"{spec.request_id} sends {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r} {adapter}"
         )
-        super().ask(spec, dataclasses.replace(submitted, salt=salt, model=adapter or None), client)
+        super().ask(spec, msgspec.structs.replace(submitted, salt=salt, model=adapter or None), client)
 
     def leave(self, request_id: str) -> None:
         self.log_event(f"{request_id} disconnects")
