@@ -428,7 +428,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def speed(session: nox.Session) -> None:
-    """Compare HEAD with a commit on this machine: `-- REV`; fails if it is more than 5 % slower, takes half an hour."""
+    """Compare HEAD with a commit on this machine: `-- REV`; fails unless it is at most 5 % slower; half an hour."""
     if not session.posargs:
         session.error("name a commit: nox -s speed -- REV")
     revision, *options = session.posargs
@@ -444,5 +444,5 @@ def speed(session: nox.Session) -> None:
         session.run(str(python), "-m", "pip", "install", "--quiet", f"{home / 'tree'}[cpu]", external=True)
         session.run("git", "worktree", "remove", "--force", str(home / "tree"), external=True)
         (home / "complete").touch()
-    # Status 2: the rounds did not decide, which the last line reports.
-    session.run("python", "benchmarks/speed.py", "--before", str(python), *options, success_codes=[0, 2])
+    # A comparison that the rounds do not decide has not passed; the last line names it.
+    session.run("python", "benchmarks/speed.py", "--before", str(python), *options)

@@ -118,7 +118,7 @@ def main() -> int:
         for name in (NOW, BEFORE):
             session = places.start(ENGINES[name], prepared, limits, console, failures)
             if session is None:
-                return 2
+                raise SystemExit(f"{failures}")
             stack.callback(session.close)
             started.append(session)
         probe = machine.BandwidthProbe(options.threads)
