@@ -15,7 +15,7 @@ from fd_core.cli.bench.compare.weights import PeerWeights
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """RunLimits of a run: threads, concurrent requests, tokens of the longest sequence.
+    """Limits of a run: threads, concurrent requests, tokens of the longest sequence.
 
     `settings` are passed to the engine's own constructor by the adapters that take any; servers ignore them.
     """
@@ -47,7 +47,7 @@ class ComparedEngine:
     adapter: str | None = None
     server: PeerServer | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the adapter's `ComparedEngine`."""
+    """Further keyword arguments of the adapter's library."""
     weights: Callable[[PeerWeights], Path] = attrgetter("folder")
     """Path of the checkpoint format that it reads."""
 
