@@ -396,18 +396,20 @@ class GenerationResponse(Response):
             return
         response_format, job = self._format, self._format.job
         headers = {"content-type": response_format.stream_type, **_STREAM_HEADERS, **self._extra}
-        started, starting, preparing = False, asyncio.Lock(), asyncio.Lock()
+        started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
 
         async def emit(data: bytes, *, last: bool = False) -> None:
-            """Send whole events, the head of the answer before the first; waits while the client reads too slowly."""
+            """Send whole events, the head of the answer before the first; waits while the client reads too slowly.
+
+            Choices continue one after the other then: all at once they would hold the event loop.
+            """
             nonlocal started
-            if not started:
-                async with starting:
-                    if not started:
-                        head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-                        await send({"type": "http.response.start", "status": 200, "headers": head})
-                        started = True
-            await send({"type": "http.response.body", "body": data, "more_body": not last})
+            async with sending:
+                if not started:
+                    started = True
+                    head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
 
         async def follow(choice: ChoiceStream) -> None:
             usage: responses.Usage | None = None
