@@ -32,7 +32,7 @@ LIMIT = 1.05
 """Time of this commit over that of the other one, above which it fails."""
 CONFIDENCE = 0.95
 LOOKS = (8, 12, 16, 24, 32)
-"""Rounds after which the interval is looked at; the last one decides or says that it does not."""
+"""Rounds after which the interval is checked; after the last one a comparison is decided or fails."""
 NOW, BEFORE = "fd_core", "fd_core-before"
 WORKLOADS = ("w1", "w2", "w3")
 PLANNING = {

@@ -154,7 +154,7 @@ class Scenario:
                 before = after
 
     def _update(self, engine: Engine, former: str) -> None:
-        """Replace the weights by those of the model, in its folder or, if requests come again, in another one."""
+        """Replace the weights by equal ones, from the same folder or, if requests are repeated, from another."""
         failures: list[FdError | None] = []
         folder = self.target.checkpoint(self.judge.case if self.events.again else former)
         if folder is not None and not self.events.again:

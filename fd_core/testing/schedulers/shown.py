@@ -107,7 +107,7 @@ class PolicyAuditor:
                 self._placed[shown.arrival] = shown
             return
         events.append(name)
-        what = f"{request.name} used {right.num_tokens} tokens; the policy was told {used}"
+        what = f"{request.name} used {right.num_tokens} tokens, but the policy got {used}"
         require(used in (None, right.num_tokens), "8", what)
         if name == "admitted":
             placed = self._placed.get(shown.arrival)

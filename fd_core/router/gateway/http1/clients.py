@@ -34,8 +34,6 @@ class WholeAnswer:
     status: int
     body: bytes = b""
     headers: Headers = field(default_factory=CIMultiDict)
-    sent: bool = False
-    """True if it was streamed already, so that only its status counts."""
 
 
 def json_answer(value: Any, status: int = 200) -> WholeAnswer:
