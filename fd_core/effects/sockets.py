@@ -9,19 +9,12 @@ would be a second transport for the same purpose. It would save little of a step
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Final
-
 import zmq
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 Endpoint = tuple[str, bool]
 """Address that a socket binds or connects to, and True if it is IPv6: for `Socket.ipv6`."""
-
-_BATCH: Final = 64
-"""Messages per batch, so that other sockets and other work of the thread do not wait long."""
 
 
 def open_socket(context: Context, kind: int) -> Socket:
@@ -36,12 +29,3 @@ def tcp_endpoint(address: str, port: int | str) -> Endpoint:
     """Return the endpoint of a numeric address, `*` for any port."""
     six = ":" in address
     return (f"tcp://[{address}]:{port}" if six else f"tcp://{address}:{port}"), six
-
-
-def arrived(source: Socket) -> Iterator[list[zmq.Frame]]:
-    """Yield messages that arrived, in batches, as long as `source` is open."""
-    with contextlib.suppress(zmq.Again):
-        for _ in range(_BATCH):
-            if source.closed:
-                return
-            yield source.recv_multipart(zmq.NOBLOCK, copy=False)

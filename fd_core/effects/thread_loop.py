@@ -1,4 +1,4 @@
-"""A thread that runs jobs in FIFO order, reads sockets, and does incremental work in between."""
+"""A thread that runs jobs in FIFO order, handles messages, and does incremental work in between."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import zmq
@@ -15,14 +16,19 @@ import zmq
 Job = Callable[[], object]
 _Result = TypeVar("_Result")
 
+Handler = Callable[[list[zmq.Frame]], object]
+
 _LONGEST_SLEEP: Final = 60.0
 """Seconds."""
+_BATCH: Final = 64
+"""Messages of a socket per round, so that other sockets and other work of the thread do not wait long."""
 
 
 class ThreadLoop:
     """A daemon thread with jobs and ZeroMQ sockets. Posting never blocks; an exception is logged and ends only its job.
 
-    A job that is stuck does not keep the process alive.
+    A message is handled after the jobs that were posted before it was sent: what the owner of the thread changed before
+    it answered somebody holds for whatever that peer sends next. A job that is stuck does not keep the process alive.
     """
 
     def __init__(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None) -> None:
@@ -36,7 +42,7 @@ class ThreadLoop:
         self._wake_pending = True  # no wake-up needed before the thread runs
         self._wake_writer: socket.socket | None = None
         self._poller = zmq.Poller()
-        self._readers: dict[Any, Job] = {}
+        self._handlers: dict[Any, Handler] = {}
 
     def start(self) -> None:
         """Start the thread; jobs that were posted before are done first."""
@@ -63,15 +69,15 @@ class ThreadLoop:
             self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
-    def watch(self, source: zmq.Socket[bytes], read: Job) -> None:
-        """Register `read` to be called whenever there is something to read. On the thread, or before it starts."""
+    def watch(self, source: zmq.Socket[bytes], handle: Handler) -> None:
+        """Register `handle` to be called with the frames of each message. On the thread, or before it starts."""
         self._poller.register(source, zmq.POLLIN)
-        self._readers[source] = read
+        self._handlers[source] = handle
 
     def forget(self, source: zmq.Socket[bytes]) -> None:
-        """Unregister a socket. On the thread."""
+        """Unregister a socket, whose messages are not handled any more. On the thread."""
         self._poller.unregister(source)
-        del self._readers[source]
+        del self._handlers[source]
 
     def run_one(self) -> bool:
         """Run the oldest job on the caller's thread, if there is one; for tests, with a loop that was not started."""
@@ -98,17 +104,14 @@ class ThreadLoop:
             while True:
                 # Rounded up: a thread that wakes early would spin until then.
                 for source, _ in self._poller.poll(math.ceil(min(seconds, _LONGEST_SLEEP) * 1000)):
-                    # One reader may have closed another's socket.
-                    if (read := self._readers.get(source)) is not None:
-                        self._do(read)
+                    self._do(partial(self._handle, source))
                 with self._lock:
                     if self._wake_pending:
                         self._wake_pending = False
                         with contextlib.suppress(BlockingIOError):
                             wake_reader.recv(16)
-                    count, stopping = len(self._jobs), self._stopping
-                for _ in range(count):
-                    self._do(self._jobs.popleft())
+                    stopping = self._stopping
+                self._run_posted()
                 if stopping:
                     return
                 seconds = _LONGEST_SLEEP
@@ -124,6 +127,24 @@ class ThreadLoop:
                 self._wake_writer = None
             wake_writer.close()
             wake_reader.close()
+
+    def _handle(self, source: Any) -> None:
+        """Handle the messages of a socket that arrived, as long as no handler or job forgets it."""
+        for _ in range(_BATCH):
+            if source not in self._handlers:
+                return
+            try:
+                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._run_posted()
+            if (handle := self._handlers.get(source)) is not None:
+                self._do(partial(handle, frames))
+
+    def _run_posted(self) -> None:
+        """Run the jobs that are posted by now, but not those that they post."""
+        for _ in range(len(self._jobs)):
+            self._do(self._jobs.popleft())
 
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:

@@ -1,4 +1,4 @@
-"""Thread loop: jobs in FIFO order, turns when due, sockets polled, and an orderly stop."""
+"""Thread loop: jobs in FIFO order, turns when due, messages after earlier jobs, and an orderly stop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -93,30 +95,88 @@ def test_finished_job_keeps_no_references() -> None:
     assert loop.join(10)
 
 
-def test_watched_socket_is_read_until_unwatched() -> None:
+@contextmanager
+def sockets() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     context = zmq.Context()
     try:
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         port = here.bind_to_random_port("tcp://127.0.0.1")
         there.connect(f"tcp://127.0.0.1:{port}")
+        yield here, there
+        there.close(0)
+    finally:
+        context.term()
+
+
+def test_messages_of_watched_socket_are_handled() -> None:
+    with sockets() as (here, there):
         received: list[bytes] = []
         arrived = threading.Event()
 
-        def read() -> None:
-            received.append(here.recv())
+        def handle(frames: list[zmq.Frame]) -> None:
+            received.append(frames[0].bytes)
             arrived.set()
 
         loop = ThreadLoop("fdcore-test", end=lambda: (loop.forget(here), here.close(0)))
-        loop.watch(here, read)
+        loop.watch(here, handle)
         loop.start()
         there.send(b"word")
         assert arrived.wait(10)
         loop.stop()
         assert loop.join(10)
         assert received == [b"word"]
-        there.close(0)
-    finally:
-        context.term()
+
+
+@pytest.mark.parametrize("busy", ["job", "handler"])
+def test_message_is_handled_after_jobs_posted_before_it_was_sent(busy: str) -> None:
+    done: list[str] = []
+    started, go_on, handled = threading.Event(), threading.Event(), threading.Event()
+
+    def handle(frames: list[zmq.Frame]) -> None:
+        done.append(frames[0].bytes.decode())
+        if done == ["first"] and busy == "handler":
+            started.set()
+            go_on.wait(10)
+        if done[-1] == "last":
+            handled.set()
+
+    with sockets() as (here, there):
+        loop = ThreadLoop("fdcore-test", end=lambda: (loop.forget(here), here.close(0)))
+        loop.watch(here, handle)
+        loop.start()
+        if busy == "job":
+            loop.post(lambda: (started.set(), go_on.wait(10)))
+        else:
+            there.send(b"first")
+        assert started.wait(10)
+        loop.post(lambda: done.append("posted"))
+        there.send(b"last")
+        time.sleep(0.05)  # for the message to arrive, else a loop that handles it too early may pass
+        go_on.set()
+        assert handled.wait(10)
+        loop.stop()
+        assert loop.join(10)
+    assert done[-2:] == ["posted", "last"]
+
+
+def test_messages_of_forgotten_socket_are_not_handled() -> None:
+    received: list[bytes] = []
+
+    def handle(frames: list[zmq.Frame]) -> None:
+        received.append(frames[0].bytes)
+        loop.forget(here)
+        here.close(0)
+        loop.stop()
+
+    with sockets() as (here, there):
+        loop = ThreadLoop("fdcore-test")
+        for word in (b"one", b"two", b"three"):
+            there.send(word)
+        assert here.poll(10_000)
+        loop.watch(here, handle)
+        loop.start()
+        assert loop.join(10)
+    assert received == [b"one"]
 
 
 def test_unstarted_loop_runs_single_jobs_on_request() -> None:

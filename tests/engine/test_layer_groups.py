@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from fd_core.errors import ConfigError
 from fd_core.models.families.builtin.llama import Llama4
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.models.checkpoints import SIZES, write_checkpoint, write_config
-from fd_core.testing.models.texts import run
+from fd_core.testing.models.texts import Texts, run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 
@@ -175,6 +176,14 @@ def test_request_holds_no_block_outside_its_windows(model: tuple[Path, LayerGrou
         assert max(held) <= groups.blocks(150, 4) + chunk
 
 
+def wait_until_stored(engine: Engine, seconds: float = 20) -> None:
+    """Wait until the KV of preempted requests is where their return looks for it."""
+    deadline = time.monotonic() + seconds
+    while (kv := engine.stats().kv) is not None and (kv.open_operations or kv.pending_write_bytes):
+        assert time.monotonic() < deadline, f"still open: {kv}"
+        time.sleep(0.001)
+
+
 @pytest.mark.law("5.2")
 @pytest.mark.parametrize("where", ["host tier", "store"])
 def test_preempted_requests_go_on_from_saved_windows(
@@ -184,7 +193,13 @@ def test_preempted_requests_go_on_from_saved_windows(
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets} if where == "store" else {}
     with engine_of(folder, num_kv_blocks=groups.blocks(160, 4) + 1, max_num_seqs=6, **store) as engine:
         engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        assert run(engine, SPECS).tokens == golden(folder)
+        texts = Texts()
+        for spec in SPECS:
+            texts.take(engine.submit(spec))
+        while engine.has_work:
+            texts.take(engine.step())
+            wait_until_stored(engine)
+        assert texts.tokens == golden(folder)
         counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
         assert counters.preemptions and offload.saved_tokens
         assert offload.loaded_tokens or (where == "store" and not groups.whole)

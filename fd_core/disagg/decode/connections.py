@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
-from fd_core.effects.sockets import Context, Endpoint, Socket, arrived, open_socket, tcp_endpoint
+from fd_core.effects.sockets import Context, Endpoint, Socket, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
 
@@ -115,18 +115,13 @@ class Peer(PrefillLink):
                 self.close()
         return False
 
-    def loss(self) -> str | None:
-        """Return the reason why the connection was lost, None if it was not."""
-        while self.monitor is not None:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return None
-            if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                broke = "the connection to the prefill worker was lost"
-                return broke if self._connected else "the prefill worker cannot be reached"
+    def loss(self, event: int) -> str | None:
+        """Record an event of the connection; return the reason why it was lost, None if it was not."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected = True
-        return None
+            return None
+        broke = "the connection to the prefill worker was lost"
+        return broke if self._connected else "the prefill worker cannot be reached"
 
     def close(self) -> None:
         """Close the sockets; pending messages may still be sent."""
@@ -195,7 +190,7 @@ class PrefillConnections:
     def _connect(self, peer: Peer) -> bool:
         connecting = peer.connect(self._context)
         if peer.socket is not None and peer.monitor is not None:
-            self._loop.watch(peer.socket, partial(self._read, peer, peer.socket))
+            self._loop.watch(peer.socket, partial(self._handle, peer))
             self._loop.watch(peer.monitor, partial(self._check, peer))
         return connecting
 
@@ -214,8 +209,9 @@ class PrefillConnections:
             peer.endpoints = endpoints
             self._next_endpoint(peer, "the prefill worker cannot be reached")
 
-    def _check(self, peer: Peer) -> None:
-        if (reason := peer.loss()) is not None:
+    def _check(self, peer: Peer, frames: list[zmq.Frame]) -> None:
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        if (reason := peer.loss(event)) is not None:
             self._unwatch(peer)
             self._next_endpoint(peer, reason)
 
@@ -229,13 +225,12 @@ class PrefillConnections:
         for lease in list(peer.leases):
             self._on_disconnect(lease, reason)
 
-    def _read(self, peer: Peer, source: Socket) -> None:
-        for frames in arrived(source):
-            try:
-                if len(frames) > _MAX_FRAMES:
-                    raise AuthenticationError("a message has too many frames")
-                message = self._wire.open_from_prefill(frames[0].buffer)
-            except (AuthenticationError, InvalidMessage):
-                self._stats.dropped_frames += 1
-            else:
-                self._on_message(peer, message, [frame.buffer for frame in frames[1:]])
+    def _handle(self, peer: Peer, frames: list[zmq.Frame]) -> None:
+        try:
+            if len(frames) > _MAX_FRAMES:
+                raise AuthenticationError("a message has too many frames")
+            message = self._wire.open_from_prefill(frames[0].buffer)
+        except (AuthenticationError, InvalidMessage):
+            self._stats.dropped_frames += 1
+        else:
+            self._on_message(peer, message, [frame.buffer for frame in frames[1:]])

@@ -12,7 +12,7 @@ import zmq
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
-from fd_core.effects.sockets import Context, arrived, open_socket, tcp_endpoint
+from fd_core.effects.sockets import Context, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
@@ -68,7 +68,7 @@ class DecodeConnections:
                 hint="use an address of this machine" if foreign else "0 selects a free port",
             ) from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        loop.watch(self._socket, self._read)
+        loop.watch(self._socket, self._handle)
 
     def send(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
         """Send a message and frames after it, which are not copied; return True if it was sent."""
@@ -88,18 +88,17 @@ class DecodeConnections:
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
 
-    def _read(self) -> None:
-        for frames in arrived(self._socket):
-            route = frames[0].bytes
-            try:
-                if len(frames) != 2:
-                    raise AuthenticationError("a message is one frame")
-                message = self._wire.open_from_decode(frames[1].buffer)
-            except AuthenticationError:
-                self._stats.dropped_frames += 1
-            except InvalidMessage as invalid:
-                self._stats.dropped_frames += 1
-                if invalid.lease is not None:
-                    self._on_reject(route, invalid.lease, invalid.reason)
-            else:
-                self._on_message(route, message)
+    def _handle(self, frames: list[zmq.Frame]) -> None:
+        route = frames[0].bytes
+        try:
+            if len(frames) != 2:
+                raise AuthenticationError("a message is one frame")
+            message = self._wire.open_from_decode(frames[1].buffer)
+        except AuthenticationError:
+            self._stats.dropped_frames += 1
+        except InvalidMessage as invalid:
+            self._stats.dropped_frames += 1
+            if invalid.lease is not None:
+                self._on_reject(route, invalid.lease, invalid.reason)
+        else:
+            self._on_message(route, message)
