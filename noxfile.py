@@ -237,9 +237,10 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def kit(session: nox.Session) -> None:
-    """The conformance kit on every faulty backend; the default run has three of them."""
+    """The conformance kit on every faulty backend, of which the default run has three, and each family in every way."""
     install_suite(session)
-    session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
+    tests = ("tests/testing/test_wrong_backends.py", "tests/testing/test_model_families.py")
+    session.run("pytest", *tests, *session.posargs, env={"FD_WRONG_BACKENDS": "1", "FD_TEST_EXAMPLES": "all"})
 
 
 @nox.session

@@ -149,15 +149,33 @@ def test_cached_prefixes_with_windows_keep_the_texts(model: tuple[Path, LayerGro
         {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
         {"max_num_batched_tokens": 4, "pipeline_depth": 1},
         {"block_size": 16, "max_num_batched_tokens": 160},
-        {"tensor_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
-        {"pipeline_parallel_size": 2, "backend": "cpu", "dtype": "float32"},
-        {"pipeline_parallel_size": 2, "backend": "reference", "num_kv_blocks": 130},
     ],
-    ids=["drafts", "small budget", "large blocks", "two ranks", "two stages", "two scarce stages"],
+    ids=["drafts", "small budget", "large blocks"],
 )
 @pytest.mark.law("4")
 @pytest.mark.slow
 def test_settings_do_not_change_texts(model: tuple[Path, LayerGroups], changes: dict[str, Any]) -> None:
+    folder, groups = model
+    with engine_of(folder, **changes) as engine:
+        assert engine.info.groups == groups
+        assert run(engine, SPECS).tokens == golden(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("mixed", {"tensor_parallel_size": 2, "backend": "cpu", "dtype": "float32"}),
+        ("all", {"tensor_parallel_size": 2, "backend": "cpu", "dtype": "float32"}),
+        ("rare", {"pipeline_parallel_size": 2, "backend": "cpu", "dtype": "float32"}),
+        ("chunks", {"pipeline_parallel_size": 2, "backend": "cpu", "dtype": "float32"}),
+        ("mixed", {"pipeline_parallel_size": 2, "backend": "reference", "num_kv_blocks": 130}),
+        ("all", {"pipeline_parallel_size": 2, "backend": "reference", "num_kv_blocks": 130}),
+    ],
+    indirect=["model"],
+)
+@pytest.mark.law("4")
+@pytest.mark.slow
+def test_ranks_do_not_change_texts(model: tuple[Path, LayerGroups], changes: dict[str, Any]) -> None:
     folder, groups = model
     with engine_of(folder, **changes) as engine:
         assert engine.info.groups == groups

@@ -315,8 +315,18 @@ def give(two: Pair, engine: Engine, order: messages.ControlOrder) -> None:
     assert results == [None]
 
 
-@pytest.mark.parametrize("first", ["prefill", "decode"])
-@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+@pytest.mark.parametrize(
+    ("first", "settings"),
+    [
+        ("prefill", {}),
+        ("decode", {}),
+        *(
+            pytest.param(side, *ranks.values, marks=ranks.marks)
+            for side, ranks in zip(["prefill", "decode"], RANKS, strict=True)
+        ),
+    ],
+    ids=str,
+)
 def test_pair_exchanges_no_kv_of_other_weights(
     folder: Path, secret: str, first: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

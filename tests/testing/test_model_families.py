@@ -1,6 +1,7 @@
 """The installed families pass their kit, and each wrong one fails the test that names its fault."""
 
 import inspect
+import os
 import re
 
 import numpy as np
@@ -18,6 +19,8 @@ from tests.testing.wrong.families import WRONG, LlamaInOneExpression
 
 
 class TestInstalledFamilies(FamilySuite):
+    all_ways = os.environ.get("FD_TEST_EXAMPLES") == "all"
+
     def targets(self, config):
         return [find_family(name) for name in installed_plugins().offered(MODEL)]
 

@@ -73,6 +73,8 @@ class FamilySuite:
     """Name under which a plugin registers it."""
     backends: Sequence[str] = ()
     """Backends that compute the models, such as `cpu:dtype=float32`; by default all that can run here."""
+    all_ways = True
+    """Whether each case runs on every backend and in every way; else in the first way, and in another one in turn."""
 
     def targets(self, config: pytest.Config) -> Sequence[FamilyTarget]:
         """Return the families under test; override for a family that no plugin registers."""
@@ -80,16 +82,21 @@ class FamilySuite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test for the cases of the family, the backends, and the ways to compute a prompt."""
-        targets = self.targets(metafunc.config)
-        if "case" in metafunc.fixturenames:
-            pairs = [(target, case) for target in targets for case in target.family.cases]
-            metafunc.parametrize(("target", "case"), pairs, ids=[f"{target}-{case}" for target, case in pairs])
-        elif "target" in metafunc.fixturenames:
-            metafunc.parametrize("target", targets, ids=str)
-        if "backend" in metafunc.fixturenames:
-            metafunc.parametrize("backend", self.backends or float32_backends())
-        if "way" in metafunc.fixturenames:
-            metafunc.parametrize("way", _CHUNKS)
+        targets, names = self.targets(metafunc.config), metafunc.fixturenames
+        if "case" not in names:
+            if "target" in names:
+                metafunc.parametrize("target", targets, ids=str)
+            return
+        axes = {"backend": self.backends or float32_backends(), "way": tuple(_CHUNKS), "form": tuple(_FORMS)}
+        axes = {name: values for name, values in axes.items() if name in names}
+        ways = list(product(*axes.values()))
+        cases = [(target, case) for target in targets for case in target.family.cases]
+        rows = [
+            (*case, *way)
+            for number, case in enumerate(cases)
+            for way in (ways if self.all_ways else [ways[0], *ways[1:][number % max(1, len(ways) - 1) :][:1]])
+        ]
+        metafunc.parametrize(("target", "case", *axes), rows, ids=["-".join(map(str, row)) for row in rows])
 
     def test_names_lead_to_the_family(self, target: FamilyTarget) -> None:
         """Look up the architectures, and the one that `transformers` writes into `config.json`."""
@@ -264,7 +271,6 @@ class FamilySuite:
             f"the window {min(windows)} exceeds the kit's contexts; give a case a smaller one"
         )
 
-    @pytest.mark.parametrize("form", _FORMS)
     def test_narrow_weights_stay_near_float32(self, target: FamilyTarget, case: str, form: str) -> None:
         """Compare logits with those of numpy in float32."""
         folder, _ = target.model(case)
