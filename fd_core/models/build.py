@@ -389,7 +389,7 @@ def _scaled(weight: Weight, factor: float) -> Weight:
     if isinstance(weight, RawTensor):
         return RawTensor("F32", weight.to_float32() * np.float32(factor))
     minima = None if weight.minima is None else weight.minima * np.float32(factor)
-    return replace(weight, scales=weight.scales * np.float32(factor), minima=minima)
+    return replace(weight, scales=weight.scales * np.float32(factor), minima=minima, units=None)
 
 
 def _through(weight: Weight, shift: Floats, bias: Floats | None) -> Floats:

@@ -21,6 +21,8 @@ WEIGHT_FORMATS: Final = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq", FP8}
 )
 """Every `PackedTensor.format`: those of GGUF by ggml's names, and those of safetensors or `--quantization`."""
+UNIT_SPAN: Final = 256
+"""Values of a row that share a unit of `PackedTensor.units`."""
 
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -114,6 +116,9 @@ class PackedTensor:
     """float32[out, in / group], finite, of either sign."""
     minima: npt.NDArray[np.float32] | None = None
     """float32[out, in / group], of either sign; None if all are 0."""
+    units: npt.NDArray[np.float32] | None = None
+    """float32[out, in / `UNIT_SPAN`, 1], or [..., 2] with minima, exact in float16: scales, and minima, are these times
+    integers from -128 to 127. None if there are no such numbers."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,6 +136,11 @@ class PackedTensor:
         return self.minima is not None
 
     @property
+    def has_units(self) -> bool:
+        """True if scales and minima are multiples of `units`."""
+        return self.units is not None
+
+    @property
     def half_scales(self) -> bool:
         """True if float16 holds scales and minima exactly."""
         with np.errstate(over="ignore"):
@@ -140,10 +150,16 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes with values in 4 or 8 bits each, and scales and minima in float16, or float32 if needed."""
+        """Bytes with values in 4 or 8 bits each, and scales and minima in float16, or float32 if needed; if they are
+        multiples of units, these in float16 and the multiples in 8 bits."""
         values = math.prod(self.shape)
-        factors = values // self.group * (2 if self.has_minima else 1)
-        return values // (2 if self.bits == 4 else 1) + factors * (2 if self.half_scales else 4)
+        each = 2 if self.has_minima else 1
+        factors, units = values // self.group * each, values // UNIT_SPAN * each if self.has_units else 0
+        return (
+            values // (2 if self.bits == 4 else 1)
+            + factors * (1 if units else 2 if self.half_scales else 4)
+            + 2 * units
+        )
 
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Dequantize to float32: a product and a sum, each rounded once."""
@@ -161,19 +177,24 @@ class PackedTensor:
     def take_rows(self, order: npt.NDArray[np.integer[Any]] | slice) -> PackedTensor:
         """Return some rows, in the given order."""
         minima = None if self.minima is None else self.minima[order]
-        return PackedTensor(self.format, self.bits, self.values[order], scales=self.scales[order], minima=minima)
+        units = None if self.units is None else self.units[order]
+        return PackedTensor(
+            self.format, self.bits, self.values[order], scales=self.scales[order], minima=minima, units=units
+        )
 
     def blocks(self) -> Iterator[PackedTensor]:
         """Yield the rows in blocks; see `row_blocks`."""
         return map(self.take_rows, row_blocks(self.shape, self.values))
 
     def take_columns(self, columns: slice) -> PackedTensor:
-        """Return some values of each row with the same meaning, in smaller groups if necessary."""
+        """Return some values of each row with the same meaning, in smaller groups and without units if necessary."""
         start, stop, _ = columns.indices(self.values.shape[1])
         group = math.gcd(self.group, start, stop - start) if self.scales.shape[1] > 1 else stop - start
         places = np.arange(start, stop, group) // self.group
         minima = None if self.minima is None else self.minima[:, places]
-        return PackedTensor(self.format, self.bits, self.values[:, start:stop], self.scales[:, places], minima)
+        whole = self.units is not None and start % UNIT_SPAN == stop % UNIT_SPAN == 0
+        units = self.units[:, start // UNIT_SPAN : stop // UNIT_SPAN] if self.units is not None and whole else None
+        return PackedTensor(self.format, self.bits, self.values[:, start:stop], self.scales[:, places], minima, units)
 
 
 def _fp8_values() -> npt.NDArray[np.float32]:

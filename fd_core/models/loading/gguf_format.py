@@ -201,7 +201,8 @@ def unpack_blocks(kind: str, packed: _Bytes) -> PackedTensor:
     if offset:
         signed -= np.int8(offset)
     flat = None if minima is None else minima.reshape(out, -1)
-    return PackedTensor(kind, bits, signed, scales=scales.reshape(out, -1), minima=flat)
+    units = _units(packed.view(layout)) if "scales" in (layout.names or ()) else None
+    return PackedTensor(kind, bits, signed, scales=scales.reshape(out, -1), minima=flat, units=units)
 
 
 def _nibbles(packed: _Bytes, run: int) -> _Bytes:
@@ -226,6 +227,11 @@ def _q5(blocks: _Blocks) -> _Parts:
     values = _nibbles(blocks["qs"], 16).reshape(*blocks.shape, 32)
     values |= np.unpackbits(blocks["qh"], axis=-1, bitorder="little") << 4
     return values, _floats(blocks["d"]), _minimum(blocks)
+
+
+def _units(blocks: _Blocks) -> _Floats:
+    """Return what scales, and minima, are multiples of."""
+    return np.stack([blocks[name].astype(np.float32) for name in ("d", "m") if name in (blocks.dtype.names or ())], -1)
 
 
 def _minimum(blocks: _Blocks) -> _Floats | None:
@@ -316,8 +322,12 @@ class _PackedBlocks(PackedTensor):
         return "m" in (_TYPES[self.format][0].names or ())
 
     @property
+    def has_units(self) -> bool:
+        return "scales" in (_TYPES[self.format][0].names or ())
+
+    @property
     def half_scales(self) -> bool:
-        return "scales" not in (_TYPES[self.format][0].names or ())
+        return not self.has_units
 
     @cached_property
     def _unpacked(self) -> PackedTensor:
@@ -334,6 +344,10 @@ class _PackedBlocks(PackedTensor):
     @property
     def minima(self) -> _Floats | None:
         return self._unpacked.minima
+
+    @property
+    def units(self) -> _Floats | None:
+        return self._unpacked.units
 
     def take_rows(self, order: npt.NDArray[np.integer[Any]] | slice) -> _PackedBlocks:
         return _PackedBlocks(self.format, self._stored[order], self._check)

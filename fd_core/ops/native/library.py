@@ -51,7 +51,7 @@ class LoraTable(Structure):
 class PackedForm(Structure):
     """`PackedForm`: storage format of a packed linear."""
 
-    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "half"),)
+    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "scales"),)
 
 
 class MoeGeometry(Structure):
@@ -119,7 +119,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
     "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
     "fd_packed_new": (c_void_p, (c_void_p, c_int, c_int, c_int, POINTER(PackedForm), c_int)),
-    "fd_packed_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p)),
+    "fd_packed_pack": (None, (c_void_p, c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_void_p)),
     "fd_linear_biased": (c_void_p, (c_void_p, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
     "fd_kv_new": (c_void_p, (c_int,) * 7),

@@ -14,10 +14,15 @@ import numpy.typing as npt
 from fd_core.ops.contract import KVCache, KVShape
 from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
-from fd_core.ops.weights import LowRank, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import UNIT_SPAN, LowRank, PackedTensor, RawTensor, Weight
 from fd_core.types import IntArray
 
+_Floats = npt.NDArray[np.float32]
+
 _TYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2}
+_SCALE_DTYPES = (np.float32, np.float16, np.int8)
+"""Of `fd::Scales`, in its order."""
+_MULTIPLES = 2
 
 
 class Arena:
@@ -111,11 +116,9 @@ def pack(
             _add_bias(runtime, handle, side, column, biases[i])
         for block in part.blocks():
             if isinstance(block, PackedTensor) and form is not None:
-                dtype = np.float16 if form.half else np.float32
-                minima = None if block.minima is None else np.ascontiguousarray(block.minima, dtype)
-                values, scales = np.ascontiguousarray(block.values), np.ascontiguousarray(block.scales, dtype)
-                addresses = (values.ctypes.data, scales.ctypes.data, None if minima is None else minima.ctypes.data)
-                library.fd_packed_pack(handle, side, column, *addresses, block.group, len(values), runtime.team)
+                arrays = _arrays(block, form)
+                addresses = (None if each is None else each.ctypes.data for each in arrays)
+                library.fd_packed_pack(handle, side, column, *addresses, block.group, len(arrays[0]), runtime.team)
             else:
                 whole = block.expanded()
                 data = np.ascontiguousarray(whole.data)
@@ -148,10 +151,29 @@ def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
         return None
     signed = {part.bits == 8 or not part.has_minima for part in packed}
     minima = any(part.has_minima for part in packed)
-    half = all(part.half_scales for part in packed)
+    scales = _MULTIPLES if all(part.has_units for part in packed) else int(all(part.half_scales for part in packed))
     if all(part.bits == 4 for part in packed) and len(signed) == 1:
-        return PackedForm(4, group, 8 if signed == {True} else 0, minima, half)
-    return PackedForm(8, group, 128, minima, half)
+        return PackedForm(4, group, 8 if signed == {True} else 0, minima, scales)
+    return PackedForm(8, group, 128, minima, scales)
+
+
+def _arrays(part: PackedTensor, form: PackedForm) -> tuple[npt.NDArray[Any], npt.NDArray[Any], Any, Any]:
+    """Return values, scales, minima and units as `fd_packed_pack` takes them."""
+    scales, minima, units = part.scales, part.minima, None
+    if form.scales == _MULTIPLES and part.units is not None:
+        each = UNIT_SPAN // part.group
+        units = np.ascontiguousarray(part.units, np.float16)
+        scales = _multiples(scales, part.units[..., 0], each)
+        minima = None if minima is None else _multiples(minima, part.units[..., 1], each)
+    dtype = _SCALE_DTYPES[form.scales]
+    minima = None if minima is None else np.ascontiguousarray(minima, dtype)
+    return np.ascontiguousarray(part.values), np.ascontiguousarray(scales, dtype), minima, units
+
+
+def _multiples(factors: _Floats, units: _Floats, each: int) -> _Floats:
+    """Return the integers by which `factors` are multiples of units, which are those of `each` of them."""
+    by = np.repeat(units, each, axis=1)
+    return np.rint(np.divide(factors, by, out=np.zeros_like(factors), where=by != 0))
 
 
 @dataclass(frozen=True, slots=True)

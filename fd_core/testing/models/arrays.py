@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Heads, Ops, PenaltyInput, Rope, SampleInput, StepInput
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
-from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor
+from fd_core.ops.weights import FP8, UNIT_SPAN, WEIGHT_FORMATS, PackedTensor, RawTensor
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
@@ -211,11 +211,31 @@ def packed_weight(
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
     scales[1::16] = 0  # rows of zeros, or of their minima
+    numbers = scales.astype(np.float32)
     lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
-
+    units = None
+    if kind.endswith("_K") and inputs % UNIT_SPAN == 0:
+        most = 126 if bits == 6 else 62  # the largest unit may be rounded down
+        spans = inputs // UNIT_SPAN
+        numbers, unit = _multiples(numbers, spans, most, rng)
+        if lowest is None:
+            units = unit[..., np.newaxis]
+        else:
+            lowest, other = _multiples(lowest, spans, most, rng)
+            units = np.stack([unit, other], axis=-1)
     lowest = None if lowest is None else placed(lowest, stored)
-    numbers = placed(scales.astype(np.float32), stored)
-    return PackedTensor(kind, bits, placed(values, stored), scales=numbers, minima=lowest)
+    numbers = placed(numbers, stored)
+    return PackedTensor(kind, bits, placed(values, stored), scales=numbers, minima=lowest, units=units)
+
+
+def _multiples(
+    factors: npt.NDArray[np.float32], spans: int, most: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Round scales or minima to multiples of units, which `spans` parts of a row have; return both."""
+    rows, groups = factors.shape
+    units = (np.abs(factors).max() / most * rng.uniform(1, 2, (rows, spans))).astype(np.float16).astype(np.float32)
+    by = np.repeat(units, groups // spans, axis=1)
+    return np.rint(factors / by) * by, units
 
 
 def placed(array: npt.NDArray[Any], stored: str) -> npt.NDArray[Any]:

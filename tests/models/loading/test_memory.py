@@ -14,7 +14,7 @@ from fd_core.ops.native import load_native_ops
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
 MEASURE = Path(__file__).resolve().parents[3] / "benchmarks" / "loading.py"
-HIDDEN, INNER = 512, 64
+HIDDEN, INNER = 512, 256
 BYTES = 72 << 20
 """Approximate size of the table: temporary memory is a few MB."""
 
@@ -46,7 +46,7 @@ def dominated(tmp_path, request):
     return write_gguf(tmp_path / "dominated.gguf", values=values, tensors=tensors)
 
 
-@pytest.mark.parametrize("dominated", ["Q4_0", "Q8_0", "BF16"], indirect=True)
+@pytest.mark.parametrize("dominated", ["Q4_0", "Q8_0", "Q4_K", "BF16"], indirect=True)
 def test_loading_needs_at_most_a_fifth_more_than_the_file(dominated):
     if load_native_ops("bfloat16", 1) is None:
         pytest.skip("the native kernels cannot be built here")

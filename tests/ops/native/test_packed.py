@@ -1,5 +1,7 @@
 """Products with packed weights: equal to the same arithmetic in numpy, and close to dequantized weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,29 @@ def test_fused_parts_may_mix_formats(native, kinds):
     expected = product(parts, x) + np.concatenate(biases)
     found = multiply(native(), parts, x, biases=[RawTensor("F32", bias) for bias in biases])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K",), ("Q6_K",), ("Q4_K", "Q6_K"), ("Q5_K", "Q5_K")])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_scales_are_the_same_as_multiples_of_units(native, kinds, rows):
+    parts, x = [packed_weight(kind, 37, 768) for kind in kinds], rows_of(rows, 768)
+    whole = [replace(part, units=None) for part in parts]
+    assert all(part.nbytes < each.nbytes for part, each in zip(parts, whole, strict=True))
+    np.testing.assert_array_equal(multiply(native(), parts, x), multiply(native(), whole, x))
+    halves = [part.take_columns(slice(0, 384)) for part in parts]
+    assert [part.units for part in halves] == [None] * len(parts)
+    cut = [part.take_columns(slice(256, 768)) for part in parts]
+    expected = product(cut, x[:, 256:])
+    np.testing.assert_allclose(
+        multiply(native(), cut, x[:, 256:]), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
+
+
+def test_rows_of_a_table_are_the_same_with_units(native):
+    table, ids = packed_weight("Q4_K", 70, 512), np.array([0, 69, 33], np.int32)
+    ops = native()
+    found = ops.to_host(ops.embedding(ops.prepare_embedding(table), ops.from_host(ids)))
+    np.testing.assert_array_equal(found, table.to_float32()[ids])
 
 
 def test_packed_part_is_dequantized_next_to_an_unpacked_one(native):

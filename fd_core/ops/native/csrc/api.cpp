@@ -31,15 +31,21 @@ void pack_rows(Linear& w, int part, int first_column, const void* source, Type t
 }
 
 /// `values` int8 [rows, k], `scales` and `minima` [rows, k / group] of the type that w stores, where `group` may be a
-/// multiple of w.group.
+/// multiple of w.group; `units` float16 [rows, k / kUnitSpan, 1], or 2 with minima, if these are multiples.
 void pack_values(Linear& w, int part, int first_column, const int8_t* values, const char* scales, const char* minima,
-                 int group, Range rows) {
+                 const uint16_t* units, int group, Range rows) {
     const int groups = w.k / group, columns = kWeightVecs * kLanes, step = step_bytes(w);
-    const size_t item = w.half ? sizeof(uint16_t) : sizeof(float);
+    const size_t item = scale_bytes(w);
     for (int r = rows.begin; r < rows.end; r++) {
         const int column = stored_column(w, part, first_column + r), c = column % columns, v = c / kLanes;
         char* panel = packed_panel(w, column / kLanes);
         for (int k = 0; k < w.k; k += w.group, panel += group_bytes(w)) {
+            if (const size_t before = units_before(w, k)) {
+                const uint16_t* unit = units + (size_t(r) * (w.k / kUnitSpan) + k / kUnitSpan) * (minima ? 2 : 1);
+                std::memcpy(panel + c * sizeof *unit, unit, sizeof *unit);
+                if (minima) std::memcpy(panel + kUnitsBytes + c * sizeof *unit, unit + 1, sizeof *unit);
+                panel += before;
+            }
             const size_t from = (size_t(r) * groups + k / group) * item;
             std::memcpy(panel + c * item, scales + from, item);
             if (minima) std::memcpy(panel + scales_bytes(w) + c * item, minima + from, item);
@@ -188,9 +194,10 @@ void fd_linear_pack(void* linear, int part, int first_column, const void* source
 }
 
 /// What the values of a packed linear are: for each `group` consecutive k (16, a multiple of 32, or k) there is a scale, and
-/// a minimum if there are minima, float16 or float32; values are from -offset to 2^bits - 1 - offset.
+/// a minimum if there are minima, both stored as `scales`; values are from -offset to 2^bits - 1 - offset.
 struct PackedForm {
-    int bits, group, offset, minima, half;
+    int bits, group, offset, minima;
+    Scales scales;
 };
 
 void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form, int has_bias) {
@@ -204,7 +211,7 @@ void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form
         w->group = form->group == k ? w->padded_k : form->group;
         w->offset = form->offset;
         w->minima = form->minima;
-        w->half = form->half;
+        w->scales = form->scales;
         w->vecs = round_up(round_up(n, kLanes) / kLanes * (gated ? 2 : 1), kWeightVecs);
         w->data = static_cast<Arena*>(arena)->allocate(w->vecs / kWeightVecs * packed_panel_bytes(*w));
         w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
@@ -214,7 +221,7 @@ void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form
 
 /// Pack rows as `fd_linear_pack` does; `group` is that of the arrays, of which each group of the linear is a part.
 void fd_packed_pack(void* linear, int part, int first_column, const int8_t* values, const char* scales,
-                    const char* minima, int group, int rows, void* team) {
+                    const char* minima, const uint16_t* units, int group, int rows, void* team) {
     Linear& w = *static_cast<Linear*>(linear);
     Team& t = *static_cast<Team*>(team);
     // Two columns share a byte of nibbles, so a panel is one thread's.
@@ -223,7 +230,7 @@ void fd_packed_pack(void* linear, int part, int first_column, const int8_t* valu
         const Range panels = share((first_column + rows + columns - 1) / columns - first, thread, t.size());
         const Range mine = {std::max(0, (first + panels.begin) * columns - first_column),
                             std::min(rows, (first + panels.end) * columns - first_column)};
-        pack_values(w, part, first_column, values, scales, minima, group, mine);
+        pack_values(w, part, first_column, values, scales, minima, units, group, mine);
     });
 }
 

@@ -27,6 +27,7 @@ def test_random_blocks_match_the_library_bitwise(kind: str, seed: int, rows: int
         expected = dequantize(stored, GGMLQuantizationType[kind])
         found = packed.to_float32()
     assert (packed.format, packed.shape) == (kind, (rows, blocks * elements))
+    assert packed.has_units == kind.endswith("_K")
     low, high = (0, 1 << packed.bits) if packed.minima is not None else (-(1 << packed.bits - 1), 1 << packed.bits - 1)
     assert low <= packed.values.min() and packed.values.max() < high
     numbers = ~np.isnan(expected)

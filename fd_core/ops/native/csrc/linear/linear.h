@@ -12,6 +12,9 @@
 namespace fd {
 
 enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4 };
+/// How scales and minima are stored: as they are, or as int8 multiples of float16 units that kUnitSpan values share.
+enum class Scales : int { f32 = 0, f16 = 1, multiples = 2 };
+constexpr int kUnitSpan = 256;
 
 /// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up. Those of type
 /// u4 and u8 are packed as packed.h says.
@@ -27,7 +30,7 @@ struct Linear {
     int group;    // of packed weights: values of a column that share a scale, a divisor of padded_k
     int offset;   // of packed weights: added to values, so that they have no sign
     bool minima;  // of packed weights
-    bool half;    // of packed weights: scales and minima are float16
+    Scales scales;  // of packed weights: of minima, too
 
     bool packed() const { return type == Type::u4 || type == Type::u8; }
 };

@@ -6,10 +6,14 @@
 namespace fd {
 namespace {
 
-/// Scales or minima of the panel's vectors.
-void load_scales(const Linear& w, const uint8_t* p, V (&to)[kWeightVecs]) {
-    for (int v = 0; v < kWeightVecs; v++)
-        to[v] = w.half ? vload_half((const uint16_t*)p + v * kLanes) : vload((const float*)p + v * kLanes);
+/// Scales or minima of the panel's vectors. A multiple of a unit is exact.
+void load_scales(const Linear& w, const uint8_t* p, const uint8_t* units, V (&to)[kWeightVecs]) {
+    for (int v = 0; v < kWeightVecs; v++) {
+        const int at = v * kLanes;
+        to[v] = w.scales == Scales::f32   ? vload((const float*)p + at)
+                : w.scales == Scales::f16 ? vload_half((const uint16_t*)p + at)
+                                          : vload_half((const uint16_t*)units + at) * vload((const int8_t*)p + at);
+    }
 }
 
 template <int Bits, int R>
@@ -29,10 +33,14 @@ void tile_of(const Linear& w, const PackedCall& call) {
     const char* starts = call.rows + at.start;
     const char* scales = call.rows + at.scale;
     const char* sums = call.rows + at.sum;
-    const uint8_t* b = reinterpret_cast<const uint8_t*>(call.panel);
+    const uint8_t *b = reinterpret_cast<const uint8_t*>(call.panel), *units_at = b;
     auto element = [&](const char* p, int r) { return reinterpret_cast<const float*>(p + r * call.stride); };
 
     for (int k = 0; k < w.padded_k;) {
+        if (const size_t before = units_before(w, k)) {
+            units_at = b;
+            b += before;
+        }
         const uint8_t* group = b;
         b += (w.minima ? 2 : 1) * scales_bytes(w);
         for (int u = 0; u < units; u++) {
@@ -62,7 +70,7 @@ void tile_of(const Linear& w, const PackedCall& call) {
                 }
             }
             V factor[N];
-            if (!whole) load_scales(w, group, factor);
+            if (!whole) load_scales(w, group, units_at, factor);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int start;
@@ -73,7 +81,7 @@ void tile_of(const Linear& w, const PackedCall& call) {
                     y[r][v] = vfma(to_float(dot[r][v].total(start)), whole ? x : factor[v] * x, y[r][v]);
             }
             if (w.minima) {
-                load_scales(w, group + scales_bytes(w), factor);
+                load_scales(w, group + scales_bytes(w), units_at + kUnitsBytes, factor);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const V x = vset(*element(sums, r));
@@ -88,7 +96,7 @@ void tile_of(const Linear& w, const PackedCall& call) {
         }
     }
     V factor[N] = {vset(1.0f), vset(1.0f)};
-    if (whole) load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), factor);
+    if (whole) load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), nullptr, factor);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -111,11 +119,15 @@ void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
     for (int i = 0; i < rows * N; i++) vstore(call.c + i * kLanes, vset(0.0f));
 
     const char* ahead = call.ahead;
-    const uint8_t* b = reinterpret_cast<const uint8_t*>(call.panel);
+    const uint8_t *b = reinterpret_cast<const uint8_t*>(call.panel), *units_at = b;
     for (int k = 0, index = 0; k < w.padded_k;) {
+        if (const size_t before = units_before(w, k)) {
+            units_at = b;
+            b += before;
+        }
         V factor[N], minimum[N];
-        load_scales(w, b, factor);
-        if (w.minima) load_scales(w, b + scales_bytes(w), minimum);
+        load_scales(w, b, units_at, factor);
+        if (w.minima) load_scales(w, b + scales_bytes(w), units_at + kUnitsBytes, minimum);
         b += (w.minima ? 2 : 1) * scales_bytes(w);
         for (int u = 0; u < units; u++, index++, k += unit) {
             for (int i = 0; i < call.ahead_lines * unit / 16; i++, ahead += kCacheLine) prefetch(ahead);
@@ -165,7 +177,7 @@ void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
     }
     if (!whole) return;
     V factor[N];
-    load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), factor);
+    load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), nullptr, factor);
     for (int i = 0; i < rows * N; i++) vstore(call.c + i * kLanes, vload(call.c + i * kLanes) * factor[i % N]);
 }
 

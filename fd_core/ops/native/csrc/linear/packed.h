@@ -1,9 +1,9 @@
 // Linear layers in 4 or 8 bits: what their panels and the rows that they multiply look like.
 //
 // Weights are value * scale + minimum, `group` values of a column sharing the last two. A panel holds kWeightVecs vectors
-// of columns, group after group: a scale for each column, a minimum for each column if there are minima (both float16 where
-// that holds them exactly, else float32), then the values, kDotK consecutive k of each column side by side, stored without
-// a sign (`offset` is added).
+// of columns, group after group: a scale for each column, a minimum for each column if there are minima (see `Scales`), then
+// the values, kDotK consecutive k of each column side by side, stored without a sign (`offset` is added). If scales are
+// multiples, the units of scales, and those of minima, stand before each kUnitSpan k.
 //
 // Rows are quantized to int8 with one scale for each kActivationK values. For each group of both, the integer dot product
 // is exact; its float value is added to the element's one accumulator, in the order of k whatever the number of rows: a
@@ -20,12 +20,23 @@ namespace fd {
 inline int unit_of(const Linear& w) { return std::min(w.group, kActivationK); }
 inline int dot_parts(const Linear& w) { return w.type == Type::u4 ? kDotParts<4> : kDotParts<8>; }
 inline int step_bytes(const Linear& w) { return w.type == Type::u4 ? kStepBytes<4> : kStepBytes<8>; }
+inline size_t scale_bytes(const Linear& w) {
+    return w.scales == Scales::f32 ? sizeof(float) : w.scales == Scales::f16 ? sizeof(uint16_t) : sizeof(int8_t);
+}
 /// Bytes of the scales of a group, or of its minima.
-inline size_t scales_bytes(const Linear& w) { return kWeightVecs * kLanes * (w.half ? sizeof(uint16_t) : sizeof(float)); }
+inline size_t scales_bytes(const Linear& w) { return kWeightVecs * kLanes * scale_bytes(w); }
 inline size_t group_bytes(const Linear& w) {
     return (w.minima ? 2 : 1) * scales_bytes(w) + size_t(w.group / kDotK) * step_bytes(w);
 }
-inline size_t packed_panel_bytes(const Linear& w) { return w.padded_k / w.group * group_bytes(w); }
+/// Bytes of the units of scales, or of minima.
+constexpr size_t kUnitsBytes = kWeightVecs * kLanes * sizeof(uint16_t);
+/// Bytes of units before the group that begins at k.
+inline size_t units_before(const Linear& w, int k) {
+    return w.scales == Scales::multiples && k % kUnitSpan == 0 ? (w.minima ? 2 : 1) * kUnitsBytes : 0;
+}
+inline size_t packed_panel_bytes(const Linear& w) {
+    return w.padded_k / w.group * group_bytes(w) + w.padded_k / kUnitSpan * units_before(w, 0);
+}
 inline char* packed_panel(const Linear& w, int vec) {
     return static_cast<char*>(w.data) + vec / kWeightVecs * packed_panel_bytes(w);
 }
@@ -35,13 +46,20 @@ inline char* packed_panel(const Linear& w, int vec) {
 template <class Take>
 void unpack_column(const Linear& w, int column, Take&& take) {
     const int c = column % (kWeightVecs * kLanes), v = c / kLanes, step = step_bytes(w);
-    const char* group = packed_panel(w, column / kLanes);
-    auto number = [&](const char* p) {
-        return w.half ? half_to_float(reinterpret_cast<const uint16_t*>(p)[c]) : reinterpret_cast<const float*>(p)[c];
+    const char *group = packed_panel(w, column / kLanes), *units = group;
+    auto half = [&](const char* p) { return half_to_float(reinterpret_cast<const uint16_t*>(p)[c]); };
+    auto number = [&](const char* p, const char* unit) {
+        if (w.scales == Scales::multiples) return half(unit) * float(reinterpret_cast<const int8_t*>(p)[c]);
+        return w.scales == Scales::f16 ? half(p) : reinterpret_cast<const float*>(p)[c];
     };
     for (int k = 0; k < w.k; k += w.group, group += group_bytes(w)) {
+        if (const size_t before = units_before(w, k)) {
+            units = group;
+            group += before;
+        }
         // In double, in which both are exact: a fused multiply-add would not round the product.
-        const double scale = number(group), minimum = w.minima ? number(group + scales_bytes(w)) : 0.0;
+        const double scale = number(group, units);
+        const double minimum = w.minima ? number(group + scales_bytes(w), units + kUnitsBytes) : 0.0;
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group + (w.minima ? 2 : 1) * scales_bytes(w));
         bytes += w.type == Type::u4 ? 0 : v * kLanes * kDotK;
         for (int i = 0; i < w.group && k + i < w.k; i++) {
