@@ -74,7 +74,7 @@ class FamilySuite:
     backends: Sequence[str] = ()
     """Backends that compute the models, such as `cpu:dtype=float32`; by default all that can run here."""
     all_ways = True
-    """Whether each case runs on every backend and in every way; else in the first way, and in another one in turn."""
+    """True if each case runs on every backend and in every way; else in the first way, and in another one in turn."""
 
     def targets(self, config: pytest.Config) -> Sequence[FamilyTarget]:
         """Return the families under test; override for a family that no plugin registers."""
