@@ -22,8 +22,9 @@ AT_SIZE = "unfinished_chunks or decode_batches or last_slot or wide_step or matr
 WIDELY = "not fd_scale and not fd_pairs and not fd_thorough"
 if everything():
     WIDELY, AT_SIZE = "not fd_scale and not fd_pairs", f"{AT_SIZE} or memory_is_flat"
-else:  # one test of behaviour shared by all backends, and all tests that depend on this one
+else:  # one test of behaviour shared by all backends, and those that depend on this one, but for steps of draft models
     NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
+    NOT_HERE += " and not (test_step and drafter)"
 
 
 def test_processes_import_the_package_next_to_the_tests(tmp_path: Path) -> None:
