@@ -79,12 +79,14 @@ def load_model(
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
     """Raise `ConfigError` if a pack lacks something optional that a model needs."""
     experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
-    sigmoid = any(each.scoring != "softmax" or each.weighs_inputs for each in experts)
+    other = any(
+        each.scoring != "softmax" or each.weighs_inputs or each.groups > 1 or each.weight_scale != 1 for each in experts
+    )
     chunks = {layer.attention.window or 0 for layer in spec.layers if layer.attention.chunked}
     needed = {
         "encoders": (not spec.causal, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
-        "experts with sigmoid scores": (sigmoid, ops.any_experts),
+        "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
     }
     for what in (what for what, (needs, has) in needed.items() if needs and not has):
         raise ConfigError(

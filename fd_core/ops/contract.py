@@ -224,6 +224,15 @@ class Experts:
     """Function of the products; the largest `top_k` scores are chosen and are the weights: see `Ops.any_experts`."""
     weighs_inputs: bool = False
     """True if a weight multiplies the input of the expert instead of its output (Llama 4)."""
+    groups: int = 1
+    """Equal groups of consecutive experts; those of a token are in its `top_groups` best groups (DeepSeek-V2).
+
+    A group is as good as its best score, or as the sum of its two best corrected ones if there is a correction
+    (DeepSeek-V3); the lower index is better on a tie."""
+    top_groups: int = 1
+    """As many as `groups` for experts of all groups."""
+    weight_scale: float = 1.0
+    """Factor on the weights, normalized or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,8 +433,8 @@ class Ops(abc.ABC):
     """True if it computes attention within chunks. A pack that overrides `paged_attention` or a fusion that calls it
     must redefine it."""
     any_experts: bool = False
-    """True if `moe` computes sigmoid scores, and weights of inputs. A pack that overrides `moe` or `moe_residual` must
-    redefine it."""
+    """True if `moe` computes sigmoid scores, groups of experts, factors on weights, and weights of inputs. A pack that
+    overrides `moe` or `moe_residual` must redefine it."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return

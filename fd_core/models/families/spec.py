@@ -355,6 +355,9 @@ class MoeSpec(_Parts):
     shared: tuple[LinearSpec, LinearSpec] | None = None
     shared_gate: VectorSpec | None = None
     """[1, hidden], whose sigmoid multiplies the output of the shared experts."""
+    groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
@@ -641,6 +644,12 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     if moe is not None:
         if moe.top_k > len(moe.experts):
             raise ModelError(f"{config.origin}: each token uses {moe.top_k} experts, but there are {len(moe.experts)}")
+        size, rest = divmod(len(moe.experts), moe.groups)
+        if moe.groups > 1 and (rest or size < 2 or moe.top_groups > moe.groups or moe.top_k > size * moe.top_groups):
+            raise ModelError(
+                f"{config.origin}: each token uses {moe.top_k} experts of {moe.top_groups} groups, but "
+                f"{len(moe.experts)} experts in {moe.groups} groups do not have them"
+            )
         return LayerSpec(attention, moe)
     inner = config.count(traits.inner)
     parts = ("mlp.gate_proj", "mlp.up_proj") if traits.gated else ("mlp.up_proj",)

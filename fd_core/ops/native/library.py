@@ -57,7 +57,10 @@ class PackedForm(Structure):
 class MoeGeometry(Structure):
     """Parameters of a mixture of experts."""
 
-    _fields_ = (*_all(c_int, "experts", "top_k", "normalize", "sigmoid", "weighs_inputs"), ("norm_floor", c_float))
+    _fields_ = (
+        *_all(c_int, "experts", "top_k", "normalize", "sigmoid", "weighs_inputs", "groups", "top_groups"),
+        *_all(c_float, "norm_floor", "weight_scale"),
+    )
 
 
 class SampleRows(Structure):

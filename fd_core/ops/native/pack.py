@@ -426,8 +426,8 @@ class NativeOps(TorchOps):
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
         down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
         sigmoid, weighs_inputs = experts.scoring == "sigmoid", experts.weighs_inputs
-        routing = experts.top_k, experts.normalize, sigmoid, weighs_inputs
-        geometry = MoeGeometry(len(experts.gate_up), *routing, experts.norm_floor)
+        routing = experts.top_k, experts.normalize, sigmoid, weighs_inputs, experts.groups, experts.top_groups
+        geometry = MoeGeometry(len(experts.gate_up), *routing, experts.norm_floor, experts.weight_scale)
         shared = (experts.shared_gate_up, experts.shared_down)
         gated = [experts.gate_up[0], experts.shared_gate_up]
         widths = [*(None if part is None else part.width for part in gated), experts.down[0].width]

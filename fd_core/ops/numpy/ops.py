@@ -250,11 +250,23 @@ def _route(x: Floats, experts: Experts) -> tuple[npt.NDArray[np.int64], Floats]:
         scores /= scores.sum(axis=1, keepdims=True)
     # Scores of large products round to 1, but differ.
     ranked = products if experts.correction_bias is None else scores + experts.correction_bias
+    if experts.top_groups < experts.groups:
+        ranked = _within_groups(ranked, experts)
     chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : experts.top_k]
     weights = np.take_along_axis(scores, chosen, axis=1)
     if experts.normalize:
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.float32(experts.norm_floor))
-    return chosen, weights
+    return chosen, weights * np.float32(experts.weight_scale)
+
+
+def _within_groups(ranked: Floats, experts: Experts) -> Floats:
+    """Exclude the experts outside each token's best groups: [T, experts] -> [T, experts]."""
+    groups = ranked.reshape(len(ranked), experts.groups, ranked.shape[1] // experts.groups)
+    best = np.sort(groups, axis=2)[..., -1 if experts.correction_bias is None else -2 :].sum(axis=2)
+    excluded = np.argsort(-best, axis=1, kind="stable")[:, experts.top_groups :, None]
+    within = groups.copy()
+    np.put_along_axis(within, excluded, -np.inf, axis=1)
+    return within.reshape(ranked.shape)
 
 
 def _softcap(x: Floats, cap: float) -> Floats:

@@ -47,12 +47,31 @@ def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, 
     scores = graph.op("Sigmoid", ranked) if sigmoid else graph.op("Softmax", ranked, axis=-1)
     if experts.correction_bias is not None:  # otherwise products: scores of large ones round to 1, but differ
         ranked = graph.op("Add", scores, graph.weight(experts.correction_bias))
+    if experts.top_groups < experts.groups:
+        ranked = _within_groups(graph, ranked, experts)
     _, chosen = graph.ops("TopK", 2, ranked, graph.integers(experts.top_k), axis=-1)
     weights = graph.op("GatherElements", scores, chosen, axis=1)
     if experts.normalize:
         mass = graph.op("ReduceSum", weights, graph.integers(1), keepdims=1)
         weights = graph.op("Div", weights, graph.op("Max", mass, graph.constant(experts.norm_floor, np.float32)))
+    if experts.weight_scale != 1.0:
+        weights = graph.op("Mul", weights, graph.constant(experts.weight_scale, np.float32))
     return chosen, weights
+
+
+def _within_groups(graph: Graph, ranked: GraphSymbol, experts: Experts) -> GraphSymbol:
+    """Exclude the experts outside each token's best groups: [T, experts] -> [T, experts]."""
+    count = len(experts.gate_up)
+    groups = graph.reshape(ranked, -1, experts.groups, count // experts.groups)
+    summed = 1 if experts.correction_bias is None else 2
+    best, _ = graph.ops("TopK", 2, groups, graph.integers(summed), axis=2)
+    best = graph.op("ReduceSum", best, graph.integers(2), keepdims=0)
+    _, chosen = graph.ops("TopK", 2, best, graph.integers(experts.top_groups), axis=1)
+    numbers = graph.constant(np.arange(experts.groups)[:, None], np.int64)
+    hits = graph.op("Equal", numbers, graph.op("Unsqueeze", chosen, graph.integers(1)))
+    hits = graph.op("ReduceMax", graph.op("Cast", hits, to=TensorProto.INT64), graph.integers(2))
+    within = graph.op("Cast", hits, to=TensorProto.BOOL)
+    return graph.reshape(graph.op("Where", within, groups, graph.constant(-np.inf, np.float32)), -1, count)
 
 
 def routed_experts(

@@ -591,8 +591,19 @@ def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
     scores = functional.sigmoid(products) if experts.scoring == "sigmoid" else functional.softmax(products, axis=-1)
     # Scores of large products round to 1, but differ.
     ranked = products if experts.correction_bias is None else scores + experts.correction_bias
+    if experts.top_groups < experts.groups:
+        ranked = _within_groups(ranked, experts)
     chosen = paddle.argsort(ranked, axis=-1, descending=True, stable=True)[:, : experts.top_k]
     weights = paddle.take_along_axis(scores, chosen, axis=1)
     if experts.normalize:
         weights = weights / weights.sum(axis=-1, keepdim=True).clip(min=experts.norm_floor)
-    return chosen, weights
+    return chosen, weights if experts.weight_scale == 1.0 else weights * experts.weight_scale
+
+
+def _within_groups(ranked: Array, experts: Experts) -> Array:
+    """Exclude the experts outside each token's best groups: [T, experts] -> [T, experts]."""
+    groups = ranked.reshape([len(ranked), experts.groups, ranked.shape[1] // experts.groups])
+    best = paddle.topk(groups, 1 if experts.correction_bias is None else 2, axis=2)[0].sum(axis=2)
+    chosen = paddle.argsort(best, axis=1, descending=True, stable=True)[:, : experts.top_groups]
+    excluded = paddle.put_along_axis(paddle.full_like(best, -math.inf), chosen, 0.0, axis=1)
+    return (groups + excluded.unsqueeze(2)).flatten(1)

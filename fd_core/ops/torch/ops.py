@@ -258,11 +258,22 @@ def route(x: Array, experts: Experts) -> tuple[Array, Array]:
     products = functional.linear(x.float(), experts.router)
     scores = products.sigmoid() if experts.scoring == "sigmoid" else products.softmax(dim=-1)
     ranked = products if experts.correction_bias is None else scores + experts.correction_bias
+    if experts.top_groups < experts.groups:
+        ranked = _within_groups(ranked, experts)
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
     weights = scores.gather(1, chosen)
     if experts.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(experts.norm_floor)
-    return chosen, weights
+    return chosen, weights if experts.weight_scale == 1.0 else weights * experts.weight_scale
+
+
+def _within_groups(ranked: Array, experts: Experts) -> Array:
+    """Exclude the experts outside each token's best groups: [T, experts] -> [T, experts]."""
+    groups = ranked.unflatten(1, (experts.groups, -1))
+    best = groups.topk(1 if experts.correction_bias is None else 2, dim=2).values.sum(dim=2)
+    chosen = best.sort(dim=1, descending=True, stable=True).indices[:, : experts.top_groups]
+    excluded = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+    return groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
 
 
 @cache

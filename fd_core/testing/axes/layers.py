@@ -17,7 +17,7 @@ from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, assert_near, float32_of, step_input
-from fd_core.testing.models.layers import Geometry, LayerOn, sizes_of_layer
+from fd_core.testing.models.layers import Geometry, LayerOn, half_of, sizes_of_layer
 
 ACTIVATIONS: Final[tuple[str, ...]] = get_args(Activation)
 AXES: Final = (
@@ -79,6 +79,8 @@ AXES: Final = (
     Axis("correction_bias", (False, True), ("Experts.correction_bias", "Experts.norm_floor"), needs="moe"),
     Axis("scoring", ("softmax", "sigmoid"), ("Experts.scoring",), needs="any_experts"),
     Axis("weighs_inputs", (False, True), ("Experts.weighs_inputs",), needs="any_experts"),
+    Axis("expert_groups", (1, 2, 3, 8), ("Experts.groups", "Experts.top_groups"), needs="any_experts"),
+    Axis("weight_scale", (1.0, 2.5), ("Experts.weight_scale",), needs="any_experts"),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
     Axis("adapters", (0, 1, 2, 8), ("StepInput.lora_slots", "StepInput.lora_groups", "Lora.deltas", "Lora.step")),
@@ -151,7 +153,7 @@ _SAME: Final = {*Geometry.__dataclass_fields__} & {axis.name for axis in AXES} -
 def allowed(case: Case) -> bool:
     """Return True if a layer can have the values of a case, and numpy computes it in about a second."""
     rows, experts = rows_of(case), int_of(case, "experts")
-    if not rows or (experts and case["top_k"] > experts) or (experts and case["adapters"]):  # type: ignore[operator]
+    if not rows or (experts and (not has_groups(case) or case["adapters"])):
         return False
     if case["uniform"] and case["chunk"]:
         return False
@@ -171,6 +173,13 @@ def allowed(case: Case) -> bool:
         and max(scores, 32 * padded) < _MAX_SCORES
         and max(weights, cache) < _MAX_ELEMENTS
     )
+
+
+def has_groups(case: Case) -> bool:
+    """Return True if the groups of experts are equal, with two experts or more, and the best ones have enough."""
+    experts, groups = int_of(case, "experts"), int_of(case, "expert_groups")
+    equal = groups == 1 or (experts % groups == 0 and experts > groups)
+    return equal and int_of(case, "top_k") <= experts // groups * half_of(groups)
 
 
 def check_layer(ops: Ops, case: Case) -> None:
@@ -295,7 +304,7 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
     }
     halved, smallest = "inner", 128
     if isinstance(block, MoeSpec):
-        halved, smallest = "experts", 2 * block.top_k
+        halved, smallest = "experts", 2 * block.top_k * block.groups
         case |= {
             "experts": len(block.experts),
             "top_k": block.top_k,
@@ -305,6 +314,8 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
             "correction_bias": block.correction_bias is not None,
             "scoring": block.scoring,
             "weighs_inputs": block.weighs_inputs,
+            "expert_groups": block.groups,
+            "weight_scale": block.weight_scale,
         }
     while (size := int_of(case, halved)) >= 2 * smallest and _elements(case) > _MAX_MODEL_ELEMENTS:
         case[halved] = size // 2

@@ -13,7 +13,7 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
-from fd_core.testing.axes.layers import ACTIVATIONS
+from fd_core.testing.axes.layers import ACTIVATIONS, has_groups
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.products import can_be_stored
 from fd_core.testing.axes.reuse import operation_part
@@ -44,7 +44,7 @@ _MOE: Final = (
     ),
     Axis(
         "experts",
-        (5, 1, 2, 8, 33, 64, 128),
+        (6, 1, 2, 5, 8, 33, 64, 128),
         rare=({"experts": 257, "tokens": 33, "top_k": 9, "hidden": 38, "inner": 24},),
     ),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
@@ -55,6 +55,13 @@ _MOE: Final = (
     Axis("shared_gate", (False, True), needs="shared_gate"),
     Axis("scoring", ("softmax", "sigmoid"), needs="any_experts"),
     Axis("weighs_inputs", (False, True), needs="any_experts"),
+    Axis(
+        "expert_groups",
+        (1, 2, 3, 8),
+        rare=({"expert_groups": 4, "experts": 12, "top_k": 3, "correction_bias": True},),
+        needs="any_experts",
+    ),
+    Axis("weight_scale", (1.0, 2.5), needs="any_experts"),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
     Axis("inner", (128, 64, 24, 130)),
@@ -138,7 +145,7 @@ MOE: Final[Part[Ops]] = operation_part(
     _MOE,
     check_moe,
     lambda case: (
-        int_of(case, "top_k") <= int_of(case, "experts")
+        has_groups(case)
         and can_be_stored(case)
         and not (case["offset"] and case["scoring"] == "sigmoid")
         and not (

@@ -7,7 +7,7 @@ from typing import Final
 
 ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
-    "any_experts": "experts with sigmoid scores, or whose inputs are weighed",
+    "any_experts": "experts with sigmoid scores, groups or factors, or whose inputs are weighed",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
     "chunks": "attention within chunks",

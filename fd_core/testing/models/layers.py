@@ -80,6 +80,9 @@ class Geometry:
     norm_floor: float = 1e-12
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     weighs_inputs: bool = False
+    expert_groups: int = 1
+    """Groups of experts; those of a token are in the best half of them."""
+    weight_scale: float = 1.0
     scale: float = 1.0
     """Scale of scores as a multiple of d ** -0.5."""
     eps: float = 1e-5
@@ -111,6 +114,11 @@ ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
 
 NOWHERE: Final = 2**20
 """Arbitrary entry of a block table beyond the context."""
+
+
+def half_of(groups: int) -> int:
+    """Return half of a number of groups, rounded up."""
+    return (groups + 1) // 2
 
 
 def sizes_of_layer(g: Geometry, rows: Sequence[tuple[int, int]]) -> dict[str, int]:
@@ -302,12 +310,15 @@ class LayerOn:
             shared_gate=ops.prepare_vector(make(g.hidden, scale=g.hidden**-0.5)) if g.shared_gate else None,
             scoring=g.scoring,
             weighs_inputs=g.weighs_inputs,
+            groups=g.expert_groups,
+            top_groups=half_of(g.expert_groups),
+            weight_scale=g.weight_scale,
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:
         """Return True for each token [T, H] whose last chosen expert leads the next one by a share of their scores.
 
-        Rounding does not change the choice of these. For a layer on numpy with experts.
+        So does its last chosen group. Rounding does not change the choice of these. For a layer on numpy with experts.
         """
         experts = self.experts
         assert experts is not None
@@ -320,10 +331,17 @@ class LayerOn:
         if experts.top_k >= scores.shape[1]:
             return np.ones(len(x), np.bool_)
         total = scores if experts.correction_bias is None else scores + experts.correction_bias
+        within = np.ones(len(x), np.bool_)
+        if experts.top_groups < experts.groups:
+            groups = np.sort(total.reshape(len(x), experts.groups, -1), axis=2)
+            best = groups[..., -1 if experts.correction_bias is None else -2 :].sum(axis=2)
+            ends = -np.sort(-best, axis=1)[:, experts.top_groups - 1 : experts.top_groups + 1]
+            within = -np.diff(ends)[:, 0] > margin * np.abs(ends[:, 0])
+            total = np.where((best >= ends[:, :1]).repeat(groups.shape[2], axis=1), total, -np.inf)
         last = np.argsort(-total, axis=1)[:, experts.top_k - 1 : experts.top_k + 1]
         lead = -np.diff(np.take_along_axis(total, last, axis=1))[:, 0]
         found: npt.NDArray[np.bool_] = lead > margin * np.take_along_axis(scores, last, axis=1).max(axis=1)
-        return found
+        return found & within
 
     def exported(self) -> npt.NDArray[Any]:
         """Return the whole cache as the pack keeps it: block, layer, key or value, position, head, element."""

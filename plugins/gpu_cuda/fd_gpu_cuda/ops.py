@@ -83,7 +83,7 @@ class CudaOps(TorchOps):
     kv_dtypes = ("int8",)
     encodes = False
     chunks = False
-    any_experts = False
+    any_experts = True
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""
@@ -274,8 +274,9 @@ class CudaOps(TorchOps):
         share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
         output = torch.zeros_like(x)
         for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            y = self.linear(self.gated_linear(x, gate_up, activation), down)
-            output += y * share[:, expert, None]
+            weight = share[:, expert, None]
+            given, weight = (x * weight, (weight != 0).to(x.dtype)) if experts.weighs_inputs else (x, weight)
+            output += self.linear(self.gated_linear(given, gate_up, activation), down) * weight
         return self.add_shared(output, x, experts, activation)
 
     @property

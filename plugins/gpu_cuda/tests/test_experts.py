@@ -165,8 +165,15 @@ def test_empty_step(experts: tuple[Experts, Experts]) -> None:
     assert make_ops().moe(torch.empty(0, HIDDEN), experts[1], "silu").shape == (0, HIDDEN)
 
 
+def test_weights_of_inputs() -> None:
+    x = tokens(9)
+    right, found = (replace(block(ops), scoring="sigmoid", weighs_inputs=True) for ops in (NumpyOps(), make_ops()))
+    near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
+
+
+@pytest.mark.parametrize("weighs_inputs", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
-def test_without_the_kernel_torch_computes_the_experts(captured: bool) -> None:
+def test_without_the_kernel_torch_computes_the_experts(captured: bool, weighs_inputs: bool) -> None:
     ops = CudaOps("float32", Processor(), replace(PLAIN, experts=None))
     if captured:
         ops.configure(
@@ -180,8 +187,8 @@ def test_without_the_kernel_torch_computes_the_experts(captured: bool) -> None:
             )
         )
     x = tokens(9)
-    found = ops.moe(torch.from_numpy(x), block(ops, shared=True), "silu")
-    near(found, NumpyOps().moe(x, block(NumpyOps(), shared=True), "silu"))
+    right, found = (replace(block(each, shared=True), weighs_inputs=weighs_inputs) for each in (NumpyOps(), ops))
+    near(ops.moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
 
 
 # Routing ------------------------------------------------------------------------------------------------------
@@ -189,12 +196,23 @@ def test_without_the_kernel_torch_computes_the_experts(captured: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize(("count", "top_k"), [(128, 8), (60, 4), (5, 2), (64, 6)])
-def test_choices_are_those_of_the_core(count: int, top_k: int, corrected: bool, normalize: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "top_k", "scoring", "groups"),
+    [
+        (128, 8, "sigmoid", (8, 4)),
+        (60, 4, "softmax", (1, 1)),
+        (5, 2, "sigmoid", (1, 1)),
+        (12, 3, "softmax", (4, 2)),
+    ],
+)
+def test_choices_are_those_of_the_core(
+    count: int, top_k: int, scoring: Any, groups: tuple[int, int], corrected: bool, normalize: bool
+) -> None:
     x, bias = torch.from_numpy(Values(1)(40, count)), torch.from_numpy(Values(2)(count, scale=0.05))
     x[0] = 0  # all alike: the first ones are chosen
     x[1, 3] = x[1, 1] = 9  # two alike
     experts = Experts(torch.eye(count), None, None, top_k, normalize, bias if corrected else None, 0.4)
+    experts = replace(experts, scoring=scoring, groups=groups[0], top_groups=groups[1], weight_scale=1.5)
     (chosen, weights), (right, shares) = choose(x, experts), route(x, experts)
     assert torch.equal(chosen.long(), right)
     assert torch.allclose(weights, shares, rtol=1e-5)

@@ -273,6 +273,18 @@ class WeighsOutputs(NumpyOps):
         return super().moe(x, replace(experts, weighs_inputs=False), activation)
 
 
+@shown_by("moe", correction_bias=True)
+class ChoosesWithoutTheCorrection(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, correction_bias=None), activation)
+
+
+@shown_by("moe", expert_groups=3)
+class ChoosesOutsideOfTheBestGroups(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, groups=1, top_groups=1), activation)
+
+
 @shown_by("moe", normalize=True, norm_floor=0.7)
 class NormalizesWithoutAFloor(NumpyOps):
     def moe(self, x, experts, activation):

@@ -570,8 +570,8 @@ int fd_add_logits(void* program, int in, const float* norm, float eps, const voi
 }
 
 struct MoeGeometry {
-    int experts, top_k, normalize, sigmoid, weighs_inputs;
-    float norm_floor;
+    int experts, top_k, normalize, sigmoid, weighs_inputs, groups, top_groups;
+    float norm_floor, weight_scale;
 };
 
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
@@ -596,7 +596,10 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         w.normalize = g->normalize;
         w.sigmoid = g->sigmoid;
         w.weighs_inputs = g->weighs_inputs;
+        w.groups = g->groups;
+        w.top_groups = g->top_groups;
         w.norm_floor = g->norm_floor;
+        w.weight_scale = g->weight_scale;
         ExpertColumns columns{r.columns(group, hidden_starts, g->top_k), r.columns(group, shared_starts),
                               r.columns(group, starts)};
         return new MoeResidual<E>(r.program, r.norm<E>(in, width, norm, eps), std::move(w), Activation(activation),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
@@ -42,15 +43,17 @@ _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the experts of each token int32[T, top_k] and their weights float32[T, top_k] of logits [T, experts].
 
-    As `fd_core.ops.torch.ops.route`: by the softmax of the logits, with a correction for the choice only; the lower id
-    first on a tie. A token that is not finite gets valid experts with weights that are not finite.
+    As `fd_core.ops.torch.ops.route`: by the scores of the logits, with a correction for the choice only, in the best
+    groups; the lower id first on a tie. A token that is not finite gets valid experts with weights that are not finite.
     """
     tokens, count = logits.shape
     chosen = torch.empty((tokens, experts.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, experts.top_k), dtype=torch.float32, device=logits.device)
     size, places = next_power_of_2(count), next_power_of_2(experts.top_k)
     constants = {"normalize": experts.normalize, "top_k": experts.top_k, "size": size, "places": places}
-    given = logits, experts.correction_bias, chosen, weights, count, experts.norm_floor
+    groups = experts.groups if experts.top_groups < experts.groups else 1
+    constants |= {"sigmoid": experts.scoring == "sigmoid", "groups": groups, "top_groups": experts.top_groups}
+    given = logits, experts.correction_bias, chosen, weights, count, experts.norm_floor, experts.weight_scale
     _choose[(tokens,)](*given, **constants)
     return chosen, weights
 
@@ -67,26 +70,50 @@ def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
     return order, counts
 
 
-@kernel(do_not_specialize=["floor"])
+@triton.jit
+def _key(values, index, size: tl.constexpr):
+    """Return integer keys in the order of the values, NaN above all; the low bits prefer the lower index."""
+    code = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    code = tl.where(code < 0, code ^ 0x7FFFFFFF, code)
+    code = tl.where(values != values, 0x7FFFFFFF, code)
+    return (code.to(tl.int64) << 32) + (size - index)
+
+
+@kernel(do_not_specialize=["floor", "scale"])
 def _choose(
     logits_at, bias_at, chosen_at, weights_at,
-    experts, floor,
+    experts, floor, scale,
     normalize: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, places: tl.constexpr,
+    sigmoid: tl.constexpr, groups: tl.constexpr, top_groups: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, size)
     real = expert < experts
     logits = tl.load(logits_at + token * experts + expert, mask=real, other=float("-inf"))
-    scores = tl.exp(logits - tl.max(logits, 0))
-    scores = scores / tl.sum(scores, 0)
-    ranked = scores
+    if sigmoid:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    ranked = logits  # scores of large ones round to 1, but differ
     if bias_at is not None:
-        ranked += tl.load(bias_at + expert, mask=real, other=0.0)
-    # Integer keys in the order of the scores, NaN above all; the low bits prefer the lower expert.
-    code = tl.where(ranked == 0.0, 0.0, ranked).to(tl.int32, bitcast=True)
-    code = tl.where(code < 0, code ^ 0x7FFFFFFF, code)
-    code = tl.where(ranked != ranked, 0x7FFFFFFF, code)
-    key = (code.to(tl.int64) << 32) + (size - expert)
+        ranked = scores + tl.load(bias_at + expert, mask=real, other=0.0)
+    key = _key(ranked, expert, size)
+    if groups > 1:
+        group = expert // (experts // groups)
+        best = tl.zeros((size,), tl.float32)
+        for each in tl.static_range(groups):
+            mine = tl.where(real & (group == each), key, _NO_KEY)
+            first = expert == size - (tl.max(mine, 0) & 0xFFFFFFFF).to(tl.int32)
+            total = tl.sum(tl.where(first, ranked, 0.0), 0)
+            if bias_at is not None:
+                second = expert == size - (tl.max(tl.where(first, _NO_KEY, mine), 0) & 0xFFFFFFFF).to(tl.int32)
+                total += tl.sum(tl.where(second, ranked, 0.0), 0)
+            best = tl.where(group == each, total, best)
+        left = tl.where(real, _key(best, group, size), _NO_KEY)
+        for _each in tl.static_range(top_groups):
+            left = tl.where(left == tl.max(left, 0), _NO_KEY, left)
+        real = real & (left == _NO_KEY)
     key = tl.where(real, key, _NO_KEY)
     place = tl.arange(0, places)
     chosen = tl.zeros((places,), tl.int32)
@@ -101,6 +128,7 @@ def _choose(
         total += weight
     if normalize:
         weights /= tl.maximum(total, floor)
+    weights *= scale
     at = token * top_k + place
     tl.store(chosen_at + at, chosen, mask=place < top_k)
     tl.store(weights_at + at, weights, mask=place < top_k)
@@ -175,8 +203,12 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         product(x, experts.router, logits)
         chosen, weights = choose(logits, experts)
         pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
+        inputs, order = x, pairs
+        if experts.weighs_inputs:
+            inputs, order = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), (*pairs[:2], 1)
+            weights = torch.ones_like(weights)
         inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
-        multiply(x, gate_up, pairs, inner, activation)
+        multiply(inputs, gate_up, order, inner, activation)
         each = x.new_empty(len(pairs[0]), down.out)
         multiply(inner, down, pairs, each, None)
         y = x.new_empty(len(x), down.out)
@@ -189,8 +221,8 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
     ) -> None:
         """Multiply rows by the weight of their pair's expert; `pairs` is the result of `order_by_expert`, and top_k.
 
-        With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by
-        expert to rows [P, out] of the pairs in the order of tokens.
+        With an activation: rows of tokens [T, in], or of pairs with a top_k of 1, to activated rows [P, out / 2] by
+        expert. Without: rows [P, in] by expert to rows [P, out] of the pairs in the order of tokens.
         """
         operand, (order, counts, top_k) = operands(x, weight.weight), pairs
         form = tuple(operand.form.items())

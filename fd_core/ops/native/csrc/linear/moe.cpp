@@ -2,6 +2,8 @@
 
 namespace fd {
 
+constexpr float kExcluded = -3.0e38f;  // below every score
+
 template <class E>
 MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation,
                             ExpertColumns columns, int residual)
@@ -44,7 +46,7 @@ void MoeResidual<E>::run(const Context& context) {
     context.wait_for_all();
 
     const Range mine = context.share(tokens);
-    std::vector<float> scores(2 * experts_.gate_up.size());
+    std::vector<float> scores(2 * experts_.gate_up.size() + experts_.groups);
     for (int t = mine.begin; t < mine.end; t++) route(context, t, scores.data());
     context.wait_for_all();
     if (context.thread == 0) group_by_expert(tokens);
@@ -70,7 +72,7 @@ void MoeResidual<E>::route(const Context& context, int token, float* scores) {
     };
     auto sigmoid = [](float x) { return 1.0f / (1.0f + std::exp(-x)); };
     if (experts_.shared_gate) shared_weights_[token] = sigmoid(product(experts_.shared_gate));
-    float largest = -3.0e38f;
+    float largest = kExcluded;
     for (int e = 0; e < count; e++) {
         scores[e] = product(experts_.router + size_t(e) * width);
         largest = std::max(largest, scores[e]);
@@ -84,16 +86,40 @@ void MoeResidual<E>::route(const Context& context, int token, float* scores) {
         if (!experts_.sigmoid) scores[e] /= sum;
         if (experts_.bias) ranked[e] = scores[e] + experts_.bias[e];
     }
+    if (experts_.top_groups < experts_.groups) keep_best_groups(ranked, ranked + count);
     float chosen_sum = 0;
     for (int i = 0; i < k; i++) {
         const int best = int(std::max_element(ranked, ranked + count) - ranked);  // the lower index on a tie
-        ranked[best] = -3.0e38f;
+        ranked[best] = kExcluded;
         chosen_[token * k + i] = best;
         weights_[token * k + i] = scores[best];
         chosen_sum += scores[best];
     }
-    if (experts_.normalize)
-        for (int i = 0; i < k; i++) weights_[token * k + i] /= std::max(chosen_sum, experts_.norm_floor);
+    for (int i = 0; i < k; i++) {
+        float& weight = weights_[token * k + i];
+        if (experts_.normalize) weight /= std::max(chosen_sum, experts_.norm_floor);
+        weight *= experts_.weight_scale;
+    }
+}
+
+template <class E>
+void MoeResidual<E>::keep_best_groups(float* ranked, float* totals) const {
+    const int groups = experts_.groups, size = int(experts_.gate_up.size()) / groups;
+    for (int g = 0; g < groups; g++) {
+        float first = kExcluded, second = kExcluded;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            second = std::max(second, std::min(first, ranked[e]));
+            first = std::max(first, ranked[e]);
+        }
+        totals[g] = experts_.bias ? first + second : first;
+    }
+    for (int n = experts_.top_groups; n < groups; n++) {
+        int worst = 0;
+        for (int g = 1; g < groups; g++)
+            if (totals[g] <= totals[worst]) worst = g;  // the higher index on a tie
+        totals[worst] = -kExcluded;
+        std::fill_n(ranked + worst * size, size, kExcluded);
+    }
 }
 
 template <class E>

@@ -16,7 +16,9 @@ struct ExpertWeights {
     bool normalize;
     bool sigmoid;        // scores are sigmoids of the products, not their softmax
     bool weighs_inputs;  // weights multiply the inputs of experts, not their outputs
+    int groups, top_groups;  // the chosen experts are in a token's `top_groups` best groups
     float norm_floor;
+    float weight_scale;
 };
 
 /// Columns of each rank: of the rows between the two linears of an expert and of the shared one, and of the residual.
@@ -35,6 +37,7 @@ class MoeResidual : public Operation {
 
    private:
     void route(const Context& context, int token, float* scores);
+    void keep_best_groups(float* ranked, float* totals) const;
     void group_by_expert(int tokens);
     void gather(const Context& context) const;
     void quantize_hidden(const Context& context) const;
