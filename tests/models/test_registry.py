@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fd_core.errors import ConfigError, ModelError
+from fd_core.models.families.builtin.glm import Glm4Moe
 from fd_core.models.families.builtin.llama import Llama4
 from fd_core.models.families.installed import installed_families
 from fd_core.models.loading.config import ModelConfig
@@ -171,6 +173,14 @@ def test_more_experts_per_token_than_experts_are_rejected(tiny, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit_config(tmp_path, num_experts_per_tok=7)
     assert "each token uses 7 experts, but there are 6" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("groups", [{"n_group": 5}, {"n_group": 12}, {"topk_group": 5}, {"num_experts_per_tok": 7}])
+def test_groups_without_enough_experts_are_rejected(tmp_path, groups):
+    """The case has 12 experts in 4 groups, of which each token uses 3 experts in 2 groups."""
+    write_config({**SIZES, **Glm4Moe.cases["groups"], "architectures": ["Glm4MoeForCausalLM"]}, tmp_path, seed=5)
+    edit_config(tmp_path, **groups)
+    assert re.search(r"each token uses \d experts of \d groups, but 12 experts in \d+ groups", refusal(tmp_path))
 
 
 def written_llama4(folder):

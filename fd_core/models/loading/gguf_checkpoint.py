@@ -44,6 +44,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
@@ -52,6 +53,8 @@ _BLOCK = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _CORRECTION = "exp_probs_b"
+_IGNORED = ".nextn."
+"""Of layers for multi-token prediction."""
 _SHARED_GATE = "ffn_gate_inp_shexp"
 """Some converters write its one row as a vector."""
 
@@ -71,6 +74,10 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         if block is not None and (name := parts.get(f"{part}_exps")):
             return {f"{layer}.{name.format(int(expert))}.{kind}": TensorView(tensor.shape, tensor)}
         part = ""
+    if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
+        name = f"{layer}.{parts[part]}"
+        as_row = "moe_statics" in name  # ERNIE's is a matrix
+        return {name: TensorView((1, *tensor.shape), tensor, _as_row) if as_row else TensorView(tensor.shape, tensor)}
     if block is None and part in _TOP:
         return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:
@@ -80,9 +87,6 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
             f"{layer}.{parts[part].format(index)}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
             for index in range(tensor.shape[0])
         }
-    if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
-        name = f"{layer}.mlp.moe_statics.e_score_correction_bias"
-        return {name: TensorView((1, *tensor.shape), tensor, _as_row)}
     raise ModelError(
         f"{tensor.file.path}: tensor {tensor.name!r} of shape {tensor.shape} is unknown for {config['model_type']}"
     )
@@ -138,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
         config, stored = config_from(self._metadata, tensors, known)
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
-            if tensor.name in _CONFIGURED:
+            if tensor.name in _CONFIGURED or _IGNORED in tensor.name:
                 continue
             for name, view in _views(tensor, config, stored).items():
                 if name in views:

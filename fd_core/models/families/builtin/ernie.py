@@ -85,7 +85,9 @@ class ErnieMoe(Family):
             "moe_layer_interval": 2,
         },
     }
-    gguf: ClassVar = {"ernie4_5-moe": Gguf(config=_experts)}
+    gguf: ClassVar = {
+        "ernie4_5-moe": Gguf(config=_experts, tensors={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"})
+    }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, from `moe_layer_start_index` to `moe_layer_end_index` with experts."""

@@ -33,19 +33,26 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "logit_scale": ("logit_scale", "logits_scaling"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
-    "expert_count": ("num_experts", "num_local_experts", "moe_num_experts"),
+    "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-    "expert_shared_count": ("moe_num_shared_experts",),
-    "leading_dense_block_count": ("moe_layer_start_index",),
+    "expert_shared_count": ("moe_num_shared_experts", "n_shared_experts"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "leading_dense_block_count": ("moe_layer_start_index", "first_k_dense_replace"),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
 _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
-_WITHOUT_WINDOW: Final = ("llama", "starcoder2")
-"""Architectures whose window the converter does not write."""
+_UNWRITTEN: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("llama", "starcoder2"), "sliding_window"),
+    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), "norm_topk_prob"),
+}
+"""Fields among them that the converter does not write for an architecture."""
 _SUFFIXES: Final = (".weight", ".bias")
 
 
@@ -87,7 +94,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def written_fields(arch: str) -> set[str]:
     """Return the fields of `config.json` that the converter writes in some form."""
     fields = {field for names in _KEYS.values() for field in names} | _ROPE | {"tie_word_embeddings"}
-    return fields - {"sliding_window"} if arch in _WITHOUT_WINDOW else fields
+    return fields - {_UNWRITTEN.get(arch)}
 
 
 def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, Any], path: Path) -> Path:

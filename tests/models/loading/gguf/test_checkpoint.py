@@ -143,6 +143,15 @@ def test_experts_of_old_files_are_stored_one_by_one(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, each)
 
 
+def test_layer_for_multi_token_prediction_is_not_read(tmp_path: Path) -> None:
+    experts = {"expert_count": 2, "expert_used_count": 1, "expert_shared_count": 1, "expert_feed_forward_length": 64}
+    values = {**LLAMA, **experts, "block_count": 2, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
+    predicting = {f"blk.1.{name}.weight": np.zeros(32, np.float32) for name in ("attn_norm", "nextn.enorm")}
+    path = write_gguf(tmp_path / "m.gguf", arch="glm4moe", values=values, tensors=llama_tensors() | predicting)
+    with open_checkpoint(path) as checkpoint:
+        assert len(load_model(checkpoint, NumpyOps()).spec.layers) == 1
+
+
 def test_index_after_other_tensors_is_unknown(tmp_path: Path) -> None:
     tensors = {**llama_tensors(), "blk.0.attn_q.1.weight": np.zeros((32, 32), np.float32)}
     with pytest.raises(ModelError, match=r"attn_q\.1\.weight"):
