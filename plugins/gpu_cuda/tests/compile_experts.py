@@ -6,6 +6,7 @@ Prints what is wrong.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from compile_products import FORMS, instruction, part
@@ -53,7 +54,11 @@ def main(capability: int) -> None:
     router, dtype = torch.empty(COUNT, HIDDEN), torch.float32
     odd = stacked(None, 2 * (INNER + 8), HIDDEN, dtype), stacked(None, HIDDEN, INNER + 8, dtype)
     compiler.case, compiler.wanted = "masked, float32", {}
-    mixture(torch.empty(9, HIDDEN, dtype=dtype), Experts(router, *odd, top_k=TOP_K, normalize=True), "silu", None)
+    experts = Experts(router, *odd, top_k=TOP_K, normalize=True)
+    x = torch.empty(9, HIDDEN, dtype=dtype)
+    mixture(x, experts, "silu", None)
+    grouped = replace(experts, groups=8, top_groups=4, scoring="sigmoid", correction_bias=torch.empty(COUNT))
+    mixture(x, replace(grouped, weighs_inputs=True), "silu", None)
     print("\n".join(compiler.failures))
 
 
