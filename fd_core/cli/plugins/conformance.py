@@ -98,6 +98,12 @@ def conformance(
             "--expected-failures", metavar="FILE", help="Tests and cases that may fail: lines PATTERN  # REASON."
         ),
     ] = None,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Report lines and branches of the plugin that no test executed.")
+    ] = False,
+    require_coverage: Annotated[
+        bool, typer.Option("--require-coverage", help="Like --coverage; fail if there are some without an excuse.")
+    ] = False,
 ) -> None:
     """Run the conformance kit on backends, schedulers, postprocessors, parsers or families of models.
 
@@ -118,8 +124,10 @@ def conformance(
         raise typer.BadParameter(f"specify either backends or one of {kinds}")
     if computing and not model_families:
         raise typer.BadParameter("--backend selects the backends of --model-family; name other backends without it")
-    needed = (*(["xdist"] if workers > 1 else []), *(["torch", "transformers"] if model_families else []))
-    require_packages(*needed, extra=FAMILIES_EXTRA if model_families else EXTRA)
+    coverage = coverage or require_coverage
+    needed = {"coverage": coverage, "xdist": workers > 1, "torch": model_families, "transformers": model_families}
+    packages = (name for name, is_needed in needed.items() if is_needed)
+    require_packages(*packages, extra=FAMILIES_EXTRA if model_families else EXTRA)
     from rich.console import Console
 
     from fd_core.config.outputs import require_writable, write_json, write_whole
@@ -143,6 +151,7 @@ def conformance(
         soak_seconds=None if soak is None else soak * 60,
         workers=workers,
         backends=computing or (),
+        coverage=coverage,
         model=None if model is None else model.absolute(),
         expected_failures=None if expected_failures is None else expected_failures.absolute(),
     )
@@ -160,6 +169,7 @@ def conformance(
     words += [word for case in options.cases for word in ("--case", case)]
     words += [] if model is None else ["--model", f"{model}"]
     words += [] if expected_failures is None else ["--expected-failures", f"{expected_failures}"]
+    words += ["--require-coverage" if require_coverage else "--coverage"] if coverage else []
     command = shlex.join([*words, *(["--quick"] if quick else [])])
     console, last_printed = Console(), time.monotonic()
     with console.status("starting") as status:
@@ -180,7 +190,9 @@ def conformance(
         write_whole(html, html_of(report).encode(), "--html")
     if any(card.error is not None for card in report.cards):
         sys.exit(4)
-    if not all(card.passed for card in report.cards):
+    if not all(card.passed for card in report.cards) or (
+        require_coverage and any(each.unexcused for each in report.coverage)
+    ):
         sys.exit(1)
 
 

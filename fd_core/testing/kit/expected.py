@@ -2,7 +2,8 @@
 
 As the skips and xfails files of the Array API tests: a line is `PATTERN  # REASON`; empty lines and those that begin
 with `#` are ignored. A pattern is the name of a test, with or without its section and parameters, in which `*` stands
-for any text, or a case such as `layer:window=7`, which every case with these values matches.
+for any text, or a case such as `layer:window=7`, which every case with these values matches. `coverage:FILE:SOURCE`
+excuses code that no check executes, by the source of its first line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _LINE: Final = re.compile(r"(?P<pattern>\S.*?)\s+#\s*(?P<reason>\S.*?)\s*")
 FLAG: Final = "--expected-failures"
+OF_COVERAGE: Final = "coverage:"
+"""Beginning of patterns that are about code instead of tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,11 @@ class ExpectedFailure:
         if case is not None and self.pattern.startswith(f"{case.part.name}:"):
             return case.has(self.pattern.partition(":")[2])
         function = test.partition("[")[0]
-        names = (test, function, f"{section}:{test}", f"{section}:{function}")
-        glob = re.compile(".*".join(map(re.escape, self.pattern.split("*"))))
-        return any(glob.fullmatch(name) for name in names)
+        return any(map(self.is_glob_of, (test, function, f"{section}:{test}", f"{section}:{function}")))
+
+    def is_glob_of(self, name: str) -> bool:
+        """Return True if the pattern is `name`, where `*` stands for any text."""
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), name) is not None
 
 
 def read_expected_failures(path: Path) -> list[ExpectedFailure]:

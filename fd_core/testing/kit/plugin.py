@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Generator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,6 +16,7 @@ from fd_core.errors import FdError
 if TYPE_CHECKING:
     from fd_core.config.envelope import OperatingEnvelope
     from fd_core.testing.axes.parts import KitCase, Part
+    from fd_core.testing.kit.coverage import CoverageRun
     from fd_core.testing.kit.expected import ExpectedFailure
 
 _Found = TypeVar("_Found")
@@ -30,11 +32,13 @@ _NAMED: Final = (
     ("reasoning-parser", "NAME", "reasoning parser for `--pyargs fd_core.testing.parsers.suite`"),
     ("model-family", "NAME", "family of models for `--pyargs fd_core.testing.models.families.suite`"),
     ("case", "CASE", "run only this case, such as layer:rows=65,window=none"),
+    ("coverage", "NAME", "report lines of a distribution, file or folder that no test executed"),
 )
 """Options that may be repeated."""
 _PHASES: Final = ("all", "shared", "alone")
 _LONG: Final = 500
 """Length of values that are not compared element by element in a message."""
+_COVERAGE: Final[pytest.StashKey[CoverageRun]] = pytest.StashKey()
 _EXPECTED: Final = pytest.StashKey[str]()
 """Line that lists a test as an expected failure."""
 
@@ -52,10 +56,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
         group.addoption("--fd-soak", type=float, metavar="SECONDS", help="run only cases, each part for its share")
         group.addoption("--fd-model", metavar="PATH", help="add cases with the shapes of this model's config.json")
+        group.addoption("--fd-require-coverage", action="store_true", help="fail if --fd-coverage reports lines")
         group.addoption("--fd-expected-failures", metavar="FILE", help="tests that may fail: lines PATTERN  # REASON")
         group.addoption(
             "--fd-phase", choices=_PHASES, default="all", help="select tests that may, or may not, run concurrently"
         )
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Measure what `--fd-coverage` names, before conftest files import it. Raises `pytest.UsageError`."""
+    names: list[str] = early_config.known_args_namespace.fd_coverage
+    if names and "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment
+        from fd_core.testing.kit.coverage import CoverageRun
+        from fd_core.testing.kit.requirements import require_packages
+
+        try:
+            require_packages("coverage")
+            run = CoverageRun(names, Path(tempfile.mkdtemp(prefix="fdcore-coverage-")))
+        except FdError as error:
+            raise pytest.UsageError(str(error)) from error
+        early_config.stash[_COVERAGE] = run
+        run.start()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Report coverage after the workers have ended."""
+    yield
+    if (run := session.config.stash.get(_COVERAGE, None)) is None:
+        return
+    from fd_core.testing.kit.expected import read_expected_failures
+
+    path = session.config.getoption("--fd-expected-failures")
+    found = run.finish([] if path is None else read_expected_failures(Path(path)))
+    print("", *found.notes(), sep="\n")
+    if found.unexcused and session.config.getoption("--fd-require-coverage"):
+        session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -147,7 +183,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_expected(items: Sequence[pytest.Item], expected: Sequence[ExpectedFailure]) -> None:
-    left = list(expected)
+    from fd_core.testing.kit.expected import OF_COVERAGE
+
+    left = [line for line in expected if not line.pattern.startswith(OF_COVERAGE)]
     for item in items:
         _, section, test = identity_of(item)
         for line in expected:

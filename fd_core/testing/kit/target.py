@@ -18,7 +18,7 @@ from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError, FdError
 from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
-from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
+from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.kit.limits import OPTIONAL
 from fd_core.testing.kit.requirements import lacks
@@ -53,11 +53,13 @@ def parse_target(text: str, folder: Path) -> Target:
     return target
 
 
-def find_target(text: str) -> None:
-    """Check name and settings of a backend without importing it or building kernels. Raises `FdError`."""
+def find_target(text: str) -> PluginOffer | None:
+    """Find a backend and check its settings without importing it or building kernels. Raises `FdError`.
+
+    Returns None for `auto`, which imports all backends.
+    """
     name = _configured(text, Path()).name
-    if name != "auto":
-        installed_plugins().find(BACKEND, name)
+    return None if name == "auto" else installed_plugins().find(BACKEND, name)
 
 
 def _configured(text: str, folder: Path) -> Target:

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from fd_core.testing.kit.coverage import PluginCoverage
 from fd_core.testing.kit.law import RULES
 
 SCHEMA: Final = 1
@@ -163,6 +164,8 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     command: str
     cards: list[Card]
+    coverage: list[PluginCoverage] = []
+    """What the tests of all cards executed of their plugins, if it was measured."""
 
     def functions(self, section: str) -> list[str]:
         """Return the tests of a section in the order in which they ran."""
@@ -176,11 +179,14 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
         yield from sorted(found - set(SECTIONS))
 
     def beside(self, others: Iterable[ConformanceReport]) -> ConformanceReport:
-        """Return a report with the cards and commands of this report and of `others`."""
+        """Return a report with the cards, coverage and commands of this report and of `others`."""
         every = [self, *others]
         commands = "\n".join(dict.fromkeys(report.command for report in every))
         return msgspec.structs.replace(
-            self, command=commands, cards=[card for report in every for card in report.cards]
+            self,
+            command=commands,
+            cards=[card for report in every for card in report.cards],
+            coverage=[each for report in every for each in report.coverage],
         )
 
 

@@ -38,7 +38,7 @@ def html_of(report: ConformanceReport) -> str:
 
 
 def markdown_of(report: ConformanceReport) -> str:
-    """Return the table of backends by sections, then failures, limits and emulated backends."""
+    """Return the table of backends by sections, then failures, limits, emulated backends and coverage."""
     sections = [line for line in _lines(report) if line.is_section]
     heads = ["backend", "result", "computes in", "on", *(line.name for line in sections)]
     lines = [_markdown_row(heads), "|---" * len(heads) + "|"]
@@ -64,6 +64,8 @@ def markdown_of(report: ConformanceReport) -> str:
     for alike, targets in noted.items():
         if alike:
             lines += ["", f"{', '.join(targets)}:", "", *(f"- {note}" for note in alike)]
+    for each in report.coverage:
+        lines += ["", f"{each.plugins}:", "", *(f"- {_one_line(note)}" for note in each.notes())]
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,18 @@ import msgspec
 
 import fd_core
 from fd_core.errors import ConfigError, FdError
-from fd_core.plugins import MODEL, POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
+from fd_core.plugins import (
+    MODEL,
+    POSTPROCESS,
+    REASONING_PARSER,
+    SCHEDULER,
+    TOOL_PARSER,
+    Kind,
+    PluginOffer,
+    installed_plugins,
+)
+from fd_core.testing.kit.coverage import CoverageRun, measured_names
+from fd_core.testing.kit.expected import read_expected_failures
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
@@ -51,12 +62,12 @@ class Kit:
     suite: str
     option: str
     sections: tuple[str, ...]
-    find: Callable[[str], object]
+    find: Callable[[str], PluginOffer | None]
     """Looks up the plugin under test without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
 
 
-def _found(kind: Kind[Any]) -> Callable[[str], object]:
+def _found(kind: Kind[Any]) -> Callable[[str], PluginOffer]:
     return lambda name: installed_plugins().find(kind, name)
 
 
@@ -111,6 +122,8 @@ class RunOptions:
     expected_failures: Path | None = None
     backends: Sequence[str] = ()
     """Backends that compute the models of a family; all if empty."""
+    coverage: bool = False
+    """Reports lines of the plugins that no test executes."""
     model: Path | None = None
     """`config.json`, or its folder, of a model whose shapes are tested in addition."""
 
@@ -152,21 +165,40 @@ def run_suite(
     results. Raises `ConfigError` if the options name a case or an expected failure that matches no test.
     """
     cards: list[Card] = []
-    for target in targets:
-        if cards and cards[-1].error == _INTERRUPTED:
-            cards.append(_card_of(kit, target, error=_INTERRUPTED, seconds=0.0))
-        else:
-            cards.append(_card(kit, target, options, progress=progress))
+    with tempfile.TemporaryDirectory(prefix="fdcore-coverage-") as folder:
+        names = list(_measured(kit, targets)) if options.coverage else []
+        measured = CoverageRun(names, Path(folder)) if names else None
+        for target in targets:
+            if cards and cards[-1].error == _INTERRUPTED:
+                cards.append(_card_of(kit, target, error=_INTERRUPTED, seconds=0.0))
+            else:
+                environment = {} if measured is None else measured.environment
+                cards.append(_card(kit, target, options, progress=progress, environment=environment))
+        excuses = [] if options.expected_failures is None else read_expected_failures(options.expected_failures)
+        coverage = [] if measured is None else [measured.result(excuses)]
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
         cards=cards,
+        coverage=coverage,
     )
 
 
-def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> Card:
+def _measured(kit: Kit, targets: Sequence[str]) -> Iterator[str]:
+    """Yield what coverage measures; a plugin that cannot be found is reported by its card."""
+    for target in targets:
+        try:
+            offer = kit.find(target)
+        except FdError:
+            continue
+        if offer is None:
+            raise ConfigError("`auto` is not the name of a plugin", field="--coverage", hint="name the backend")
+        yield from measured_names(offer)
+
+
+def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress, environment: Mapping[str, str]) -> Card:
     started = time.monotonic()
     try:
         kit.find(target)  # starting pytest takes seconds
@@ -177,7 +209,8 @@ def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> 
         folder = Path(name)
         # Not those of a run of pytest that this one is part of.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        environment = inherited | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
+        own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
+        environment = {**inherited, **environment, **environment_of(target), **own}
         progress(target, 0, 0)
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM while `follow` runs
             run.interrupted = True

@@ -32,6 +32,9 @@ def print_report(report: ConformanceReport, console: Console) -> None:
         console.print(table)
     for card in report.cards:
         _print_card(card, console)
+    for each in report.coverage:
+        style = "bold yellow" if each.unexcused else "green"
+        console.print(Text("\n" + "\n  ".join(each.notes()), style), soft_wrap=True)
 
 
 def _cell(counts: Counter[CaseOutcome]) -> Text:
