@@ -77,13 +77,14 @@ class PluginCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
     def notes(self) -> list[str]:
         """Return the sentences of the report, for every format."""
-        ways = sum(gap.count == 0 for gap in self.unexcused)
-        count = f"{sum(gap.count for gap in self.unexcused)} lines" + (f" and {ways} branches" if ways else "")
+        lines, branches = sum(gap.count for gap in self.unexcused), sum(not gap.count for gap in self.unexcused)
+        counts = ((lines, "line", "s"), (branches, "branch", "es"))
+        count = " and ".join(f"{number} {word}{plural * (number > 1)}" for number, word, plural in counts if number)
         places = "; ".join(
             f"{file} {', '.join(gap.lines for gap in self.unexcused if gap.file == file)}"
             for file in dict.fromkeys(gap.file for gap in self.unexcused)
         )
-        found = f"not looked at: {count} of {self.plugins} were never executed by a check: {places}"
+        found = f"not looked at: {count} of {self.plugins} never executed by a check: {places}"
         if not places:
             found = f"every line and branch of {self.plugins} was executed by a check, or is excused"
         excuses = dict.fromkeys(gap.excuse for gap in self.gaps if gap.excuse)
@@ -168,7 +169,7 @@ class CoverageRun:
             invisible += [f"{files[path]}: {what}" for what, _ in unseen]
             functions = (region for name, region in each["functions"].items() if name)
             lines += sum(len({*region["executed_lines"], *region["missing_lines"]} - compiled) for region in functions)
-            branches = [(start, end) for start, end in each["missing_branches"] if end not in missing]
+            branches = [(start, end) for start, end in each.get("missing_branches", ()) if end not in missing]
             for first, count, label in _gaps(executed, missing - compiled, branches):
                 source = text.splitlines()[first - 1].partition(" #")[0].strip()
                 name = f"{OF_COVERAGE}{files[path]}:{source}"
