@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.errors import ConfigError
+from fd_core.testing.kit.coverage import Gap, PluginCoverage
 from fd_core.testing.kit.target import environment_of, parse_target
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report, values_text
 from fd_core.testing.report.page import html_of, markdown_of
@@ -102,6 +103,30 @@ def test_expected_failures_envelope_and_tested_values_are_shown(show):
             assert words.lower() in shown.lower()
 
 
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_code_that_no_check_executed_is_shown(show):
+    gaps = [
+        Gap(file="fd_x/ops.py", lines="40-44", count=5, source="if rows > 130000:"),
+        Gap(file="fd_x/ops.py", lines="61->exit", count=0, source="if rows:"),
+        Gap(file="fd_x/ops.py", lines="70", count=1, source="raise Lost", excuse="coverage:*:raise Lost # no device"),
+    ]
+    coverage = PluginCoverage(plugins="fd-x", lines=340, gaps=gaps, invisible=["fd_x/kernels.so"])
+    other = msgspec.structs.replace(REPORT, coverage=[coverage])
+    shown = show(msgspec.structs.replace(REPORT, cards=[GOOD]).beside([other])).replace("&gt;", ">")
+    for words in (
+        "not looked at: 5 lines and 1 branch of fd-x never executed by a check: fd_x/ops.py 40-44, 61->exit",
+        "never executed, excused: coverage:*:raise Lost # no device",
+        "cannot be measured: fd_x/kernels.so",
+    ):
+        assert words in shown
+
+
+def test_coverage_of_the_best_backend_needs_its_name():
+    ended = CliRunner().invoke(app, ["conformance", "auto", "--coverage"])
+    assert ended.exit_code == 2
+    assert "name the backend" in ended.stderr
+
+
 def test_values_of_an_axis_are_a_range_only_if_they_are_numbers():
     assert values_text([65, 1, 257]) == "1 to 257 (3 values)"
     assert values_text([None, 7]) == "7; none"
@@ -151,9 +176,13 @@ def conformance(*arguments):
 
 def test_command_writes_a_report_of_its_cases(tmp_path):
     json, html = tmp_path / "card.json", tmp_path / "card.html"
-    ended = conformance("null", "-k", "idle_slot or limits_are", "--json", str(json), "--html", str(html))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    [card] = read_report(json.read_bytes()).cards
+    files = ("--json", str(json), "--html", str(html))
+    ended = conformance("null", "-k", "idle_slot or limits_are", "--require-coverage", *files)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    report = read_report(json.read_bytes())
+    [card], [coverage] = report.cards, report.coverage
+    assert card.passed and report.command.endswith(" --require-coverage")
+    assert {gap.file for gap in coverage.unexcused} == {"null.py"}
     assert (card.target, card.dtype, card.emulated, card.error) == ("null", "float32", False, None)
     assert {result.function for result in card.results} == {
         "test_idle_slot_is_empty",

@@ -22,11 +22,12 @@ def test_page_declares_an_envelope_with_fields_that_exist():
 @pytest.mark.guide
 def test_commands_of_the_page_print_what_it_describes(tmp_path):
     _, outputs = follow("use-the-kit.md", tmp_path)
-    cases, again, soak, workers, model, expected = (" ".join(output.split()) for _, output in outputs)
+    cases, again, soak, workers, model, expected, coverage = (" ".join(output.split()) for _, output in outputs)
     assert "2 passed" in cases
     assert "held where tested, layer: decodes 1" in cases
     assert "2 passed" in again
     assert re.search(r"seeds: \d+", soak)
     assert "0 failed" in workers
     assert re.search(r"held where tested, layer: .*kv_heads 8, group 2, head_dim 128, .*hidden 512, inner 1,536", model)
+    assert "of cpu.py never executed by a check: cpu.py " in coverage
     assert "passes now: remove the line: test_idle_slot_is_empty # example" in expected

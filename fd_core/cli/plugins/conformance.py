@@ -113,8 +113,9 @@ def conformance(
     incidents, with an auditor that names each invariant that is violated. A postprocessor makes token matrices of
     every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
     split at every position. A family of models is compared with transformers, on all backends or on those that
-    --backend names. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, 2 if
-    a case or an expected failure matches no test, and 4 if the tests could not be completed.
+    --backend names. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails
+    or required coverage is missing, 2 if a case or an expected failure matches no test, and 4 if the tests could not be
+    completed.
     """
     from fd_core.testing.kit.requirements import EXTRA, FAMILIES_EXTRA, require_packages
 

@@ -60,7 +60,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginCoverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checks of a run executed of the files of one or several plugins, and what they did not."""
+    """Result of a run: the code of one or several plugins that its checks executed, and that they did not."""
 
     plugins: str
     lines: int

@@ -165,7 +165,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     cards: list[Card]
     coverage: list[PluginCoverage] = []
-    """What the tests of all cards executed of their plugins, if it was measured."""
+    """Code that the tests of all cards executed, if it was measured."""
 
     def functions(self, section: str) -> list[str]:
         """Return the tests of a section in the order in which they ran."""
