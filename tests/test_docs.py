@@ -29,6 +29,7 @@ SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
 ELSEWHERE = {
     *("--from-file", "--from-literal", "--index-url", "--llama", "--model", "--rounds", "--scale", "--set", "--tasks"),
+    *("--fd-coverage", "--fd-require-coverage"),
     *("--index", "--shrink", "--tokens", "--trace", "--types", "--worlds", "--write"),
 }
 """Flags of other programs and of scripts of this repository that the documents name."""

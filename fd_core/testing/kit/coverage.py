@@ -16,7 +16,6 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import PluginOffer
 from fd_core.testing.kit.expected import OF_COVERAGE, ExpectedFailure
 
@@ -199,7 +198,7 @@ def _roots_of(name: str) -> Iterator[Path]:
         hint = "name an installed distribution, such as fd-mychip, or a file or folder"
         raise ConfigError(f"{name!r} is not installed", field="--fd-coverage", hint=hint) from None
     owned = (top for top, owners in metadata.packages_distributions().items() if distribution.name in owners)
-    modules = [point.module for point in distribution.entry_points.select(group=ENTRY_POINT_GROUP)]
+    modules = [point.module for point in distribution.entry_points]
     for module in (*modules, *(top for top in owned if top != "tests")):
         # A namespace has no file; other distributions share it.
         yield from [*_root_of(module.partition(".")[0])] or _root_of(module)
