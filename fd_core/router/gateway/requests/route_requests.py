@@ -199,8 +199,9 @@ def _bytes_of(asked: _Body) -> bytes:
 def _by_bytes(
     data: bytes, session: str | None, salt: str, model: str | None = None, output_tokens: int = 0
 ) -> RouteRequest:
-    tokens: IntArray = np.frombuffer(data[:_MAX_TOKENS] or b"\0", np.uint8).astype(np.int32)
     length = max(1, len(data) // BYTES_PER_TOKEN)
+    # A number takes the bytes of a token, so that blocks cover as much text as they do with a tokenizer.
+    tokens: IntArray = np.frombuffer(data.ljust(BYTES_PER_TOKEN, b"\0"), np.int32, min(length, _MAX_TOKENS))
     return RouteRequest(tokens, session, salt, length, model, tokenized=False, output_tokens=output_tokens)
 
 

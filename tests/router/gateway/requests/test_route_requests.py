@@ -14,6 +14,7 @@ from fd_core.router.selection import RouteRequest
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.prompt_reader import PromptReader, find_text
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_loop, routed
+from tests.router.helpers import chosen, router_of
 
 TEXT = find_text("bytes", offline=True)
 
@@ -96,7 +97,16 @@ def test_without_a_tokenizer_equal_prefixes_match() -> None:
     longer = read({"messages": [*turns, {"role": "assistant", "content": "yes"}], "seed": 1}, tokenizer=False)
     shared = len(short.tokens)
     assert longer.tokens[:shared].tolist() == short.tokens.tolist()
-    assert short.length == shared // 4
+    assert short.length == shared
+
+
+def test_without_a_tokenizer_hits_are_subtracted_in_tokens() -> None:
+    router, prompt = router_of(mixed=1, policy="cache_aware"), "".join(f"{number:08}" for number in range(1000))
+    with chosen(router.select(read({"prompt": prompt}, tokenizer=False), 0.0, 0.0)) as first:
+        router.served(first, 0.0)
+    with chosen(router.select(read({"prompt": prompt[:4096] + "x" * 4000}, tokenizer=False), 0.0, 0.0)) as second:
+        assert (first.hits, second.hits) == (0, 16)
+        assert second.held[second.prefill].prefill_tokens == 1000
 
 
 def test_sessions_and_salts() -> None:
