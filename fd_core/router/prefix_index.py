@@ -6,8 +6,10 @@ in a few operations per block, not once per worker.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import heapq
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -131,8 +133,10 @@ class PrefixIndex:
         """Time at which each block was last served, least recently served first."""
         self._indices = indices
         self._holders = Holders(indices)
-        self._served: deque[tuple[float, RouterWorker]] = deque()
-        """Workers by time served, in the order in which their blocks expire."""
+        self._oldest: list[tuple[float, int, RouterWorker]] = []
+        """Heap of the workers that hold blocks, by a time before which none of these blocks was served."""
+        self._last = 0.0
+        """Time at which a block was last served."""
 
     def __len__(self) -> int:
         """Blocks that take memory, of all workers together."""
@@ -146,6 +150,8 @@ class PrefixIndex:
         held = self._held.get(worker)
         if held is None:
             held = self._held[worker] = OrderedDict()
+            heapq.heappush(self._oldest, (now, worker.incarnation, worker))
+        self._last = now
         new = []
         for key in reversed(keys[: self._capacity]):  # the first block last, so that it is the last to leave
             if key in held:
@@ -157,8 +163,6 @@ class PrefixIndex:
         self._holders.add(bit, new)
         if len(held) > self._capacity:
             self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
-        if not self._served or self._served[-1] != (now, worker):
-            self._served.append((now, worker))
 
     def match(self, keys: Sequence[bytes], now: float) -> Numbers:
         """Return how many leading blocks each worker is believed to hold, by index."""
@@ -170,28 +174,26 @@ class PrefixIndex:
         held = self._held.pop(worker, None)
         if held is not None:
             self._holders.discard(self._holders.bit(worker), held)
+            self._oldest = [entry for entry in self._oldest if entry[2] != worker]
+            heapq.heapify(self._oldest)
 
     def sweep(self, now: float) -> None:
         """Forget expired blocks; costs time in proportion to what has expired since the last call."""
-        if self._served and now - self._served[-1][0] >= self._duration:  # all of them
-            self._served.clear()
+        if self._oldest and now - self._last >= self._duration:  # all of them
+            self._oldest.clear()
             self._held.clear()
             self._holders = Holders(self._indices)
-        while self._served and now - self._served[0][0] >= self._duration:
-            _, worker = self._served.popleft()
-            held = self._held.get(worker)
-            if held is None:
-                continue
-            gone = []
-            for key, served in held.items():
-                if now - served < self._duration:
-                    break
-                gone.append(key)
+        while self._oldest and now - self._oldest[0][0] >= self._duration:
+            _, number, worker = heapq.heappop(self._oldest)
+            held = self._held[worker]
+            gone = [key for key, _ in takewhile(lambda entry: now - entry[1] >= self._duration, held.items())]
             for key in gone:
                 del held[key]
             self._holders.discard(self._holders.bit(worker), gone)
-            if not held:
-                self.remove(worker)
+            if held:
+                heapq.heappush(self._oldest, (next(iter(held.values())), number, worker))
+            else:
+                del self._held[worker]
 
     def blocks(self, worker: RouterWorker) -> int:
         """Return how many blocks the index keeps for `worker`, expired ones included until a sweep."""

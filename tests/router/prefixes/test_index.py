@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -98,6 +99,16 @@ def test_matching_does_not_extend_the_lifetime() -> None:
     index.record(WORKERS[0], keys([1, 2]), 0.0)
     assert index.match(keys([1, 2]), 9.0)[0] == 1
     assert index.match(keys([1, 2]), 10.0)[0] == 0
+
+
+def test_serving_the_same_prompt_again_takes_no_memory() -> None:
+    index, prompt = PrefixIndex(duration=1e9, capacity=100, indices=slots()), keys([1, 2, 3, 4])
+    index.record(WORKERS[0], prompt, 0.0)
+    tracemalloc.start()
+    for number in range(1, 5000):
+        index.record(WORKERS[0], prompt, float(number))
+    assert tracemalloc.get_traced_memory()[0] < 20_000
+    tracemalloc.stop()
 
 
 class CountedKey(bytes):
