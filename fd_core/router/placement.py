@@ -128,16 +128,16 @@ class Placer:
         # If both are possible, the mode with fewer requests for each of its workers.
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
-        if any(self.policies[role].uses_prefix for role in roles):
-            keys = block_keys(self.hasher, request.tokens, request.salt, adapter=self._adapter(request))
         members: list[Member] = []
-        hits, missing = 0, request.length
+        hits, missing = 0, (length := request.length)
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
+            if self.policies[role].uses_prefix and not keys:
+                keys = block_keys(self.hasher, request.tokens, request.salt, adapter=self._adapter(request))
             member, chosen = self._choose(role, pools[role], request, keys=keys, now=now, random=number)
             if not members:  # the worker that computes the prompt
                 hits = chosen.hits
-                left = request.length - chosen.expected_hits * self.config.cache_block_size
-                missing = min(request.length, max(1, left))  # the last token always is
+                left = length - chosen.expected_hits * self.config.cache_block_size
+                missing = min(length, max(1, left))  # the last token always is
             members.append(member)
         return Placement(tuple(members), keys, hits, missing=missing)
 

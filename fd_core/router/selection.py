@@ -88,7 +88,7 @@ class WorkerLoads:
         self._indices = indices
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
         """The same by field and index."""
-        self._cells = self._columns.data
+        self._cells, self._room = self._columns.data, self._columns.shape[1]
         self._on_idle = on_idle
         self.faults = 0
         """Duplicate or late releases and verdicts: 0 unless a caller has a bug."""
@@ -99,7 +99,8 @@ class WorkerLoads:
 
     def at(self, indices: Numbers) -> Numbers:
         """Return the current loads of workers by their indices: shape [fields of `WorkerLoad`, n]."""
-        self._make_room()
+        if self._indices.size > self._room:
+            self._make_room()
         return self._columns.take(indices, axis=1)
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
@@ -122,16 +123,15 @@ class WorkerLoads:
     def _set(self, worker: RouterWorker, load: WorkerLoad) -> None:
         self._by_worker[worker] = load
         index = self._indices.of(worker)
-        self._make_room()
+        if index >= self._room:
+            self._make_room()
         cells = self._cells  # a third of the time of `_columns[:, index] =`
         cells[0, index], cells[1, index], cells[2, index] = load.requests, load.waiting, load.prefill_tokens
 
     def _make_room(self) -> None:
-        fields, length = self._columns.shape
-        if self._indices.size > length:
-            longer = np.zeros((fields, 2 * self._indices.size), np.int64)
-            longer[:, :length] = self._columns
-            self._columns, self._cells = longer, longer.data
+        longer = np.zeros((len(self._columns), 2 * self._indices.size), np.int64)
+        longer[:, : self._room] = self._columns
+        self._columns, self._cells, self._room = longer, longer.data, longer.shape[1]
 
 
 Mode = Literal["mixed", "pd", "alone"]

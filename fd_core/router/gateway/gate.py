@@ -28,7 +28,7 @@ from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer, json_answer
-from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_all, keeper
+from fd_core.router.gateway.requests.all_workers import ABORT_PATH, RESPONSES_PATH, abort, change_all, keeper
 from fd_core.router.gateway.requests.forwarding import Exchange, read_body, to_worker
 from fd_core.router.gateway.requests.route_requests import COMPUTES_NOTHING
 from fd_core.router.gateway.requests.state import GatewayState
@@ -96,8 +96,9 @@ class RouterGate:
         path = request.path
         if request.method == "OPTIONS":
             return WholeAnswer(204, headers=CIMultiDict(allow_header(path)))
-        sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
-        record.key = self._access.identify(request.method, path, *sent)
+        if self._access.has_keys:
+            sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
+            record.key = self._access.identify(request.method, path, *sent)
         CLIENT.set(record.owner or source_of(request.remote))
         template = self._access.authorize(record, request.method, path)
         self._access.enter(record, request.method, path, now=time.monotonic())
@@ -120,7 +121,7 @@ class RouterGate:
                 body = await read_body(request, share)
             headers = to_worker(self._state, request.headers, record, method="POST", path=path)
             act = abort if template == ABORT_PATH else change_all
-            return await act(self._state, request.target, body, headers, record)
+            return await act(self._state, request.target, body, headers)
         raise no_such_path(path)
 
     async def _admitted(self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str]) -> WholeAnswer:
@@ -156,8 +157,8 @@ class RouterGate:
             salt = self._access.salt(record.owner, asked.salt)
             if (salt, length) != (asked.salt, asked.length):
                 asked = msgspec.structs.replace(asked, salt=salt, prefill_tokens=length)
-        home = await keeper(self._state, request, body, record=record)
-        if home is not None:
+        if request.path.startswith(RESPONSES_PATH):
+            home = await keeper(self._state, request, body, record=record)
             asked = msgspec.structs.replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:
             headers[USAGE_HEADER], meter = "1", UsageMeter()

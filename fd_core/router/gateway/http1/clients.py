@@ -162,11 +162,21 @@ class ClientRequest:
             self.keep_alive = False
         self._start(status, headers, framing)
 
-    async def write(self, piece: bytes) -> None:
-        """Send a piece of the answer, and wait until there is room for more. Raises `ConnectionError`: client left."""
+    @property
+    def has_room(self) -> bool:
+        """True if the client is connected and has read most of what was written."""
+        return self._connection.full is None and not self._connection.transport.is_closing()
+
+    def put(self, piece: bytes) -> None:
+        """Send a piece of the answer."""
         if piece and self.method != "HEAD":
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
             self._connection.transport.write(framed)
+
+    async def write(self, piece: bytes) -> None:
+        """Send a piece of the answer, and wait until there is room for more. Raises `ConnectionError`: client left."""
+        self.put(piece)
+        if not self.has_room:
             await self._connection.room()
 
     def end(self) -> None:
@@ -241,7 +251,7 @@ class ClientConnection(WatchedProtocol):
         self._receiving: ClientRequest | None = None
         self._queue: deque[ClientRequest] = deque()
         """Pipelined requests."""
-        self._full: asyncio.Event | None = None
+        self.full: asyncio.Event | None = None
         """While the client has to read more of its answer before it is continued: set once it has."""
         self._paused = False
         self._deaf = False
@@ -274,19 +284,19 @@ class ClientConnection(WatchedProtocol):
     def pause_writing(self) -> None:
         """Let the answer wait for the client."""
         super().pause_writing()
-        self._full = asyncio.Event()
+        self.full = asyncio.Event()
 
     def resume_writing(self) -> None:
         """Continue the answer."""
         super().resume_writing()
-        if self._full is not None:
-            self._full.set()
-            self._full = None
+        if self.full is not None:
+            self.full.set()
+            self.full = None
 
     async def room(self) -> None:
         """Wait until the client has read most of what was written. Raises `ConnectionError` if it left."""
-        if self._full is not None:
-            await self._full.wait()
+        if self.full is not None:
+            await self.full.wait()
         if self.transport.is_closing():
             raise ConnectionResetError("the client disconnected")
 
@@ -388,8 +398,8 @@ class ClientConnection(WatchedProtocol):
             answer = error_answer(to_api_error(error), request.path)
         if not request.started:
             request.send(answer)
-        if self._full is not None:
-            await self._full.wait()
+        if self.full is not None:
+            await self.full.wait()
         if self.transport.is_closing():
             return
         self.task = None

@@ -12,8 +12,6 @@ from typing import Final
 from multidict import CIMultiDict, MultiMapping
 
 Headers = CIMultiDict[str]
-_CODEC: Final = ("utf-8", "surrogateescape")
-"""Headers are bytes: those that are not UTF-8 are passed on unchanged."""
 HOP_BY_HOP: Final = frozenset(
     """
     connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
@@ -24,8 +22,10 @@ HOP_BY_HOP: Final = frozenset(
 
 
 def read_headers(lines: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers of a parsed head."""
-    return CIMultiDict([(name.decode(*_CODEC), value.decode(*_CODEC)) for name, value in lines])
+    """Return the headers of a parsed head, which are bytes: those that are not UTF-8 are passed on unchanged."""
+    return CIMultiDict(
+        [(str(name, "utf-8", "surrogateescape"), str(value, "utf-8", "surrogateescape")) for name, value in lines]
+    )
 
 
 def forwarded(given: MultiMapping[str], dropped: frozenset[str]) -> Headers:
@@ -54,7 +54,8 @@ def _head(first: str, headers: Mapping[str, str]) -> bytes:
     rest = "\r\n".join([f"{name}: {value}" for name, value in headers.items()])
     if rest.count("\n") != max(0, len(headers) - 1) or rest.count("\r") != max(0, len(headers) - 1):
         raise ValueError("a header contains a line break")
-    return f"{first}{rest}\r\n\r\n".encode(*_CODEC) if rest else f"{first}\r\n".encode(*_CODEC)
+    end = "\r\n\r\n" if rest else "\r\n"
+    return f"{first}{rest}{end}".encode("utf-8", "surrogateescape")
 
 
 @lru_cache(maxsize=64)

@@ -52,6 +52,7 @@ class WorkerAnswer:
         "_parts",
         "_waiter",
         "connection",
+        "direct",
         "ended",
         "forwards",
         "headers",
@@ -75,6 +76,8 @@ class WorkerAnswer:
         self.unread = 0
         """Bytes that were received and not read."""
         self.ended = False
+        self.direct: Callable[[bytes], bool] | None = None
+        """Takes a part of the body while the reader waits, without waking it; False if it cannot take the part now."""
         self.waits_since: float | None = None
         """Time since which the worker is awaited, by the loop's clock; None while it is not."""
         self._parts: list[bytes] = []
@@ -96,7 +99,8 @@ class WorkerAnswer:
         while not self._parts and not self.ended:
             await self._wait()
         parts, self._parts, self.unread = self._parts, [], 0
-        self.connection.regulate(self)
+        if self.connection.paused:
+            self.connection.regulate(self)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_up_to(self, limit: int) -> bytes:
@@ -126,6 +130,9 @@ class WorkerAnswer:
 
     def received(self, part: bytes) -> None:
         """Process a part of the body."""
+        if self.direct is not None and self.waits_since is not None and not self._parts and self.direct(part):
+            self.waits_since = self.connection.loop.time()
+            return
         self._parts.append(part)
         self.unread += len(part)
         self.wake()
@@ -139,6 +146,7 @@ class WorkerAnswer:
 
     def close(self) -> None:
         """Abort the answer unless it is complete."""
+        self.direct = None
         if not self.ended:
             self.connection.abandon()
 
@@ -310,7 +318,7 @@ class WorkerConnection(asyncio.Protocol):
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
         self._poll: select.poll | None = None
-        self._paused = False
+        self.paused = False
         self._unreported = 0
         """Bytes since the end of a head or a part of a body."""
 
@@ -336,8 +344,8 @@ class WorkerConnection(asyncio.Protocol):
     def regulate(self, answer: WorkerAnswer) -> None:
         """Receive no more than the client of the answer takes."""
         pauses = answer.unread > _PAUSE_BYTES
-        if pauses != self._paused and answer is self.answer and not self.transport.is_closing():
-            self._paused = pauses
+        if pauses != self.paused and answer is self.answer and not self.transport.is_closing():
+            self.paused = pauses
             (self.transport.pause_reading if pauses else self.transport.resume_reading)()
 
     def abandon(self) -> None:
@@ -426,8 +434,8 @@ class WorkerConnection(asyncio.Protocol):
             return
         self._complete()
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
-            if self._paused:
-                self._paused = False
+            if self.paused:
+                self.paused = False
                 self.transport.resume_reading()
             self._unreported = 0
             self.idle_since = self.loop.time()

@@ -13,14 +13,14 @@ import msgspec
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import unavailable
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, json_answer
-from fd_core.router.gateway.http1.heads import Headers
+from fd_core.router.gateway.http1.heads import Headers, forwarded
 from fd_core.router.gateway.http1.workers import UPSTREAM_ERRORS
-from fd_core.router.gateway.requests.forwarding import to_client, to_worker
+from fd_core.router.gateway.requests.forwarding import ANSWER_ONLY, to_worker
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.schemas.responses import AbortAnswer
 
-_RESPONSES_PATH: Final = "/v1/responses"
+RESPONSES_PATH: Final = "/v1/responses"
 _TIMEOUT: Final = 5.0
 
 
@@ -38,7 +38,7 @@ async def keeper(
     name = _named(request.path, body)
     if not name:
         return None
-    headers = to_worker(state, request.headers, record, method="HEAD", path=f"{_RESPONSES_PATH}/{name}")
+    headers = to_worker(state, request.headers, record, method="HEAD", path=f"{RESPONSES_PATH}/{name}")
     workers = _answering(state)
     found = await asyncio.gather(*(_keeps(state, worker, name, headers=headers) for worker in workers))
     return next((worker for worker, keeps in zip(workers, found, strict=True) if keeps), None)
@@ -51,9 +51,9 @@ def _answering(state: GatewayState, *, prefill: bool = False) -> list[RouterWork
 
 
 def _named(path: str, body: bytes) -> str | None:
-    if path.startswith(_RESPONSES_PATH + "/"):
-        return path.removeprefix(_RESPONSES_PATH + "/")
-    if path != _RESPONSES_PATH or b"previous_response_id" not in body:
+    if path.startswith(RESPONSES_PATH + "/"):
+        return path.removeprefix(RESPONSES_PATH + "/")
+    if path != RESPONSES_PATH or b"previous_response_id" not in body:
         return None
     try:
         return _following.decode(body).previous_response_id
@@ -62,7 +62,7 @@ def _named(path: str, body: bytes) -> str | None:
 
 
 async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: Headers) -> bool:
-    target = f"{_RESPONSES_PATH}/{quote(name, safe='')}"
+    target = f"{RESPONSES_PATH}/{quote(name, safe='')}"
     try:
         async with (
             asyncio.timeout(_TIMEOUT),
@@ -77,13 +77,9 @@ ABORT_PATH: Final = "/v1/abort_requests"
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
-async def abort(
-    state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
-) -> WholeAnswer:
+async def abort(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> WholeAnswer:
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
-    responses = await _broadcast(
-        state, path, body, headers=headers, record=record, timeout=_TIMEOUT, workers=_answering(state)
-    )
+    responses = await _broadcast(state, path, body, headers=headers, timeout=_TIMEOUT, workers=_answering(state))
     answers = []
     for each in responses:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -96,12 +92,10 @@ async def abort(
     return json_answer(AbortAnswer(list(aborted), list(missing)))
 
 
-async def change_all(
-    state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
-) -> WholeAnswer:
+async def change_all(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> WholeAnswer:
     """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached."""
     workers = _answering(state, prefill=True)
-    responses = await _broadcast(state, path, body, headers, record, 300.0, workers)
+    responses = await _broadcast(state, path, body, headers=headers, timeout=300.0, workers=workers)
     refused = [each for each in responses if each.status != 200]
     return _refusal(refused) if refused or not responses else responses[0]
 
@@ -111,7 +105,6 @@ async def _broadcast(
     path: str,
     body: bytes,
     headers: Mapping[str, str],
-    record: RequestRecord,
     timeout: float,
     workers: Sequence[RouterWorker],
 ) -> list[WholeAnswer]:
@@ -124,7 +117,7 @@ async def _broadcast(
                 await state.client.request("POST", worker.url, path, headers, body) as answer,
             ):
                 data = await answer.read_up_to(4 << 20)
-                return WholeAnswer(answer.status, data, to_client(answer.headers, {"X-Request-Id": record.request_id}))
+                return WholeAnswer(answer.status, data, forwarded(answer.headers, ANSWER_ONLY))
         except UPSTREAM_ERRORS:
             return WholeAnswer(503)
 

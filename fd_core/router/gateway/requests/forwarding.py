@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, get_args
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from fd_core.http.bodies import BodyShare
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import OLLAMA_PATH, ApiError, unavailable
 from fd_core.http.headers import length_of, refuse_encoding
-from fd_core.http.spans import RequestSpan, span_name
+from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer
@@ -71,7 +71,8 @@ def lost() -> ApiError:
 
 async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
     """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if incomplete, 413 or 503 beyond its share."""
-    refuse_encoding(request.headers.getall("Content-Encoding", []))
+    if "Content-Encoding" in request.headers:
+        refuse_encoding(request.headers.getall("Content-Encoding"))
     parts: list[bytes] = []
     while request.has_more and (part := await request.readany()):
         share.received(len(part))
@@ -82,7 +83,8 @@ async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
 """Headers that only a router may send: a client could redirect a worker, or impersonate another client."""
 _REQUEST_ONLY: Final = HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
-_ANSWER_ONLY: Final = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
+ANSWER_ONLY: Final = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
+"""Headers of a worker's answer that the client does not get."""
 
 
 def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method: str, path: str) -> Headers:
@@ -97,13 +99,6 @@ def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method
     if state.config.requires_keys or "Authorization" in state.own_headers:
         headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
-    return headers
-
-
-def to_client(given: Headers, added: Mapping[str, str]) -> Headers:
-    """Return the headers of the answer to the client; `added` replace those of the worker with the same names."""
-    headers = forwarded(given, _ANSWER_ONLY)
-    headers.update(added)
     return headers
 
 
@@ -152,7 +147,7 @@ class Exchange:
     state: GatewayState
     request: ClientRequest
     added: Mapping[str, str]
-    """Headers that every answer gets."""
+    """Headers that every answer gets; those of whole answers are added by the gate."""
     headers: Headers
     body: bytes
     share: BodyShare
@@ -169,11 +164,11 @@ class Exchange:
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.state.router, self.asked)
 
-    async def forward(self) -> WholeAnswer:
+    def forward(self) -> Awaitable[WholeAnswer]:
         """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
-        spans = self.state.spans
-        if spans is None:
-            return await self._forward()
+        return self._forward() if self.state.spans is None else self._recorded(self.state.spans)
+
+    async def _recorded(self, spans: RequestSpans) -> WholeAnswer:
         path = self.request.path
         _, attributes = span_name(path, self.asked.model)
         attributes |= {"http.request.method": self.request.method, "url.path": path}
@@ -192,7 +187,9 @@ class Exchange:
                 self.state.pairing.saw(chosen.mode)
                 try:
                     with chosen:
-                        return await self._attempt(chosen)
+                        if self.span is None:
+                            return await self._ask(chosen, self.headers)
+                        return await self._attempt(chosen, self.span)
                 except _TryElsewhere:
                     pass
                 chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
@@ -212,13 +209,11 @@ class Exchange:
         if self.meter is not None:
             self.meter.whole(b"")
 
-    async def _attempt(self, selection: Selection) -> WholeAnswer:
-        if self.span is None:
-            return await self._ask(selection, self.headers)
+    async def _attempt(self, selection: Selection, parent: RequestSpan) -> WholeAnswer:
         name, attributes = span_name(self.request.path, self.asked.model)
         url = urlsplit(selection.decode.url)
         where = {"server.address": url.hostname, "server.port": url.port, "fdcore.attempt": selection.attempt}
-        with self.span.child(name, "client", {**attributes, **where}) as span:
+        with parent.child(name, "client", {**attributes, **where}) as span:
             headers = self.headers.copy()
             headers.update(span.headers)
             try:
@@ -247,8 +242,8 @@ class Exchange:
                     outcome = outcome_of(response.headers)
                     self.state.metrics.counts.transfers[outcome] += 1
                     self.attempts.prefilled(outcome, time.monotonic())
-                refused = await self._refused(response)
-                if refused is not None:
+                if is_refusal(response.status):
+                    refused = await self._refused(response)
                     self._not_processed()
                     return refused
                 done = self.request.path in _ENDS_WITH_DONE
@@ -278,17 +273,15 @@ class Exchange:
 
     def _to_client(self, response: WorkerAnswer) -> Headers:
         """Return the headers of the answer; if the router has keys, they state its limits instead of the worker's."""
-        headers = to_client(response.headers, self.added)
+        headers = forwarded(response.headers, ANSWER_ONLY)
         if self.state.access.ring:
             for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:
                 del headers[name]
             headers.update(limit_headers(self.record.account, time.monotonic()))
         return headers
 
-    async def _refused(self, response: WorkerAnswer) -> WholeAnswer | None:
+    async def _refused(self, response: WorkerAnswer) -> WholeAnswer:
         """Return an error response that every worker would give; `_TryElsewhere` if another worker may succeed."""
-        if not is_refusal(response.status):
-            return None
         body = await response.read_up_to(_ELSEWHERE_BYTES)
         refused = WholeAnswer(response.status, body, self._to_client(response))
         if response.status in (429, 503):
@@ -305,13 +298,23 @@ class Exchange:
         request, relayed = self.request, WholeAnswer(response.status)
         if self.state.drain.leaving:
             request.keep_alive = False
+        headers.update(self.added)
         request.begin(
             response.status, headers, None if answer.is_stream else length_of(response.headers.get("Content-Length"))
         )
         meter = self.meter if answer.is_stream else None
+
+        def relay(part: bytes) -> bool:
+            if not request.has_room:
+                return False
+            piece = answer.cut(part)
+            request.put(piece if meter is None else meter.piece(piece))
+            return True
+
         await request.write(first if meter is None else meter.piece(first))
+        response.direct = relay
         try:
-            async for piece in answer.rest():
+            while piece := await answer.more():
                 await request.write(piece if meter is None else meter.piece(piece))
         except relaying.WorkerLost:
             self.attempts.lost(time.monotonic())

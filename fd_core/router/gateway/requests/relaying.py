@@ -5,7 +5,6 @@ Of server-sent events and lines of JSON only whole ones are passed on, so that a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
@@ -48,7 +47,10 @@ class EventCutter:
     def push(self, chunk: bytes) -> bytes:
         """Process a chunk; return the bytes that may be sent to the client, none if no event has ended."""
         if chunk.endswith(self._ends[0]):
-            return self._pass(chunk)
+            if self._held:
+                return self._pass(chunk)
+            self._last = chunk[-4096:]
+            return chunk
         border = len(self._edge)
         seen = self._edge + chunk
         end = max(_index_after(seen, mark) for mark in self._ends) - border
@@ -99,7 +101,7 @@ class EventCutter:
 
 
 class UpstreamAnswer:
-    """An answer whose headers have arrived. `begin` returns the first bytes to send, `rest` yields all others."""
+    """An answer whose headers have arrived. `begin` returns the first bytes to send, `more` all others."""
 
     def __init__(self, response: WorkerAnswer, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event that marks it as such."""
@@ -145,28 +147,26 @@ class UpstreamAnswer:
         self._ended = len(first) <= _HELD_BYTES
         return first
 
-    async def rest(self) -> AsyncIterator[bytes]:
-        """Yield the rest; `WorkerLost` if incomplete."""
+    def cut(self, chunk: bytes) -> bytes:
+        """Process a chunk; return the bytes that may be sent to the client."""
+        return chunk if self._cutter is None else self._cutter.push(chunk)
+
+    async def more(self) -> bytes:
+        """Return the next bytes, none at the end. Raises `WorkerLost` if the answer is incomplete."""
         cutter = self._cutter
         while not self._ended:
             try:
                 chunk = await self._response.readany()
             except UPSTREAM_ERRORS as error:
                 if cutter is not None and self._ends_with_done and cutter.done:
-                    self._ended = True  # only the end of the connection is missing
-                    return
+                    return b""  # only the end of the connection is missing
                 raise WorkerLost from error
-            if not chunk:
-                self._ended = True
-                break
-            ready = chunk if cutter is None else cutter.push(chunk)
-            if ready:
-                yield ready
-        if cutter is not None:
-            if last := cutter.rest():
-                yield last
-            if self._ends_with_done and not cutter.done:
-                raise WorkerLost
+            self._ended = not chunk
+            if ready := self.cut(chunk) if chunk or cutter is None else cutter.rest():
+                return ready
+        if self._ends_with_done and cutter is not None and not cutter.done:
+            raise WorkerLost
+        return b""
 
 
 def _index_after(data: bytes, mark: bytes) -> int:

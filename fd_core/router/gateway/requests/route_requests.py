@@ -71,13 +71,16 @@ class _Body(msgspec.Struct):
         """Most tokens that the request allows for its answers; 0 if it sets no limit."""
         option = self.options.get("num_predict") if isinstance(self.options, dict) else None
         asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens, option)
-        most = next((each for each in asked if type(each) is int and each > 0), 0)
-        return most * (self.n if type(self.n) is int and self.n > 0 else 1)
+        for most in asked:
+            if type(most) is int and most > 0:
+                return most * (self.n if type(self.n) is int and self.n > 0 else 1)
+        return 0
 
     @property
     def text(self) -> Any:
         """The prompt of a completion, or the input of an embedding."""
-        return next((each for each in (self.prompt_token_ids, self.prompt) if each is not None), self.input)
+        prompt = self.prompt if self.prompt_token_ids is None else self.prompt_token_ids
+        return self.input if prompt is None else prompt
 
     @property
     def conversation(self) -> list[Any]:
@@ -187,7 +190,7 @@ class RouteRequestReader:
 def _bytes_of(asked: _Body) -> bytes:
     """Return bytes with equal prefixes for prompts with equal prefixes, independent of all other fields."""
     if isinstance(asked.messages, list):
-        return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation)
+        return b"".join([msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation])
     prompt = asked.text
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         prompt = prompt[0]

@@ -72,6 +72,24 @@ async def test_complete_answers_leave_reusable_connections(
 
 
 @in_loop
+async def test_parts_taken_directly_wake_no_reader_and_end_its_silence() -> None:
+    async with answering(OK[:-2] + b"a") as (worker, client):
+        answer = await client.request("GET", worker.url, "/", {}, forwards=True)
+        assert await answer.readany() == b"a"
+        taken: list[bytes] = []
+        answer.direct = lambda part: part != b"c" and not taken.append(part)  # type: ignore[func-returns-value]
+        reading = asyncio.create_task(answer.readany())
+        await asyncio.sleep(0.01)
+        since = answer.waits_since
+        answer.received(b"b")
+        assert since is not None and answer.waits_since is not None and answer.waits_since > since
+        for part in (b"c", b"d"):
+            answer.received(part)
+        assert (await reading, taken) == (b"cd", [b"b"])
+        answer.close()
+
+
+@in_loop
 async def test_answer_without_length_ends_with_the_connection() -> None:
     async with answering(b"HTTP/1.1 200 OK\r\n\r\nall", closes=True) as (worker, client):
         assert await read(worker, client) == (200, b"all")

@@ -312,6 +312,21 @@ async def test_slow_client_applies_backpressure_with_bounded_memory() -> None:
 
 
 @in_loop
+async def test_stream_to_a_client_that_pauses_arrives_whole_and_in_order() -> None:
+    async with FakeWorker("w" * 4000) as worker, routed(worker) as live:
+        worker.chunks = 4000
+        async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:
+            before = -1
+            while worker.written != before:
+                before = worker.written
+                await asyncio.sleep(0.2)
+            assert worker.written < worker.chunks
+            whole = await answer.read()
+        assert [json.loads(each)["index"] for each in events(whole)[:-1]] == [*range(worker.chunks)]
+    assert live.router.snapshot().tally.served == 1
+
+
+@in_loop
 async def test_large_response_arrives_whole_or_fails_visibly() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.script.extend(["big", "big_dies"])
