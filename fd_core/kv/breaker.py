@@ -40,7 +40,7 @@ class Breaker:
         """Report a successful call; ignored if it was admitted before the breaker opened."""
         if self.state == "half_open":
             self.state = "closed"
-        if self.state == "closed":
+        if self.state == "closed" and self._failures:
             self._failures = 0
             self._pause = self._first
 

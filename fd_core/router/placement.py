@@ -212,7 +212,8 @@ class Placer:
         if policy.uses_prefix:
             holding = self._held(request, keys, now)
             held = holding.take(pool.indices)
-            expected = np.maximum(holding, self.in_flight.match(keys)).take(pool.indices)
+            computing = self.in_flight.match(keys)
+            expected = held if computing is None else np.maximum(holding, computing).take(pool.indices)
         candidates = Candidates(pool.workers, loads, held, expected_hits=expected, worked_out=pool.worked_out)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:

@@ -36,6 +36,9 @@ class Holders:
     def __len__(self) -> int:
         return len(self._of)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._of
+
     def bit(self, worker: Hashable) -> int:
         """Return the number in which only this worker has its bit."""
         return 1 << self._indices.of(worker)
@@ -250,9 +253,9 @@ class PrefixesInFlight:
         if not nodes:
             del self._nodes[worker]
 
-    def match(self, keys: Sequence[bytes]) -> Numbers:
-        """Return how many leading blocks of a prompt each worker is computing for others, by index."""
-        return self._holders.leading(keys)
+    def match(self, keys: Sequence[bytes]) -> Numbers | None:
+        """Return how many leading blocks of a prompt each worker is computing for others, by index; None for none."""
+        return self._holders.leading(keys) if keys and keys[0] in self._holders else None
 
 
 MAX_BLOCK_SIZE: Final = 1 << 16

@@ -323,9 +323,12 @@ class Router:
 
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
         """Return the counts that a selection of `worker` changes: those of its role and, if registered, its own."""
-        if self.registry.member(worker) is None:
-            return (self._by_role[worker.role],)
-        return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
+        own = self._by_worker.get(worker)
+        if own is None:
+            if self.registry.member(worker) is None:
+                return (self._by_role[worker.role],)
+            own = self._by_worker[worker] = SelectionCounts()
+        return self._by_role[worker.role], own
 
 
 _PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in the prefix index.")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fd_core.errors import BadRequest
 from fd_core.router.workers import RouterWorker
-from fd_core.types import IntArray, frozen
+from fd_core.types import IntArray
 from fd_core.types.metrics import gauge
 
 Numbers = npt.NDArray[np.int64]
@@ -164,7 +164,7 @@ class RouteRequest(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
             raise BadRequest("the prompt has no tokens", field="prompt", hint="send at least one token")
-        frozen(self.tokens)
+        self.tokens.setflags(write=False)
         if self.prefill_tokens is not None and self.prefill_tokens < 0:
             raise BadRequest(f"prefill_tokens={self.prefill_tokens} is negative; expected at least 0", field="prompt")
 

@@ -176,8 +176,10 @@ class ClientRequest:
     async def write(self, piece: bytes) -> None:
         """Send a piece of the answer, and wait until there is room for more. Raises `ConnectionError`: client left."""
         self.put(piece)
-        if not self.has_room:
-            await self._connection.room()
+        if self._connection.full is not None:
+            await self._connection.full.wait()
+        if self._connection.transport.is_closing():
+            raise ConnectionResetError("the client disconnected")
 
     def end(self) -> None:
         """End the streamed answer."""
@@ -292,13 +294,6 @@ class ClientConnection(WatchedProtocol):
         if self.full is not None:
             self.full.set()
             self.full = None
-
-    async def room(self) -> None:
-        """Wait until the client has read most of what was written. Raises `ConnectionError` if it left."""
-        if self.full is not None:
-            await self.full.wait()
-        if self.transport.is_closing():
-            raise ConnectionResetError("the client disconnected")
 
     def regulate(self) -> None:
         """Receive only what can be processed soon."""

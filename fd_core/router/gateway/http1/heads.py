@@ -51,11 +51,11 @@ def answer_head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
 
 
 def _head(first: str, headers: Mapping[str, str]) -> bytes:
-    rest = "\r\n".join([f"{name}: {value}" for name, value in headers.items()])
-    if rest.count("\n") != max(0, len(headers) - 1) or rest.count("\r") != max(0, len(headers) - 1):
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    rest = "".join(lines)
+    if not rest.count("\n") == rest.count("\r") == len(lines):
         raise ValueError("a header contains a line break")
-    end = "\r\n\r\n" if rest else "\r\n"
-    return f"{first}{rest}{end}".encode("utf-8", "surrogateescape")
+    return f"{first}{rest}\r\n".encode("utf-8", "surrogateescape")
 
 
 @lru_cache(maxsize=64)

@@ -99,8 +99,7 @@ class WorkerAnswer:
         while not self._parts and not self.ended:
             await self._wait()
         parts, self._parts, self.unread = self._parts, [], 0
-        if self.connection.paused:
-            self.connection.regulate(self)
+        self.connection.regulate(self)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_up_to(self, limit: int) -> bytes:
@@ -318,7 +317,7 @@ class WorkerConnection(asyncio.Protocol):
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
         self._poll: select.poll | None = None
-        self.paused = False
+        self._paused = False
         self._unreported = 0
         """Bytes since the end of a head or a part of a body."""
 
@@ -337,15 +336,14 @@ class WorkerConnection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes) -> None:
         """Send a request."""
         self._lines: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
         self._until_closed = self._interim = False
         self.transport.write(head + body)
 
     def regulate(self, answer: WorkerAnswer) -> None:
         """Receive no more than the client of the answer takes."""
         pauses = answer.unread > _PAUSE_BYTES
-        if pauses != self.paused and answer is self.answer and not self.transport.is_closing():
-            self.paused = pauses
+        if pauses != self._paused and answer is self.answer and not self.transport.is_closing():
+            self._paused = pauses
             (self.transport.pause_reading if pauses else self.transport.resume_reading)()
 
     def abandon(self) -> None:
@@ -434,8 +432,8 @@ class WorkerConnection(asyncio.Protocol):
             return
         self._complete()
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
-            if self.paused:
-                self.paused = False
+            if self._paused:
+                self._paused = False
                 self.transport.resume_reading()
             self._unreported = 0
             self.idle_since = self.loop.time()
