@@ -104,14 +104,16 @@ class ThreadLoop:
             while True:
                 # Rounded up: a thread that wakes early would spin until then.
                 for source, _ in self._poller.poll(math.ceil(min(seconds, _LONGEST_SLEEP) * 1000)):
-                    self._do(partial(self._handle, source))
+                    if source in self._handlers:
+                        self._do(partial(self._handle, source))
                 with self._lock:
                     if self._wake_pending:
                         self._wake_pending = False
                         with contextlib.suppress(BlockingIOError):
                             wake_reader.recv(16)
-                    stopping = self._stopping
-                self._run_posted()
+                    count, stopping = len(self._jobs), self._stopping
+                for _ in range(count):
+                    self._do(self._jobs.popleft())
                 if stopping:
                     return
                 seconds = _LONGEST_SLEEP
@@ -129,7 +131,10 @@ class ThreadLoop:
             wake_reader.close()
 
     def _handle(self, source: Any) -> None:
-        """Handle the messages of a socket that arrived, as long as no handler or job forgets it."""
+        """Handle the messages of a socket that arrived, as long as no handler or job forgets it.
+
+        What was posted before a message was received is done first.
+        """
         for _ in range(_BATCH):
             if source not in self._handlers:
                 return
@@ -137,14 +142,10 @@ class ThreadLoop:
                 frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._run_posted()
+            for _ in range(len(self._jobs)):
+                self._do(self._jobs.popleft())
             if (handle := self._handlers.get(source)) is not None:
                 self._do(partial(handle, frames))
-
-    def _run_posted(self) -> None:
-        """Run the jobs that are posted by now, but not those that they post."""
-        for _ in range(len(self._jobs)):
-            self._do(self._jobs.popleft())
 
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:
