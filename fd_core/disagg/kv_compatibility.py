@@ -26,6 +26,7 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     groups: LayerGroups = ONE_GROUP
+    latent: int = 0
 
 
 _NAMES: Final = {
@@ -36,6 +37,7 @@ _NAMES: Final = {
     "num_kv_heads": "the number of KV heads",
     "head_dim": "the size of a head",
     "groups": "the division of layers by window",
+    "latent": "the width of latent values",
     "model": "the model (tokenizer, dtype or layout of the KV)",
     "weights": "the version of the weights",
 }

@@ -32,8 +32,7 @@ class BlockFormat:
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
         """Return the block format, in canonical order, of a pack with `dtype`, see `Ops.dtype`."""
-        sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
-        return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], sizes)
+        return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], shape.block_sizes)
 
     def view(self, payload: memoryview) -> npt.NDArray[Any]:
         """Return the block in an opened payload, read-only; it shares the payload's memory where that is aligned."""

@@ -17,6 +17,7 @@ from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
+    LatentSpec,
     LinearShare,
     LinearSpec,
     MlpSpec,
@@ -34,7 +35,7 @@ from fd_core.models.families.spec import (
 )
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
-from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
+from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 Change = Callable[[Weight], Weight]
@@ -63,9 +64,13 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
         raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", names=unexpected)
     for layer in spec.layers:
         first, other = spec.layers[0].attention, layer.attention
-        if (first.num_kv_heads, first.head_dim) != (other.num_kv_heads, other.head_dim):
+        if _kv_sizes(first) != _kv_sizes(other):
             raise ModelError("layers whose keys and values differ in size are not supported")
     return sum(math.prod(shape) for shape in expected.values())
+
+
+def _kv_sizes(spec: AttentionSpec) -> tuple[int, int, int]:
+    return spec.num_kv_heads, spec.head_dim, 0 if spec.latent is None else spec.latent.rank
 
 
 def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Sequence[str]) -> ModelError:
@@ -249,6 +254,7 @@ class _Reader:
             chunked=spec.chunked,
             causal=spec.causal,
             softcap=spec.softcap,
+            latent=0 if spec.latent is None else spec.latent.rank,
         )
         return Attention(
             norm=self.optional_norm(spec.norm),
@@ -257,6 +263,21 @@ class _Reader:
             output=self.linear(spec.output, output, adds=True),
             post_norm=self.optional_norm(spec.post_norm),
             stream_norm=self.optional_norm(spec.stream_norm),
+            latent=None if spec.latent is None else self.latent(spec.latent, queries, spec.head_dim),
+        )
+
+    def latent(self, spec: LatentSpec, heads: slice, head_dim: int) -> Latent:
+        """Read what latent attention has for some heads. `up` is dequantized, because it is applied from both sides."""
+        rows = LinearShare(rows=(spec.query_share(heads, head_dim),))
+        read = self.read(spec.up.tensor(spec.up.names[0]))
+        self.count(spec.up.names[0] + ".weight", read)
+        each = read.to_float32().reshape(-1, spec.key + spec.value, spec.rank)[heads]
+        return Latent(
+            self.norm_of(self.values(spec.norm), spec.eps),
+            None if spec.q_norm is None else self.norm_of(self.values(spec.q_norm), spec.eps),
+            q_up=None if spec.q_up is None else self.linear(spec.q_up, rows),
+            absorb=self.ops.prepare_heads(np.ascontiguousarray(each[:, : spec.key].transpose(0, 2, 1))),
+            expand=self.ops.prepare_heads(np.ascontiguousarray(each[:, spec.key :])),
         )
 
     def mlp(self, spec: MlpSpec) -> Mlp:
@@ -309,8 +330,8 @@ class _Reader:
         bias = np.zeros(spec.weight.shape, np.float32) if spec.bias is None else self.values(spec.bias)
         return replace(norm, bias=self.ops.prepare_vector(bias))
 
-    def norm_of(self, weight: Floats) -> Norm:
-        return Norm(self.ops.prepare_vector(weight + np.float32(self.spec.norm_offset)), self.spec.eps)
+    def norm_of(self, weight: Floats, eps: float | None = None) -> Norm:
+        return Norm(self.ops.prepare_vector(weight + np.float32(self.spec.norm_offset)), eps or self.spec.eps)
 
     def head_norm(self, spec: NormSpec | None, heads: slice, attention: AttentionSpec) -> Norm | None:
         """Read a norm of queries or keys: of one head, or of this rank's share of all heads."""

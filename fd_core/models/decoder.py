@@ -28,7 +28,7 @@ from fd_core.models.families.spec import (
     stage_layers,
 )
 from fd_core.models.layer_groups import divide_layers, places_of
-from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
+from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Latent, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
@@ -127,6 +127,7 @@ class Attention:
     post_norm: Norm | None
     stream_norm: Norm | None
     """Of the residual stream after the output is added."""
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class DecoderModel:
         stages = range(self.ops.stage.index + 1)
         *before, own = (1 + max(index for _, index in self._places(groups, stage)) for stage in stages)
         sizes = own, heads.num_kv_heads, heads.head_dim, block_size
-        return KVShape(*sizes, first_kv_head=kv.start, first_layer=sum(before), groups=groups)
+        return KVShape(*sizes, first_kv_head=kv.start, first_layer=sum(before), groups=groups, latent=heads.latent)
 
     def layer_groups(self, longest: int) -> LayerGroups:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
@@ -301,7 +302,10 @@ class DecoderModel:
             q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))
             # An operation that adds to the stream may write into it, so parallel blocks read it before.
             early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
-            a = ops.attention(q, attention.heads, kv, step)
+            if attention.latent is None:
+                a = ops.attention(q, attention.heads, kv, step)
+            else:
+                a = ops.latent_attention(q, attention.latent, attention.heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
             x = _normed(x, attention.stream_norm, ops)
             if isinstance(block, Moe):
@@ -315,6 +319,8 @@ class DecoderModel:
     def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
         """Return the queries of a block, and write its keys and values."""
         ops, (x, norm) = self.ops, self._before_fusion(x, block.norm)
+        if block.latent is not None:
+            return ops.latent_inputs(x, norm, block.qkv, block.latent, block.heads, kv, step, lora)
         return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:

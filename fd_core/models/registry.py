@@ -87,6 +87,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         "encoders": (not spec.causal, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
+        "latent attention": (any(layer.attention.latent for layer in spec.layers), ops.latents),
     }
     for what in (what for what, (needs, has) in needed.items() if needs and not has):
         raise ConfigError(

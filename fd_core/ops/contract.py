@@ -19,6 +19,7 @@ it to activations.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ __all__ = [
     "HostStep",
     "KVCache",
     "KVShape",
+    "Latent",
     "Lora",
     "Norm",
     "Ops",
@@ -86,6 +88,9 @@ class KVShape:
     """Index of the first of these layers among the model's layers, which stages divide."""
     groups: LayerGroups = ONE_GROUP
     """Groups of `num_layers` layers each, which share the blocks; layers of any group are numbered from 0."""
+    latent: int = 0
+    """Width of the values if they are the last elements of the keys as well, so that a token has one vector in a layer:
+    see `Ops.latents`. 0 if values are stored separately."""
 
     @property
     def quantized(self) -> bool:
@@ -94,13 +99,19 @@ class KVShape:
 
     @property
     def stored_head(self) -> int:
-        """Elements of a key or a value in canonical order, including its scale."""
-        return self.head_dim + SCALE_BYTES if self.quantized else self.head_dim
+        """Elements of a key or a value in canonical order, including its scale; of a latent vector, including both."""
+        scales = SCALE_BYTES * (2 if self.latent else 1)
+        return self.head_dim + scales if self.quantized else self.head_dim
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Sizes of a block in canonical order, see `KVCache.export_blocks`."""
+        sides = 1 if self.latent else 2
+        return (self.num_layers, sides, self.block_size, self.num_kv_heads, self.stored_head)
 
     def bytes_per_block(self, itemsize: int) -> int:
         """Bytes of one block over all layers, keys and values; `itemsize` is that of the pack's dtype."""
-        head_bytes = self.stored_head * (1 if self.quantized else itemsize)
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * head_bytes
+        return math.prod(self.block_sizes) * (1 if self.quantized else itemsize)
 
 
 class KVCache(abc.ABC):
@@ -126,7 +137,8 @@ class KVCache(abc.ABC):
 
         float32, float16, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array
         is the caller's: it shares no memory with the cache, and is contiguous. For a quantized cache it is int8 [...,
-        nkv, d + 4]: the last four bytes of each key and value are its scale, a little-endian float32.
+        nkv, d + 4]: the last four bytes of each key and value are its scale, a little-endian float32. A latent cache
+        has one vector instead of two on axis 2, the rotated part of the key and then the value, each with its scale.
         """
 
     @abc.abstractmethod
@@ -187,6 +199,9 @@ class Heads:
     """True if `window` is the size of chunks instead, of which a token attends to its own: see `Ops.chunks`."""
     query_rope: Rope | None = None
     """Tables of the queries, of the same shape, if they are not those of the keys."""
+    latent: int = 0
+    """Width of the values if they are the last elements of the keys, which have one head: see `Latent`. `rope` rotates
+    the elements before them."""
 
     def first_key(self, position: Any) -> Any:
         """Return the first position that a token at `position` attends to; before 0 if a window begins there.
@@ -196,6 +211,26 @@ class Heads:
         if self.window is None:
             return position * 0
         return position - (position % self.window if self.chunked else self.window - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Projections of an attention block that stores latent values, besides those of any block.
+
+    All heads share the stored vector, the rotated part of a key followed by the latent value. The projections from
+    latent values to those of heads are applied to queries and outputs instead (DeepSeek-AI, "DeepSeek-V2", 2024).
+    """
+
+    norm: Norm
+    """Over the latent value."""
+    q_norm: Norm | None
+    """Over the result of the first linear of the queries, if they have two."""
+    q_up: Array | None
+    """The second one, prepared by `prepare_linear`."""
+    absorb: Array
+    """[nh, latent, n] prepared by `prepare_heads`, from a head's query without its rotated part."""
+    expand: Array
+    """[nh, v, latent] prepared likewise, to a head's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +470,9 @@ class Ops(abc.ABC):
     any_experts: bool = False
     """True if `moe` computes sigmoid scores, groups of experts, factors on weights, and weights of inputs. A pack that
     overrides `moe` or `moe_residual` must redefine it."""
+    latents: bool = False
+    """True if it computes latent attention: `prepare_heads`, `absorb`, `expand`, and caches and heads with a `latent`
+    width. A pack that overrides one of the operations on these must redefine it."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -631,7 +669,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
-        """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d]."""
+        """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d].
+
+        Of latent heads, see `latent_inputs`: -> the queries' columns [T, ...], k [T, 1, d - latent], v [T, 1, latent].
+        """
 
     def joint_norm(self, x: Array, norm: Norm, width: int) -> Array:
         """Normalize all heads of a token together: [T, heads, d], weights [heads, d], `width` elements on all ranks.
@@ -651,11 +692,14 @@ class Ops(abc.ABC):
         A quantized cache stores rint(x / scale) of each element, clipped to ±127, ties to even, and the scale: the
         largest magnitude of that token's key or value in that head, divided by 127 in float32. A head of zeros has
         scale 0. So the stored values of a token depend only on that token, for any chunking of the prompt.
+
+        In a latent cache, `k` is the rotated part of the key [T, 1, d - latent] and `v` the value [T, 1, latent].
         """
 
     @abc.abstractmethod
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
-        """Attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Causal unless `heads` are not.
+        """Attention of q [T, nh, d] over each row's blocks; returns [T, nh * d], or [T, nh * latent] of a latent cache.
+        Causal unless `heads` are not.
 
         Softmax in float32, of scores of any finite size. Blocks before the window of a row's first token may hold data
         of other requests, also NaN, like the rest of its last block.
@@ -755,6 +799,23 @@ class Ops(abc.ABC):
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
         """
 
+    # Latent attention: see `latents` ---------------------------------------------------------------------
+
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Array:
+        """Prepare a matrix of each head [nh, out, in] for `absorb` or `expand`, in the pack's dtype."""
+        raise NotImplementedError
+
+    def absorb(self, q: Array, weight: Array, heads: Heads) -> Array:
+        """Bring queries [T, nh * (n + r)] to the form of keys: [T, nh, r + latent], where r is d - latent.
+
+        The last r elements of a head come first, unchanged; its first n are multiplied by its matrix [latent, n].
+        """
+        raise NotImplementedError
+
+    def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
+        """Multiply each head of [T, nh * latent] by its matrix [v, latent]: -> [T, nh * v]."""
+        raise NotImplementedError
+
     # Sums over ranks --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Array) -> Array:
@@ -828,6 +889,32 @@ class Ops(abc.ABC):
         self.write_kv(layer, k, v, step.kv_slots)
         return q
 
+    def latent_inputs(
+        self,
+        x: Array,
+        norm: Norm | None,
+        qkv: Array,
+        latent: Latent,
+        heads: Heads,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
+    ) -> Array:
+        """Norm, projections, their norms, rope, KV write of latent attention: [T, H] -> q [T, nh, d].
+
+        `qkv` stacks the linears of the queries, of the value and of the rotated part of the key, in this order.
+        """
+        normed = self.normalize(x, norm)
+        projected = self.linear(normed, qkv)
+        if lora is not None:
+            projected = self.lora(projected, normed, lora)
+        q, k, v = self.split_heads(projected, heads)
+        if latent.q_norm is not None:
+            q = self.linear(self.rms_norm(q, latent.q_norm), latent.q_up)
+        q = self.rope(self.absorb(q, latent.absorb, heads), heads.rope, step.positions)
+        self.write_kv(layer, self.rope(k, heads.rope, step.positions), self.rms_norm(v, latent.norm), step.kv_slots)
+        return q
+
     def _placed(self, x: Array, norm: Norm | None, width: int | None, heads: Heads, step: StepInput) -> Array:
         """Normalize and rotate queries or keys [T, heads, d]."""
         if norm is not None and not heads.norms_rotated:
@@ -838,6 +925,10 @@ class Ops(abc.ABC):
     def attention(self, q: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
         """Paged attention: q [T, nh, d] -> [T, nh * d]."""
         return self.paged_attention(q, layer, heads, step)
+
+    def latent_attention(self, q: Array, latent: Latent, heads: Heads, layer: Any, step: StepInput) -> Array:
+        """Paged attention and the outputs of its heads: q [T, nh, d] -> [T, nh * v]."""
+        return self.expand(self.attention(q, heads, layer, step), latent.expand, heads)
 
     def project_residual(
         self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None

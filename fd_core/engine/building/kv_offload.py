@@ -195,6 +195,7 @@ def open_kv_transfer(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         groups=shape.groups,
+        latent=shape.latent,
     )
     envelope = Envelope(transfer_key(config.transfer_secret_file))
     make_store: Callable[[], KVStore] | None = None

@@ -290,6 +290,30 @@ class NormSpec(_Parts):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec(_Parts):
+    """What latent attention has besides; its `qkv` yields queries, then the latent value and the rotated key."""
+
+    norm: VectorSpec
+    up: LinearSpec
+    """From latent values to the keys and values of all heads."""
+    key: int
+    """Elements of a head's query that are not rotated."""
+    value: int
+    """Elements of a head's output."""
+    rank: int
+    """Width of latent values."""
+    q_norm: VectorSpec | None = None
+    q_up: LinearSpec | None = None
+    """Second linear of the queries, if they have two."""
+    eps: float = 1e-6
+    """Of both norms, whatever the config has for others."""
+
+    def query_share(self, heads: slice, head_dim: int) -> slice:
+        """Return the rows of the last linear of the queries for some heads."""
+        return times(heads, head_dim - self.rank + self.key)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec(_Parts):
     """One attention block."""
 
@@ -315,6 +339,7 @@ class AttentionSpec(_Parts):
     post_norm: NormSpec | None
     stream_norm: NormSpec | None
     """Of the residual stream, after the output is added to it."""
+    latent: LatentSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +475,20 @@ class DecoderSpec(_Parts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTraits:
+    """Sizes of latent attention."""
+
+    rank: int
+    """Width of latent values."""
+    key: int
+    """Elements of a head that are not rotated."""
+    rotated: int
+    value: int
+    query_rank: int | None
+    """Outputs of the first linear of the queries, if they have two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """Differences between an architecture and the plain decoder of Llama."""
 
@@ -463,6 +502,8 @@ class Traits:
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
     scale: float | None = None
     """Of attention scores; head_dim ** -0.5 if None."""
+    latent: LatentTraits | None = None
+    """Sizes, if all heads share one latent vector per token; the names of its linears are DeepSeek's."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -668,6 +709,8 @@ def _attention(
     norm: NormSpec | None,
     places: tuple[NormSpec | None, ...],
 ) -> AttentionSpec:
+    if traits.latent is not None:
+        return _latent_attention(config, traits, layer, named, norm, traits.latent)
     hidden, d = config.count("hidden_size"), head_dim_of(config)
     nh = config.count("num_attention_heads")
     nkv = config.count("num_key_value_heads", nh)
@@ -701,6 +744,58 @@ def _attention(
         softcap=traits.attention_softcap,
         post_norm=places[0],
         stream_norm=places[1],
+    )
+
+
+def _latent_attention(
+    config: ModelConfig,
+    traits: Traits,
+    layer: int,
+    named: Callable[[str], str],
+    norm: NormSpec | None,
+    sizes: LatentTraits,
+) -> AttentionSpec:
+    hidden, nh = config.count("hidden_size"), config.count("num_attention_heads")
+    d, wide = sizes.rank + sizes.rotated, nh * (sizes.key + sizes.rotated)
+    if sizes.query_rank is None and traits.qkv_bias:
+        raise ModelError(f"{config.origin}: biases of latent attention are supported only with a q_lora_rank")
+
+    def linear(name: str, out: int, ins: int) -> LinearSpec:
+        return LinearSpec((named(f"self_attn.{name}"),), (out,), ins)
+
+    def vector(name: str, width: int | None) -> VectorSpec | None:
+        return None if width is None else VectorSpec(f"{named(f'self_attn.{name}')}.weight", (width,))
+
+    rank = sizes.query_rank
+    names = ("self_attn.q_proj" if rank is None else "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+    return AttentionSpec(
+        norm=norm,
+        qkv=LinearSpec(tuple(map(named, names)), (wide if rank is None else rank, d), hidden, bias=traits.qkv_bias),
+        output=LinearSpec((named("self_attn.o_proj"),), (hidden,), nh * sizes.value, bias=traits.output_bias),
+        num_heads=nh,
+        num_kv_heads=1,
+        head_dim=d,
+        scale=(sizes.key + sizes.rotated) ** -0.5 if traits.scale is None else traits.scale,
+        rope=traits.rope(layer),
+        q_norm=None,
+        k_norm=None,
+        norms_rotated=False,
+        joint_norms=False,
+        window=None,
+        chunked=False,
+        causal=True,
+        softcap=None,
+        post_norm=None,
+        stream_norm=None,
+        latent=LatentSpec(
+            norm=VectorSpec(f"{named('self_attn.kv_a_layernorm')}.weight", (sizes.rank,)),
+            up=linear("kv_b_proj", nh * (sizes.key + sizes.value), sizes.rank),
+            key=sizes.key,
+            value=sizes.value,
+            rank=sizes.rank,
+            q_norm=vector("q_a_layernorm", rank),
+            q_up=None if rank is None else linear("q_b_proj", wide, rank),
+        ),
     )
 
 
@@ -743,7 +838,13 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
 
 def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
     """Return a rank's shards of q/k/v and of the output projection."""
-    queries, kv = (times(heads, spec.head_dim) for heads in head_shares(spec, parallel))
+    heads, kv_heads = head_shares(spec, parallel)
+    if spec.latent is not None:
+        first, second = spec.qkv.outs
+        rows = spec.latent.query_share(heads, spec.head_dim) if spec.latent.q_up is None else slice(0, first)
+        outputs = times(heads, spec.latent.value)
+        return LinearShare(rows=(rows, slice(0, second))), _leading_back(spec.output, outputs, parallel)
+    queries, kv = (times(each, spec.head_dim) for each in (heads, kv_heads))
     return LinearShare(rows=(queries, kv, kv)), _leading_back(spec.output, queries, parallel)
 
 

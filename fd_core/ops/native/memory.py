@@ -220,7 +220,7 @@ class NativeKVCache(KVCache):
 
     def _canonical_shape(self, count: int) -> tuple[int, ...]:
         shape = self.shape
-        return (count, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
+        return (count, *shape.block_sizes)
 
     def _transfer(self, blocks: IntArray, data: npt.NDArray[Any], *, to_cache: bool) -> None:
         ids = np.ascontiguousarray(blocks, np.int32)

@@ -83,6 +83,7 @@ class NativeOps(TorchOps):
     """Operations on CPU tensors of torch, computed by the library of `build.load`."""
 
     name = "native"
+    latents = False
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.

@@ -25,3 +25,14 @@ def dequantize_kv(packed: npt.NDArray[Any]) -> Floats:
     scale = np.ascontiguousarray(packed[..., -SCALE_BYTES:]).view("<f4")
     values: Floats = packed[..., :-SCALE_BYTES] * scale
     return values
+
+
+def quantize_latent(key: Floats, value: Floats) -> npt.NDArray[np.int8]:
+    """Quantize the parts of latent vectors, each with its scale."""
+    return np.concatenate([quantize_kv(key), quantize_kv(value)], axis=-1)
+
+
+def dequantize_latent(packed: npt.NDArray[Any], latent: int) -> Floats:
+    """Dequantize the result of `quantize_latent`, whose values have `latent` elements, to whole keys."""
+    parts = np.split(packed, [packed.shape[-1] - latent - SCALE_BYTES], axis=-1)
+    return np.concatenate([dequantize_kv(part) for part in parts], axis=-1)

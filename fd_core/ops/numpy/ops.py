@@ -22,7 +22,7 @@ from fd_core.ops.contract import (
     Rope,
     StepInput,
 )
-from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, dequantize_latent, quantize_kv, quantize_latent
 from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
@@ -40,18 +40,19 @@ class NumpyLinear:
 
 
 class NumpyKVCache(KVCache):
-    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], or int8[..., d + 4] with scales."""
+    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], or int8[..., d + 4] with scales.
+
+    Latent vectors as float32[layers, 1, num_blocks, block_size, 1, d], or int8[..., d + 8].
+    """
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        self._data = np.zeros(
-            (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.stored_head),
-            np.int8 if shape.quantized else np.float32,
-        )
+        layers, sides, *rest = shape.block_sizes
+        self._data = np.zeros((layers, sides, num_blocks, *rest), np.int8 if shape.quantized else np.float32)
 
     def layer(self, index: int) -> npt.NDArray[Any]:
-        """Return [2, num_blocks, block_size, nkv, d or d + 4]."""
+        """Return the layer's array, from the second axis on."""
         layer: npt.NDArray[Any] = self._data[index]
         return layer
 
@@ -78,6 +79,7 @@ class NumpyOps(NumpySampling, Ops):
     table_formats = WEIGHT_FORMATS
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
+    latents = True
     _group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
@@ -147,6 +149,9 @@ class NumpyOps(NumpySampling, Ops):
         return _activate(x, activation)
 
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
+        if heads.latent:
+            q, kv = np.split(qkv, [qkv.shape[1] - heads.head_dim], axis=1)
+            return q, kv[:, None, heads.latent :], kv[:, None, : heads.latent]
         split = qkv.reshape(len(qkv), -1, heads.head_dim)
         q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
         return split[:, :q_end], split[:, q_end:k_end], split[:, k_end:]
@@ -170,22 +175,43 @@ class NumpyOps(NumpySampling, Ops):
 
     def write_kv(self, layer: npt.NDArray[Any], k: Floats, v: Floats, kv_slots: IntArray) -> None:
         blocks, offsets = np.divmod(kv_slots, layer.shape[2])
+        if len(layer) == 1:
+            packs = layer.dtype == np.int8
+            layer[0, blocks, offsets] = quantize_latent(k, v) if packs else np.concatenate([k, v], axis=-1)
+            return
         for side, x in enumerate((k, v)):
             layer[side, blocks, offsets] = quantize_kv(x) if layer.dtype == np.int8 else x
 
     def paged_attention(self, q: Floats, layer: npt.NDArray[Any], heads: Heads, step: StepInput) -> Floats:
-        output = np.empty((len(q), heads.num_heads * heads.head_dim), np.float32)
+        output = np.empty((len(q), heads.num_heads * (heads.latent or heads.head_dim)), np.float32)
         block_size = layer.shape[2]
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             # Blocks before the window may be those of others, whose NaN no weight of 0 hides.
             first = max(0, heads.first_key(context - (tokens.stop - tokens.start)))
             blocks = step.block_tables[row, first // block_size : -(-context // block_size)]
-            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])
+            held = layer[:, blocks].reshape(len(layer), -1, heads.num_kv_heads, layer.shape[-1])
             held = held[:, first % block_size :][:, : context - first]
-            k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
+            if heads.latent:
+                k = dequantize_latent(held[0], heads.latent) if layer.dtype == np.int8 else held[0]
+                v = k[..., -heads.latent :]
+            else:
+                k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
             output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first)
         return output
+
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Floats:
+        return self.prepare_vector(weight)
+
+    def absorb(self, q: Floats, weight: Floats, heads: Heads) -> Floats:
+        q = q.reshape(len(q), heads.num_heads, -1)
+        absorbed = np.einsum("thn,hln->thl", q[..., : weight.shape[2]], weight, optimize=True)
+        return np.concatenate([q[..., weight.shape[2] :], absorbed], axis=-1)
+
+    def expand(self, x: Floats, weight: Floats, heads: Heads) -> Floats:
+        x = x.reshape(len(x), heads.num_heads, heads.latent)
+        expanded: Floats = np.einsum("thl,hvl->thv", x, weight, optimize=True).reshape(len(x), -1)
+        return expanded
 
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
         chosen, weights = _route(x, experts)
@@ -222,7 +248,7 @@ class NumpyOps(NumpySampling, Ops):
 
 
 def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats:
-    """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d] -> [Q, nh * d].
+    """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d or latent] -> [Q, nh * d or latent].
 
     `first` is the position of the first key.
     """

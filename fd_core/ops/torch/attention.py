@@ -20,7 +20,10 @@ _BITS = {each: torch.int16 if each == torch.bfloat16 else each for each in _HOST
 
 
 class TorchLayer(NamedTuple):
-    """One layer's keys and values, each [num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales."""
+    """One layer's keys and values, each [num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales.
+
+    Of a latent cache, `keys` are the whole vectors, with two scales if quantized, and `values` their ends.
+    """
 
     keys: Array
     values: Array
@@ -33,19 +36,25 @@ class TorchLayer(NamedTuple):
 
 
 class TorchKVCache(KVCache):
-    """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales."""
+    """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales.
+
+    Latent vectors as [layers, 1, num_blocks * block_size, 1, d], or int8 [..., d + 8].
+    """
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, device: Any) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        sizes = (shape.num_layers, 2, num_blocks * shape.block_size, shape.num_kv_heads, shape.stored_head)
+        layers, sides, block_size, *rest = shape.block_sizes
+        sizes = (layers, sides, num_blocks * block_size, *rest)
         try:
             # Zeros, because attention multiplies masked values by 0, which does not suppress a NaN.
             self._data = torch.zeros(sizes, dtype=torch.int8 if shape.quantized else dtype, device=device)
         except RuntimeError as error:
             needed = shape.bytes_per_block(dtype.itemsize) * num_blocks
             raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
-        self._layers = [TorchLayer(keys, values, shape.block_size) for keys, values in self._data]
+        end = shape.latent + (SCALE_BYTES if shape.quantized else 0)
+        values = self._data[:, 0, ..., -end:] if shape.latent else self._data[:, 1]
+        self._layers = [TorchLayer(*each, shape.block_size) for each in zip(self._data[:, 0], values, strict=True)]
 
     def layer(self, index: int) -> TorchLayer:
         return self._layers[index]
@@ -55,15 +64,9 @@ class TorchKVCache(KVCache):
         """The type of exported blocks."""
         return _HOST_DTYPES[self._data.dtype]
 
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """The shape of an exported block."""
-        shape = self.shape
-        return (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
-
     def checked(self, blocks: IntArray, data: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return exported blocks unchanged. Raises `ValueError` if they do not match this cache."""
-        wanted = (len(blocks), *self.block_shape)
+        wanted = (len(blocks), *self.shape.block_sizes)
         if data.dtype != self.host_dtype or data.shape != wanted:
             raise ValueError(
                 f"got blocks of {data.dtype}{list(data.shape)}, expected {np.dtype(self.host_dtype)}{list(wanted)}"
@@ -100,6 +103,11 @@ def quantize_heads(x: Array) -> Array:
 def _dequantize_heads(packed: Array, dtype: Any) -> Array:
     scale = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (packed[..., :-SCALE_BYTES] * scale).to(dtype)
+
+
+def _dequantize_latents(packed: Array, latent: int, dtype: Any) -> Array:
+    end = latent + SCALE_BYTES
+    return torch.cat([_dequantize_heads(part, dtype) for part in (packed[..., :-end], packed[..., -end:])], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +159,29 @@ class TorchAttentionPlan:
         return _TorchGroup(tokens, slots.flatten(), masks={}, positions=query[:, :, None], keys=place, absent=absent)
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
-        """Return the attention of q [T, nh, d] as [T, nh * d]."""
+        """Return the attention of q [T, nh, d] as [T, nh * d], or [T, nh * latent]."""
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             return self._attend(q, layer, heads, group=self._groups[0])
-        output = torch.empty_like(q).flatten(1)
+        output = q.new_empty(len(q), heads.num_heads * (heads.latent or heads.head_dim))
         for group in self._groups:
             output[group.tokens] = self._attend(q[group.tokens], layer, heads, group=group)
         return output
 
     def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:
         (n, count, _), longest = group.positions.shape, len(group.keys)
-        shape = (n, longest, heads.num_kv_heads, heads.head_dim)
+        shape = (n, longest, heads.num_kv_heads, -1)
         slots = group.kv_slots
         if heads.window is not None:  # blocks before the window may be those of others as well
             slots = slots.view(n, longest)
             slots = torch.where(group.keys >= heads.first_key(group.positions[:, 0]), slots, slots[:, -1:]).flatten()
-        keys, values = (side.index_select(0, slots) for side in (layer.keys, layer.values))
-        if layer.quantized:
-            keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
+        keys = layer.keys.index_select(0, slots)
+        if heads.latent:
+            keys = _dequantize_latents(keys, heads.latent, q.dtype) if layer.quantized else keys
+            values = keys[..., -heads.latent :]
+        else:
+            values = layer.values.index_select(0, slots)
+            if layer.quantized:
+                keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
         grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)

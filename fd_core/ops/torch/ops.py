@@ -74,6 +74,7 @@ class TorchOps(TorchSampling, Ops):
     encodes = True
     chunks = True
     any_experts = True
+    latents = True
     table_formats: Collection[str] = WEIGHT_FORMATS
     _group: RankGroup | None = None
 
@@ -179,6 +180,10 @@ class TorchOps(TorchSampling, Ops):
         return _activate(x, activation)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        if heads.latent:
+            rotated = heads.head_dim - heads.latent
+            q, v, k = qkv.split([qkv.shape[1] - heads.head_dim, heads.latent, rotated], dim=1)
+            return q, k[:, None], v[:, None]
         q, k, v = qkv.unflatten(-1, (-1, heads.head_dim)).split(
             [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1
         )
@@ -207,7 +212,7 @@ class TorchOps(TorchSampling, Ops):
         slots = kv_slots.long()
         if layer.quantized:
             k, v = quantize_heads(k), quantize_heads(v)
-        layer.keys.index_copy_(0, slots, k)
+        layer.keys[..., : k.shape[-1]].index_copy_(0, slots, k)
         layer.values.index_copy_(0, slots, v)
 
     def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
@@ -216,6 +221,18 @@ class TorchOps(TorchSampling, Ops):
         if planned is None or planned[0] is not step:
             planned = self._planned[step.group] = step, TorchAttentionPlan(step, layer.block_size)
         return planned[1].attend(q, layer, heads)
+
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Array:
+        return self.prepare_vector(weight).to(self.torch_dtype)
+
+    def absorb(self, q: Array, weight: Array, heads: Heads) -> Array:
+        q, rotated = q.unflatten(1, (heads.num_heads, -1)).split(
+            [weight.shape[2], heads.head_dim - heads.latent], dim=2
+        )
+        return torch.cat((rotated, _each_head(q, weight)), dim=2)
+
+    def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
+        return _each_head(x.unflatten(1, (heads.num_heads, -1)), weight).flatten(1)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         chosen, weights = route(x, experts)
@@ -251,6 +268,11 @@ class TorchOps(TorchSampling, Ops):
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
         logits = self.linear(x, head).float()
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+
+def _each_head(x: Array, weight: Array) -> Array:
+    """Multiply each head by its matrix: [T, nh, in], [nh, out, in] -> [T, nh, out]."""
+    return (x.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 def route(x: Array, experts: Experts) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
     "joint_norms": "one norm of all query heads and one of all key heads",
+    "latents": "attention over latent vectors that all heads share",
     "kv_transfer": "KV blocks copied to the host and back",
     "moe": "layers of experts",
     "own_process": "an engine in a separate process",
@@ -34,5 +35,6 @@ OPTIONAL: Final[Mapping[str, str]] = {
     "encoders": "encodes",
     "chunks": "chunks",
     "any_experts": "any_experts",
+    "latents": "latents",
 }
 """Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

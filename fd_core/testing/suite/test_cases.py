@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fd_core.testing.axes import pools, products, routing, sampling, steps
+from fd_core.testing.axes import latent, pools, products, routing, sampling, steps
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, supported_by
 from fd_core.testing.kit.requirements import lacks
@@ -25,6 +25,12 @@ def test_layer(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer")
     every = [*target.implementations.values()]
     check(every[zlib.crc32(str(case).encode()) % len(every)], case)
+
+
+@pytest.mark.fd_cases(latent.LATENT)
+def test_latent_attention(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "kv_transfer", "latents")
+    check(target, case)
 
 
 @pytest.mark.fd_cases(steps.STEPS)

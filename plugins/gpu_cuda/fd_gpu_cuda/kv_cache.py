@@ -213,7 +213,7 @@ class CudaKVCache(TorchKVCache):
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host, a few at a time. Raises `MemoryError`, which fails only this copy."""
-        exported = np.empty((len(blocks), *self.block_shape), self.host_dtype)
+        exported = np.empty((len(blocks), *self.shape.block_sizes), self.host_dtype)
         self._copies.export(blocks, exported)
         return exported
 

@@ -84,6 +84,7 @@ class CudaOps(TorchOps):
     encodes = False
     chunks = False
     any_experts = True
+    latents = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""

@@ -126,7 +126,7 @@ def test_every_block_arrives_bit_for_bit_in_its_order(kind: str, device: type[Pr
     rng = np.random.default_rng(count)
     blocks = rng.permutation(BLOCKS)[:count].astype(np.int32)
     exported = cache.export_blocks(blocks)
-    assert exported.shape == (count, *cache.block_shape)
+    assert exported.shape == (count, *cache.shape.block_sizes)
     assert exported.tobytes() == expected(cache, blocks).tobytes()
     elsewhere = rng.permutation(BLOCKS)[:count].astype(np.int32)
     before = every_block(cache)

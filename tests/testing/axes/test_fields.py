@@ -43,6 +43,7 @@ TYPES = (
     contract.Heads,
     contract.HostStep,
     contract.KVShape,
+    contract.Latent,
     contract.Lora,
     contract.Norm,
     contract.PenaltyInput,

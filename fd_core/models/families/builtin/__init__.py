@@ -11,10 +11,12 @@ FD_CONTRACT = 1
 def fd_register_models() -> list[Entry]:
     """Offer the built-in families."""
     families = "fd_core.models.families.builtin"
-    encoders = "fd_core.models.families.encoders"
+    encoders, latent = "fd_core.models.families.encoders", "fd_core.models.families.latent"
     return [
         Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
+        Entry("deepseek_v2", f"{latent}.deepseek:DeepSeekV2", "DeepSeek-V2 and V2.5"),
+        Entry("deepseek_v3", f"{latent}.deepseek:DeepSeekV3", "DeepSeek-V3 and R1"),
         Entry("distilbert", f"{encoders}.bert:DistilBert", "DistilBERT"),
         Entry("ernie4_5", f"{families}.ernie:Ernie", "ERNIE 4.5"),
         Entry("ernie4_5_moe", f"{families}.ernie:ErnieMoe", "ERNIE 4.5, mixtures of experts"),
@@ -34,6 +36,7 @@ def fd_register_models() -> list[Entry]:
         Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
         Entry("llama4", f"{families}.llama:Llama4", "Llama 4, text"),
         Entry("minimax_m2", f"{families}.mixtral:MiniMaxM2", "MiniMax-M2"),
+        Entry("minicpm3", f"{latent}.minicpm:MiniCpm3", "MiniCPM3"),
         Entry("mistral", f"{families}.llama:Mistral", "Mistral"),
         Entry("mixtral", f"{families}.mixtral:Mixtral", "Mixtral"),
         Entry("modernbert", f"{encoders}.modernbert:ModernBert", "ModernBERT"),

@@ -1,0 +1,1 @@
+"""Families whose heads share one latent vector per token (multi-head latent attention, MLA)."""

@@ -1,0 +1,177 @@
+"""Axes of latent attention: sizes of its parts and the step that it computes; each case compared with numpy."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.ops.contract import Heads, KVShape, Latent, Norm, Ops, Rope
+from fd_core.ops.numpy.kv_int8 import dequantize_latent, quantize_latent
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.axes.covering import Axis, Case, int_of
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.axes.reuse import operation_part
+from fd_core.testing.models.arrays import (
+    TOLERANCE,
+    Floats,
+    Values,
+    activations,
+    assert_near,
+    assert_same,
+    float32_of,
+    generator,
+    on_device,
+    raw,
+    step_input,
+)
+
+_AXES: Final = (
+    Axis("decodes", (2, 0, 1, 5, 33)),
+    Axis("chunk", (0, 2, 17, 130)),
+    Axis("context", (9, 1, 129, 601, 1030)),
+    Axis("heads", (3, 1, 2, 16, 40)),
+    Axis("latent", (24, 8, 17, 64, 512), ("Heads.latent", "KVShape.latent", "Latent.norm")),
+    Axis("rotated", (8, 2, 6, 64)),
+    Axis("key", (12, 3, 32, 128), ("Latent.absorb",)),
+    Axis("value", (10, 1, 32, 128), ("Latent.expand",)),
+    Axis("query_rank", (None, 20), ("Latent.q_norm", "Latent.q_up")),
+    Axis("interleaved", (True, False), needs="interleaved_rope"),
+    Axis("block_size", (8, 1, 5, 64)),
+    Axis("kv_dtype", ("auto", "int8")),
+    Axis("composed", (False, True), needs="paged_kv"),
+)
+"""`key` and `value`: elements of a head; `composed` replaces the pack's fusions by their primitives."""
+_HIDDEN: Final = 38
+
+
+def _rows_of(case: Case) -> list[tuple[int, int]]:
+    context, chunk = int_of(case, "context"), int_of(case, "chunk")
+    rows = [(1, context if index == 0 else 1 + 37 * index % 64) for index in range(int_of(case, "decodes"))]
+    return [*rows, *([(chunk, chunk + context - 1), (chunk // 2, chunk // 2)] if chunk else [])]
+
+
+class _LatentOn:
+    """A block of latent attention and a cache on one pack, and a step over some rows."""
+
+    def __init__(self, ops: Ops, case: Case) -> None:
+        self.ops, self.case, make = ops, case, Values(7)
+        heads, size = int_of(case, "heads"), int_of(case, "block_size")
+        latent, rotated, key, value = (int_of(case, name) for name in ("latent", "rotated", "key", "value"))
+        rank, d, width = case["query_rank"], latent + rotated, heads * (key + rotated)
+
+        def linear(*outs: int, ins: int) -> Any:
+            return ops.prepare_linear([raw(make(out, ins, scale=ins**-0.5)) for out in outs])
+
+        def norm(size: int) -> Norm:
+            return Norm(ops.prepare_vector(1 + make(size, scale=0.1)), 1e-5)
+
+        rows = _rows_of(case)
+        angles = (0.4 + np.arange(max(sum(each) for each in rows)))[:, None] / 10.0 ** np.arange(rotated // 2)
+        cos, sin = (ops.prepare_vector(of(angles).astype(np.float32)) for of in (np.cos, np.sin))
+        rope = Rope(cos, sin, bool(case["interleaved"]))
+        self.heads = Heads(heads, 1, d, 0.9 * (key + rotated) ** -0.5, rope, latent=latent)
+        self.norm = norm(_HIDDEN)
+        self.qkv = linear(width if rank is None else int_of(case, "query_rank"), d, ins=_HIDDEN)
+        self.latent = Latent(
+            norm(latent),
+            None if rank is None else norm(int_of(case, "query_rank")),
+            None if rank is None else linear(width, ins=int_of(case, "query_rank")),
+            absorb=ops.prepare_heads(make(heads, latent, key, scale=key**-0.5)),
+            expand=ops.prepare_heads(make(heads, value, latent, scale=latent**-0.5)),
+        )
+        used = -(-np.array([context for _, context in rows]) // size)
+        self.count = int(used.sum()) + 1
+        tables = np.zeros((len(rows), used.max()), np.int32)
+        tables[np.arange(used.max()) < used[:, None]] = generator(7).permutation(self.count)[: used.sum()]
+        step = step_input(rows, size, tables)
+        self.slots, self.step = step.kv_slots, on_device(ops, step)
+        shape = KVShape(2, 1, d, block_size=size, dtype=str(case["kv_dtype"]), latent=latent)
+        self.cache = ops.allocate_kv(shape, self.count)
+        history: Any = make(self.count, 2, 1, size, 1, d)
+        free = np.ones(self.count, np.bool_)
+        for (tokens, context), table in zip(rows, tables, strict=True):
+            free[table[: -(-(context - tokens) // size)]] = False
+        history[free] = np.nan  # as a failed request leaves blocks, until a token is written
+        if shape.quantized:
+            history = quantize_latent(history[..., :rotated], history[..., rotated:])
+        elif ops.dtype == "bfloat16":
+            history = (history.view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            history = history.astype(ops.dtype)
+        self.import_cache(history)
+        self.x = make(sum(count for count, _ in rows), _HIDDEN)
+
+    def exported(self) -> Any:
+        return self.cache.export_blocks(np.arange(self.count, dtype=np.int32))
+
+    def import_cache(self, blocks: Any) -> None:
+        self.cache.import_blocks(np.arange(self.count, dtype=np.int32), blocks)
+
+    def values(self, blocks: Any) -> Floats:
+        """Return the vectors of exported blocks in float32."""
+        if self.cache.shape.quantized:
+            return dequantize_latent(blocks, self.heads.latent)
+        return float32_of(blocks)
+
+    def written(self) -> Floats:
+        """Return the vectors of the step's tokens."""
+        vectors = self.values(np.ascontiguousarray(self.exported()[:, 1, 0]))
+        return vectors.reshape(-1, self.heads.head_dim)[self.slots]
+
+    def queries(self) -> Floats:
+        ops = self.ops
+        given = self.norm, self.qkv, self.latent, self.heads, self.cache.layer(1), self.step
+        x = activations(ops, self.x)
+        q = Ops.latent_inputs(ops, x, *given) if self.case["composed"] else ops.latent_inputs(x, *given)
+        return np.array(ops.to_host(q), np.float32).reshape(len(self.x), self.heads.num_heads, self.heads.head_dim)
+
+    def output(self, queries: Floats) -> Floats:
+        ops, given = self.ops, (self.latent, self.heads, self.cache.layer(1), self.step)
+        q = activations(ops, queries.reshape(len(queries), -1)).reshape(queries.shape)
+        a = Ops.latent_attention(ops, q, *given) if self.case["composed"] else ops.latent_attention(q, *given)
+        return np.array(ops.to_host(a), np.float32)
+
+
+def check_latent(ops: Ops, case: Case) -> None:
+    """Compare queries, the cache and the outputs of heads with numpy. Raises `AssertionError`."""
+    ours, oracle = _LatentOn(ops, case), _LatentOn(NumpyOps(), case)
+    before, tolerance = ours.exported(), TOLERANCE[ops.dtype]
+    found, expected = ours.queries(), oracle.queries()
+    assert_near(ops, ops.from_host(found), expected, 2 * tolerance)
+    after = ours.exported()
+    assert_same(after[:, 0], before[:, 0], "another layer")
+    # A sum in another order moves an element on the verge between two of the 255 steps.
+    narrow = 1e-2 if ours.cache.shape.quantized else 0.0
+    assert_near(ops, ops.from_host(ours.written()), oracle.written(), max(2 * tolerance, narrow))
+    oracle.import_cache(after if ours.cache.shape.quantized else ours.values(after))
+    assert_near(ops, ops.from_host(ours.output(found)), oracle.output(found), max(tolerance, 1e-4))
+
+
+def _allowed(case: Case) -> bool:
+    rows, d = _rows_of(case), int_of(case, "latent") + int_of(case, "rotated")
+    scores = sum(count * context for count, context in rows) * int_of(case, "heads")
+    blocks = sum(-(-context // int_of(case, "block_size")) for _, context in rows) * int_of(case, "block_size")
+    tokens = sum(count for count, _ in rows)
+    weights = int_of(case, "heads") * int_of(case, "latent") * (int_of(case, "key") + int_of(case, "value"))
+    return bool(rows) and scores * d < 2e7 and blocks * d < 3e5 and tokens * weights < 2e8
+
+
+def _sizes(case: Case) -> dict[str, int]:
+    rows = _rows_of(case)
+    return {
+        "max_num_seqs": len(rows),
+        "max_model_len": max(context for _, context in rows),
+        "block_size": int_of(case, "block_size"),
+        "head_dim": int_of(case, "latent") + int_of(case, "rotated"),
+        "group": int_of(case, "heads"),
+    }
+
+
+_EDGES: Final = {
+    "max_num_seqs": Edge("decodes"),
+    "max_model_len": Edge("context"),
+    "block_size": Edge("block_size"),
+    "group": Edge("heads"),
+}
+LATENT: Final[Part[Ops]] = operation_part("latent", _AXES, check_latent, _allowed, _EDGES, sizes=_sizes)
