@@ -35,7 +35,7 @@ from fd_core.ops.weights import Adapter, LowRank, WeightUse
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
 _GATED = 2
-"""Parts of gate and up; q, k and v are three."""
+"""Parts of gate and up."""
 _RANK_ALIGN = 16
 """Alignment to which a pack may round up LoRA ranks."""
 
@@ -55,7 +55,7 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
     Where products are summed over ranks, each rank adds the term of its inputs to its partial product.
     """
 
-    def prepared(linear: LinearSpec, share: LinearShare, *, adds: bool) -> Any | None:
+    def prepared(linear: LinearSpec, share: LinearShare, *, adds: bool, gated: bool) -> Any | None:
         rows = share.rows or (slice(None),) * len(linear.outs)
         stored = [adapter.deltas.get(name) for name in linear.names]
         if adds and spec.centred:
@@ -66,12 +66,12 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
         columns = slice(None) if share.columns is None else share.columns
         pairs = zip(parts, rows, strict=True)
         mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
-        return ops.prepare_lora(mine, _outs(linear, share), gated=len(linear.outs) == _GATED)
+        return ops.prepare_lora(mine, _outs(linear, share), gated=gated and len(linear.outs) == _GATED)
 
     with ops.replaceable_weights():
         return tuple(
             tuple(
-                prepared(linear, share, adds=index % 2 == 1)
+                prepared(linear, share, adds=index % 2 == 1, gated=index == LayerLoras._fields.index("gate_up"))
                 for index, (linear, share) in enumerate(
                     zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
                 )

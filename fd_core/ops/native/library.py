@@ -30,7 +30,7 @@ class AttentionShape(Structure):
         *_all(
             c_int,
             *("heads", "kv_heads", "d", "window", "chunked", "half", "interleaved"),
-            *("causal", "norms_rotated", "joint_norms", "table"),
+            *("causal", "norms_rotated", "joint_norms", "table", "latent"),
         ),
         *_all(c_float, "scale", "softcap"),
     )
@@ -125,7 +125,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_packed_pack": (None, (c_void_p, c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_void_p)),
     "fd_linear_biased": (c_void_p, (c_void_p, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
-    "fd_kv_new": (c_void_p, (c_int,) * 7),
+    "fd_kv_new": (c_void_p, (c_int,) * 8),
     "fd_kv_free": (None, (c_void_p,)),
     "fd_kv_transfer": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "fd_kv_write": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),
@@ -152,6 +152,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
+    "fd_add_heads": (c_int, (c_void_p, c_int, POINTER(c_void_p), c_int, c_int, c_int)),
+    "fd_add_write_latent": (
+        c_int,
+        (c_void_p, c_int, c_int, *_NORM, POINTER(AttentionShape), *(c_void_p,) * 2, c_int, c_void_p, c_int, c_int),
+    ),
     "fd_add_gather": (c_int, (c_void_p, c_void_p, _STARTS, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, _STARTS, c_int, *_LORA)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),

@@ -51,6 +51,17 @@ class NativeLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeHeads:
+    """A packed matrix of each head."""
+
+    handles: Any
+    """Array of the linears' handles."""
+    width: int
+    inputs: int
+    arena: Arena
+
+
+@dataclass(frozen=True, slots=True)
 class NativeLora:
     """One adapter's term of a linear, laid out as `fd::LoraDelta`."""
 
@@ -194,7 +205,7 @@ class NativeKVCache(KVCache):
         own = np.dtype(np.float32 if runtime.wide else np.uint16)
         self._dtype = np.dtype(np.int8) if shape.quantized else own
         needed = shape.bytes_per_block(own.itemsize) * num_blocks
-        sizes = shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
+        sizes = shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim, shape.latent
         made = self._library.fd_kv_new(*sizes, runtime.type_code, shape.quantized)
         self.handle = checked(made, f"a KV cache of {num_blocks} blocks ({needed} bytes)")
 

@@ -31,6 +31,7 @@ from fd_core.ops.contract import (
     Heads,
     KVCache,
     KVShape,
+    Latent,
     Lora,
     Norm,
     PenaltyInput,
@@ -48,7 +49,16 @@ from fd_core.ops.native.library import (
     SampleRows,
     invoke,
 )
-from fd_core.ops.native.memory import Arena, NativeKVCache, NativeLinear, NativeLora, pack, pack_lora, with_bias
+from fd_core.ops.native.memory import (
+    Arena,
+    NativeHeads,
+    NativeKVCache,
+    NativeLinear,
+    NativeLora,
+    pack,
+    pack_lora,
+    with_bias,
+)
 from fd_core.ops.native.program import (
     NO_STEP,
     ROW_ALIGN,
@@ -83,7 +93,6 @@ class NativeOps(TorchOps):
     """Operations on CPU tensors of torch, computed by the library of `build.load`."""
 
     name = "native"
-    latents = False
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
@@ -254,19 +263,39 @@ class NativeOps(TorchOps):
         _refuse_symbols("write_kv", k)
         keys, values = k.float().contiguous(), v.float().contiguous()
         slots, shape = kv_slots.int().contiguous(), layer.cache.shape
-        count = len(slots) * shape.num_kv_heads * shape.head_dim
-        where = (address("k", keys, count, dtype=torch.float32), address("v", values, count, dtype=torch.float32))
+        k_count, v_count = (len(slots) * shape.num_kv_heads * width for width in _widths(shape))
+        where = (address("k", keys, k_count, dtype=torch.float32), address("v", values, v_count, dtype=torch.float32))
         target = (layer.cache.handle, layer.index)
         invoke(self.runtime.library, "fd_kv_write", *target, *where, slots.data_ptr(), len(slots), what="write_kv")
 
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks in place."""
-        width = heads.num_heads * heads.head_dim
         with self._call(q, step) as call:
-            source = call.input(q, width, self.runtime.wide)
-            buffer, y = call.output(q, width, self.runtime.wide)
+            source = call.input(q, heads.num_heads * heads.head_dim, self.runtime.wide)
+            buffer, y = call.output(q, heads.num_heads * (heads.latent or heads.head_dim), self.runtime.wide)
             geometry = ctypes.byref(_geometry(heads, call.table(step)))
             call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
+        return y
+
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> NativeHeads:
+        parts = [self.prepare_linear([RawTensor("F32", np.ascontiguousarray(head))]) for head in weight]
+        handles = (ctypes.c_void_p * len(parts))(*[part.handle for part in parts])
+        return NativeHeads(handles, parts[0].width, parts[0].inputs, self._arena)
+
+    def absorb(self, q: Array, weight: NativeHeads, heads: Heads) -> Array:
+        y = self._each_head(q, weight, heads.head_dim - heads.latent)
+        return y if isinstance(y, ProgramSymbol) else y.unflatten(1, (heads.num_heads, heads.head_dim))
+
+    def expand(self, x: Array, weight: NativeHeads, heads: Heads) -> Array:
+        return self._each_head(x, weight)
+
+    def _each_head(self, x: Array, weight: NativeHeads, kept: int = 0) -> Array:
+        with self._call(x) as call:
+            count = len(weight.handles)
+            source = call.input(x, count * (weight.inputs + kept), self.runtime.wide)
+            buffer, y = call.output(x, count * (weight.width + kept), self.runtime.wide)
+            call.keep(weight)
+            call.add("heads", source, weight.handles, count, kept, buffer)
         return y
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
@@ -367,6 +396,42 @@ class NativeOps(TorchOps):
                 layer.cache.handle,
                 layer.index,
                 _lora_table(call, lora),
+                buffer,
+            )
+        return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+
+    def latent_inputs(
+        self,
+        x: Array,
+        norm: Norm | None,
+        qkv: Array,
+        latent: Latent,
+        heads: Heads,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
+    ) -> Array:
+        with self._call(x, step) as call:
+            call.keep(qkv, latent)
+            source = call.input(x, qkv.inputs, True)
+            projected, _rows = call.output(x, qkv.width, True)
+            call.add("linear", source, *_norm(call, norm), qkv.handle, -1, _lora_table(call, lora), projected)
+            asked = projected
+            if latent.q_up is not None:
+                asked, _queries = call.output(x, latent.q_up.width, self.runtime.wide)
+                call.add("linear", projected, *_norm(call, latent.q_norm), latent.q_up.handle, -1, None, asked)
+            buffer, q = call.output(x, heads.num_heads * heads.head_dim, self.runtime.wide)
+            call.add("heads", asked, latent.absorb.handles, heads.num_heads, heads.head_dim - heads.latent, buffer)
+            call.add(
+                "write_latent",
+                projected,
+                qkv.width - heads.head_dim,
+                *_norm(call, latent.norm),
+                ctypes.byref(_geometry(heads, call.table(step))),
+                *(call.pointer(each) for each in (heads.rope.cos, heads.rope.sin)),
+                len(heads.rope.cos),
+                layer.cache.handle,
+                layer.index,
                 buffer,
             )
         return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
@@ -575,9 +640,15 @@ def _geometry(heads: Heads, table: int) -> AttentionShape:
         heads.norms_rotated,
         heads.joint_widths is not None,
         table,
+        heads.latent,
         heads.scale,
         heads.softcap or 0.0,
     )
+
+
+def _widths(shape: KVShape) -> tuple[int, int]:
+    """Return the elements of a key and a value of one head, as they are written."""
+    return shape.head_dim - shape.latent, shape.latent or shape.head_dim
 
 
 def _refuse_symbols(operation: str, array: Array) -> None:

@@ -256,7 +256,7 @@ struct Cache {
     std::unique_ptr<Mapping> memory;
 };
 
-void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int type, int quantized) {
+void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int latent, int type, int quantized) {
     return guarded([&]() -> void* {
         auto cache = std::make_unique<Cache>();
         KvLayout& l = cache->layout;
@@ -265,6 +265,7 @@ void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int ty
         l.block_size = block_size;
         l.heads = heads;
         l.d = d;
+        l.latent = latent;
         l.quantized = quantized;
         cache->type = type;
         Type(type) == Type::f32 ? l.pad<float>() : l.pad<bf16>();
@@ -280,7 +281,8 @@ void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
 namespace {
 
 /// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d], elements of type T in a program of
-/// type E; a scale follows its d elements. The bits are kept as they are.
+/// type E; a scale follows its d elements. Latent: [count, layers, 1, block_size, 1, d], each part before its scale. The
+/// bits are kept as they are.
 template <class E, class T>
 void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonical, bool to_cache) {
     auto copy = [&](void* stored, size_t bytes) {
@@ -290,14 +292,18 @@ void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonic
     for (int b = 0; b < count; b++)
         for (int layer = 0; layer < l.layers; layer++) {
             const KvLayer<E> kv(l, layer);
-            for (int values = 0; values < 2; values++)
+            for (int values = 0; values < (l.latent ? 1 : 2); values++)
                 for (int offset = 0; offset < l.block_size; offset++)
                     for (int head = 0; head < l.heads; head++) {
                         T* stored = reinterpret_cast<T*>(kv.head(blocks[b], head));
-                        for (int i = 0; i < l.d; i++)
+                        auto copy_scale = [&](float* scales) {
+                            if (l.quantized) copy(scales + offset, sizeof(float));
+                        };
+                        for (int i = 0; i < l.d; i++) {
+                            if (l.latent && i == l.key_part()) copy_scale(kv.key_scales(blocks[b], head));
                             copy(stored + (values ? kv.value(offset, i) : kv.key(offset, i)), sizeof(T));
-                        float* scales = values ? kv.value_scales(blocks[b], head) : kv.key_scales(blocks[b], head);
-                        if (l.quantized) copy(scales + offset, sizeof(float));
+                        }
+                        copy_scale(values || l.latent ? kv.value_scales(blocks[b], head) : kv.key_scales(blocks[b], head));
                     }
         }
 }
@@ -319,7 +325,7 @@ void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonic
         transfer<bf16>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
 }
 
-/// k, v: float32 [tokens, heads, d].
+/// k, v: float32 [tokens, heads, d]; latent: [tokens, d - latent] and [tokens, latent].
 int fd_kv_write(void* cache, int layer, const float* k, const float* v, const int32_t* slots, int tokens) {
     const Cache& c = *static_cast<Cache*>(cache);
     const KvLayout& l = c.layout;
@@ -328,7 +334,8 @@ int fd_kv_write(void* cache, int layer, const float* k, const float* v, const in
             if (slots[t] % l.block_size == 0) kv.clear_block(slots[t] / l.block_size);
         for (int t = 0; t < tokens; t++)
             for (int h = 0; h < l.heads; h++)
-                kv.write(slots[t], h, k + (size_t(t) * l.heads + h) * l.d, v + (size_t(t) * l.heads + h) * l.d);
+                kv.write(slots[t], h, k + (size_t(t) * l.heads + h) * l.key_part(),
+                         v + (size_t(t) * l.heads + h) * (l.latent ? l.latent : l.d));
     };
     return computed([&] {
         check_indices("KV slot", slots, tokens, l.slots());
@@ -420,7 +427,7 @@ int add(void* program, F&& make) {
 const KvLayout& layout_of(const void* cache, int layer, const AttentionShape& shape) {
     const KvLayout& l = static_cast<const Cache*>(cache)->layout;
     check_indices("layer", &layer, 1, l.layers);
-    if (shape.kv_heads != l.heads || shape.d != l.d) throw OutOfBounds("the KV cache has heads of another model");
+    if (shape.kv_heads != l.heads || shape.d != l.d || shape.latent != l.latent) throw OutOfBounds("the KV cache has heads of another model");
     return l;
 }
 
@@ -527,8 +534,36 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
         lower(limits.blocks, layout.blocks);
         limits.block_size = layout.block_size;
         limits.tables = std::max(limits.tables, shape->table + 1);
-        AttentionPlan* plan = recording(program).plan(*shape, layout.block_size);
-        return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
+        AttentionShape of = *shape;
+        // Heads that share latent vectors are divided among units, as those of several KV heads are.
+        while (of.latent && (of.heads % of.kv_heads || of.group() > kTileRows)) of.kv_heads++;
+        AttentionPlan* plan = recording(program).plan(of, layout.block_size);
+        return new Attention<decltype(e)>(of, layout, layer, q, out, plan);
+    });
+}
+
+/// `weights` are the matrices of `heads` heads.
+int fd_add_heads(void* program, int in, const void* const* weights, int heads, int kept, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        Recording& r = recording(program);
+        std::vector<const Linear*> of;
+        for (int h = 0; h < heads; h++) of.push_back(static_cast<const Linear*>(weights[h]));
+        const int rows = r.scratch(r.normed, heads * HeadProducts<E>::padded(*of[0]), false);
+        return new HeadProducts<E>(std::move(of), kept, in, rows, out);
+    });
+}
+
+int fd_add_write_latent(void* program, int in, int first, const float* norm, float eps, const AttentionShape* shape,
+                        const float* cos, const float* sin, int positions, const void* cache, int layer, int q) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        Limits& limits = recording(program).program.limits;
+        const KvLayout& layout = layout_of(cache, layer, *shape);
+        lower(limits.positions, positions);
+        lower(limits.kv_slots, layout.slots());
+        limits.tables = std::max(limits.tables, shape->table + 1);
+        return new WriteLatent<E>(*shape, {norm, eps}, {cos, sin}, KvLayer<E>(layout, layer), in, first, q);
     });
 }
 

@@ -128,6 +128,64 @@ void AttentionInputs<E>::run(const Context& context) {
 }
 
 template <class E>
+void HeadProducts<E>::run(const Context& context) {
+    const Linear& like = *weights_of[0];
+    const int tokens = context.step.tokens, heads = int(weights_of.size());
+    const int k = like.k, n = like.n, width = padded(like);
+    const Range mine = context.share(tokens);
+    for (int t = mine.begin; t < mine.end; t++) {
+        auto spread = [&](const auto* x) {
+            E* to = context.row<E>(rows, t);
+            for (int h = 0; h < heads; h++, x += k + kept) {
+                E* kept_to = context.row<E>(out, t) + h * (kept + n);
+                for (int i = 0; i < width; i++) put(to + h * width + i, i < k ? to_float(x[i]) : 0.0f);
+                for (int i = 0; i < kept; i++) put(kept_to + i, to_float(x[k + i]));
+            }
+        };
+        context.program.buffer(in).wide ? spread(context.row<float>(in, t)) : spread(context.row<E>(in, t));
+    }
+    context.wait_for_all();
+    const Range of = context.share(heads);
+    for (int h = of.begin; h < of.end; h++) {
+        const Linear& w = *weights_of[h];
+        matmul<E>(w, context.row<E>(rows, 0) + h * width, context.stride(rows), tokens, {0, w.vecs}, {nullptr, 0},
+                  [&](const Block& block) {
+                      for (int r = 0; r < block.rows; r++)
+                          for (int v = 0; v < block.vecs; v++) {
+                              const int column = (block.vec + v) * kLanes, count = std::min(kLanes, n - column);
+                              E* to = context.row<E>(out, block.row + r) + h * (kept + n) + kept + column;
+                              convert(block.at(r, v), std::max(0, count), to);
+                          }
+                  });
+    }
+}
+
+template <class E>
+void WriteLatent<E>::run(const Context& context) {
+    const Step& step = context.step;
+    const int block_size = layer.layout->block_size, rotated = shape.key_part();
+    const Range mine = context.share(step.tokens);
+    for (int t = mine.begin; t < mine.end; t++)
+        if (step.kv_slots[t] % block_size == 0) layer.clear_block(step.kv_slots[t] / block_size);
+    context.wait_for_all();
+    std::vector<float> turned(rotated);
+    for (int t = mine.begin; t < mine.end; t++) {
+        const size_t at = size_t(step.positions[t]) * shape.half;
+        auto turn = [&](float* x) { rotate(x, rope.cos + at, rope.sin + at, shape.half, shape.interleaved); };
+        float* value = context.row<float>(in, t) + first;
+        rms_norm(value, norm.weight, shape.latent, norm.eps, value);
+        turn(value + shape.latent);
+        layer.write(step.kv_slots[t], 0, value + shape.latent, value);
+        for (int h = 0; h < shape.heads; h++) {
+            E* x = context.row<E>(q, t) + h * shape.d;
+            for (int i = 0; i < rotated; i++) turned[i] = to_float(x[i]);
+            turn(turned.data());
+            convert(turned.data(), rotated, x);
+        }
+    }
+}
+
+template <class E>
 void ProjectResidual<E>::run(const Context& context) {
     const int rows = context.step.tokens, width = columns ? columns.width() : input.w.n;
     input.prepare(context, nullptr, rows);
@@ -193,6 +251,8 @@ void Logits<E>::run(const Context& context) {
     template struct InputRows<E>;       \
     template struct LinearOperation<E>; \
     template struct AttentionInputs<E>; \
+    template struct HeadProducts<E>;    \
+    template struct WriteLatent<E>;     \
     template struct ProjectResidual<E>; \
     template struct GatedLinear<E>;     \
     template struct Logits<E>;

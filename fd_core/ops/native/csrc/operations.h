@@ -203,6 +203,35 @@ struct AttentionInputs : Operation {
     int table() const override { return shape.table; }
 };
 
+/// The products of each head with a matrix of its own: out has `kept` elements of each head first, which follow those that
+/// are multiplied. `rows` is scratch of E, where each head is padded as its matrix.
+template <class E>
+struct HeadProducts : Operation {
+    std::vector<const Linear*> weights_of;
+    int kept, in, rows, out;
+    HeadProducts(std::vector<const Linear*> weights, int kept, int in, int rows, int out)
+        : weights_of(std::move(weights)), kept(kept), in(in), rows(rows), out(out) {}
+    const char* name() const override { return "heads"; }
+    void run(const Context& context) override;
+    static int padded(const Linear& w) { return round_up(w.padded_k, kLanes); }
+};
+
+/// Norm and rope of the columns of `in` from `first` on, a latent value and the rotated part of a key, which it writes; and
+/// rope of the queries `q`.
+template <class E>
+struct WriteLatent : Operation {
+    AttentionShape shape;
+    NormWeights norm;
+    RopeTables rope;
+    KvLayer<E> layer;
+    int in, first, q;
+    WriteLatent(AttentionShape shape, NormWeights norm, RopeTables rope, KvLayer<E> layer, int in, int first, int q)
+        : shape(shape), norm(norm), rope(rope), layer(layer), in(in), first(first), q(q) {}
+    const char* name() const override { return "write_latent"; }
+    void run(const Context& context) override;
+    int table() const override { return shape.table; }
+};
+
 /// residual += norm(x * w + bias), of which each rank computes some columns. `part` and `projected` are float32 scratch
 /// buffers: this rank's columns, if there are several, and whole rows, used with a norm.
 template <class E>

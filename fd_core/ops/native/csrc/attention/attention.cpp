@@ -92,7 +92,7 @@ struct Attention<E>::Scratch {
     float* scores;     // [rows, columns]
     float *key_scales, *value_scales;  // [columns] of a quantized chunk
     E* weights;        // [rows, columns]
-    E* panel;          // keys or values of a quantized block, where they are multiplied as floats
+    E* panel;          // keys or values of a quantized block that are multiplied as floats, or values of a latent one
     // Where they are multiplied as integers, instead of q and weights:
     SplitRow *split_q, *split_weights;   // [rows]
     int8_t *q_bytes, *weight_bytes;      // [rows, 2, half]
@@ -114,7 +114,8 @@ struct Attention<E>::Scratch {
         const size_t wide = (size_t(rows) * (columns + 3 * d + 8) + 2 * columns) * sizeof(float);
         half = std::max(columns, round_up(layout.d_k, kLanes));
         const size_t split = layout.integers ? size_t(rows) * 2 * (2 * half + sizeof(SplitRow)) : 0;
-        const size_t panel_elements = layout.quantized && !layout.integers ? std::max(layout.key_elements(), size_t(layout.block_v) * d) : 0;
+        const bool in_place = layout.integers || !(layout.quantized || layout.latent);
+        const size_t panel_elements = in_place ? 0 : std::max(layout.key_elements(), layout.value_elements());
         const size_t narrow = (size_t(rows) * (columns + q_stride) + panel_elements) * sizeof(E);
         memory.resize(wide + narrow + split + 24 * kCacheLine);
         char* free = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
@@ -140,10 +141,10 @@ struct Attention<E>::Scratch {
 template <class E>
 void Attention<E>::run(const Context& context) {
     thread_local std::unique_ptr<Scratch> kept;
-    thread_local int made_for[6];
+    thread_local int made_for[7];
     const KvLayout& layout = *layer_.layout;
-    const int wanted[6] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_k,
-                           layout.d_v, layout.quantized};
+    const int wanted[7] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_k,
+                           layout.d_v, layout.quantized, layout.latent};
     if (!kept || std::memcmp(made_for, wanted, sizeof wanted) != 0) {
         kept = std::make_unique<Scratch>(*plan_, layout, shape_.group());
         std::memcpy(made_for, wanted, sizeof wanted);
@@ -253,7 +254,7 @@ typename Attention<E>::Sums Attention<E>::partial(const QueryTile& tile, int hea
 /// Write the rows of a tile and a KV head: totals by sums.
 template <class E>
 void Attention<E>::put_rows(const Context& context, const QueryTile& tile, int head, const Sums& sums) const {
-    const int group = shape_.group(), d = shape_.d;
+    const int group = shape_.group(), d = shape_.value();
     for (int row = 0; row < tile.count * group; row++) {
         const float* total = sums.total + row * layer_.layout->d_v;
         const int token = plan_->queries[tile.first + row / group].token;
@@ -298,6 +299,51 @@ const E* Attention<E>::expanded(Scratch& s, int block, int head, size_t first, i
     const int8_t* from = reinterpret_cast<const int8_t*>(stored) + first;
     for (int r = 0; r < runs; r++, from += stride)
         for (int i = 0; i < count; i += kLanes) vstore(s.panel + r * stride + i, vload(from + i));
+    return s.panel;
+}
+
+/// The keys of a quantized latent block: `runs` of kStep elements of its first columns.
+template <class E>
+const E* Attention<E>::latent_keys(Scratch& s, int block, int runs, int columns) const {
+    const KvLayout& layout = *layer_.layout;
+    const int8_t* stored = reinterpret_cast<const int8_t*>(layer_.head(block, 0));
+    const float *ks = layer_.key_scales(block, 0), *vs = layer_.value_scales(block, 0);
+    for (int r = 0; r < runs; r++) {
+        const float* scales = r * layout.step < layout.key_part() ? ks : vs;
+        const size_t at = size_t(r) * layout.block_k * layout.step;
+        for (int i = 0; i < columns * layout.step; i++) put(s.panel + at + i, stored[at + i] * scales[i / layout.step]);
+    }
+    return s.panel;
+}
+
+/// The values of a latent block's first columns: the last elements of its keys, transposed.
+template <class E>
+const E* Attention<E>::latent_values(Scratch& s, int block, int columns) const {
+    const KvLayout& layout = *layer_.layout;
+    constexpr int S = Product<E>::kStep;
+    const char* head = layer_.head(block, 0);
+    const float* vs = layout.quantized ? layer_.value_scales(block, 0) : nullptr;
+    const int first = layout.key_part(), count = layout.latent;
+    auto transpose = [&](const auto* stored, auto&& value) {
+        for (int offset = 0; offset < columns; offset += S) {
+            E* to = s.panel + size_t(offset) * layout.d_v;
+            const auto* from = stored + (size_t(first / S) * layout.block_k + offset) * S;
+            for (int i = 0; i < count; i += S, from += size_t(layout.block_k) * S)
+                for (int j = 0; j < S; j++)      // element of a run
+                    for (int o = 0; o < S; o++)  // token
+                        to[(i + j) * S + o] = value(from[o * S + j], offset + o);
+            // Where a run ends beyond the values, its padding is 0.
+            for (int i = round_up(count, S) * S; i < layout.d_v * S; i++) put(to + i, 0.0f);
+        }
+    };
+    if (!layout.quantized)
+        transpose(reinterpret_cast<const E*>(head), [](E x, int) { return x; });
+    else
+        transpose(reinterpret_cast<const int8_t*>(head), [&](int8_t x, int offset) {
+            E y;
+            put(&y, x * vs[offset]);
+            return y;
+        });
     return s.panel;
 }
 
@@ -356,7 +402,9 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
     call.a_stride = s.q_stride;
     call.b_step = size_t(layout.block_k) * Product<E>::kStep;
     call.steps = layout.d_k / Product<E>::kStep;
-    call.b = expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step);
+    call.b = layout.latent && layout.quantized
+                 ? latent_keys(s, pass.table[block], call.steps, columns)
+                 : expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step);
     call.c = s.scores + column;
     call.c_stride = s.columns;
     multiply(s, pass.rows, columns / kLanes, call);
@@ -369,7 +417,8 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     const float factor = shape_.softcap ? shape_.scale : shape_.scale * kLog2e;
     const int blocks = end_block - first_block;
     float *const key_scales = s.key_scales, *const value_scales = s.value_scales;
-    for (int b = 0; layout.quantized && b < blocks; b++) {
+    const bool scaled = layout.quantized && !layout.latent;
+    for (int b = 0; scaled && b < blocks; b++) {
         const int32_t block = pass.table[first_block + b];
         std::memcpy(key_scales + b * layout.block_k, layer_.key_scales(block, head), layout.block_k * sizeof(float));
         std::memcpy(value_scales + b * layout.block_k, layer_.value_scales(block, head), layout.block_k * sizeof(float));
@@ -397,7 +446,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
         V largest = vset(kHidden);
         each([&](int column, int from, int to) {
             V v = vload(scores + column) * vset(factor);
-            if (layout.quantized) v = v * vload(key_scales + column);
+            if (scaled) v = v * vload(key_scales + column);
             if (shape_.softcap) v = softcapped(v, shape_.softcap) * vset(kLog2e);
             if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(kHidden));
             vstore(scores + column, v);
@@ -409,7 +458,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
             V v = vexp2(vload(scores + column) - max);
             if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(0.0f));
             sum = sum + v;
-            if (layout.quantized) v = v * vload(value_scales + column);
+            if (scaled) v = v * vload(value_scales + column);
             layout.integers ? vstore(scores + column, v) : vstore(weights + column, v);
         });
         if (layout.integers)
@@ -445,7 +494,9 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block
         call.a = s.weights + (b - first_block) * layout.block_k;
         const int columns = b + 1 < end_block ? layout.block_k : last_columns;
         call.steps = round_up(columns, TileShape<E>::kAlign) / Product<E>::kStep;
-        call.b = expanded(s, pass.table[b], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
+        call.b = layout.latent
+                     ? latent_values(s, pass.table[b], call.steps * Product<E>::kStep)
+                     : expanded(s, pass.table[b], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
         multiply(s, pass.rows, layout.d_v / kLanes, call);
         call.accumulate = true;
     }

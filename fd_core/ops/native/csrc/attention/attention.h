@@ -16,9 +16,12 @@ struct AttentionShape {
     int norms_rotated;  // whether the norms of heads follow rope
     int joint_norms;    // whether all heads of q, and all of k, have one norm
     int table;          // group of layers whose KV places it uses
+    int latent;         // as in KvLayout
     float scale;
     float softcap;  // 0 for none
     int group() const { return heads / kv_heads; }
+    int value() const { return latent ? latent : d; }  // elements of a head's output
+    int key_part() const { return d - latent; }
 };
 
 template <class E>
@@ -42,6 +45,8 @@ class Attention : public Operation {
     void run_unit(const Context&, Scratch&, const Unit&) const;
     void run_pass(Scratch&, const Pass&, const Unit&) const;
     const E* expanded(Scratch&, int block, int head, size_t first, int runs, int count, size_t stride) const;
+    const E* latent_keys(Scratch&, int block, int runs, int columns) const;
+    const E* latent_values(Scratch&, int block, int columns) const;
     void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
     void multiply(Scratch&, Range rows, int vecs, SplitCall call) const;
     void score(Scratch&, const Pass&, int head, int block, int column) const;

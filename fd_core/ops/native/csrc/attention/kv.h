@@ -6,6 +6,8 @@
 // so that attention multiplies with blocks in place and never gathers. The blocks of one head lie side by side: a request
 // whose blocks have consecutive numbers, as they mostly have, is read in one run.
 //
+// A latent cache keeps the keys alone, whose last elements are the values, which attention transposes.
+//
 // A quantized cache keeps int8, and behind them the scales of keys and values, one for each token, which attention applies
 // to scores and to weights. A program of float expands a block; one of bf16 multiplies integers, four of them in a step.
 #pragma once
@@ -20,6 +22,7 @@ namespace fd {
 
 struct KvLayout {
     int layers, blocks, block_size, heads, d;
+    int latent;  // width of values that are the last elements of the keys, with another scale; 0 where they are apart
     bool quantized;
     bool integers;         // quantized, and multiplied as integers
     int item_bytes;        // of an element as stored
@@ -30,16 +33,18 @@ struct KvLayout {
 
     template <class E>
     void pad() {
-        integers = quantized && sizeof(E) == 2;
+        integers = quantized && sizeof(E) == 2 && !latent;
         step = integers ? kDotK : Product<E>::kStep;
         const int align = integers ? kDotK : TileShape<E>::kAlign;
         block_k = block_v = round_up(block_size, align > kLanes ? align : kLanes);
         d_k = round_up(d, align);
-        d_v = round_up(d, kLanes);
+        d_v = round_up(latent ? latent : d, kLanes);
         item_bytes = quantized ? 1 : sizeof(E);
     }
     size_t key_elements() const { return size_t(d_k) * block_k; }
-    size_t head_elements() const { return key_elements() + size_t(block_v) * d_v; }
+    size_t value_elements() const { return size_t(block_v) * d_v; }
+    size_t head_elements() const { return key_elements() + (latent ? 0 : value_elements()); }
+    int key_part() const { return d - latent; }  // elements of a key with a scale of their own
     size_t head_bytes() const {
         return head_elements() * item_bytes + (quantized ? size_t(block_k + block_v) * sizeof(float) : 0);
     }
@@ -77,9 +82,9 @@ struct KvLayer {
 
     KvLayer(const KvLayout& l, int layer) : layout(&l), data(l.data + size_t(layer) * l.layer_bytes()) {}
 
-    /// Keys, values behind them, and scales behind these.
+    /// Keys, values behind them, and scales behind these. All heads share latent ones.
     char* head(int block, int head) const {
-        return data + (size_t(head) * layout->blocks + block) * layout->head_bytes();
+        return data + (size_t(layout->latent ? 0 : head) * layout->blocks + block) * layout->head_bytes();
     }
     float* key_scales(int block, int head) const {
         return reinterpret_cast<float*>(this->head(block, head) + layout->head_elements());
@@ -100,6 +105,7 @@ struct KvLayer {
     void clear_block(int block) const {
         for (int h = 0; h < layout->heads; h++) std::memset((void*)head(block, h), 0, layout->head_bytes());
     }
+    /// k and v have d elements; of a latent cache, key_part() and those that follow them.
     void write(int slot, int head, const float* k, const float* v) const {
         const int block = slot / layout->block_size, offset = slot % layout->block_size;
         char* to = this->head(block, head);
@@ -108,11 +114,18 @@ struct KvLayer {
             write_token<Product<E>::kStep>(reinterpret_cast<E*>(to), offset, k, v, round, round);
             return;
         }
-        const float ks = int8_scale(k, layout->d), vs = int8_scale(v, layout->d);
-        write_token<sizeof(E) == 2 ? kDotK : Product<E>::kStep>(
-            reinterpret_cast<int8_t*>(to), offset, k, v,
-            [&](const float* x, int n, int8_t* y) { convert_int8(x, n, ks, y); },
-            [&](const float* x, int n, int8_t* y) { convert_int8(x, n, vs, y); });
+        const float ks = int8_scale(k, layout->key_part());
+        const float vs = int8_scale(v, layout->latent ? layout->latent : layout->d);
+        auto write_as = [&](auto step) {
+            write_token<step>(
+                reinterpret_cast<int8_t*>(to), offset, k, v,
+                [&](const float* x, int n, int8_t* y) { convert_int8(x, n, ks, y); },
+                [&](const float* x, int n, int8_t* y) { convert_int8(x, n, vs, y); });
+        };
+        if (layout->integers)
+            write_as(std::integral_constant<int, kDotK>{});
+        else
+            write_as(std::integral_constant<int, Product<E>::kStep>{});
         key_scales(block, head)[offset] = ks;
         value_scales(block, head)[offset] = vs;
     }
@@ -123,19 +136,29 @@ struct KvLayer {
     template <int S, class T, class RoundKey, class RoundValue>
     void write_token(T* to, int offset, const float* k, const float* v, RoundKey&& round_key,
                      RoundValue&& round_value) const {
-        const int d = layout->d;
+        const int parts = layout->key_part();
+        write_column<S>(to, offset, 0, k, parts, round_key);
+        if (layout->latent) return write_column<S>(to, offset, parts, v, layout->latent, round_value);
         alignas(64) T rounded[kMostElements];
-        for (int from = 0; from < d; from += kMostElements) {
-            const int count = d - from < kMostElements ? d - from : kMostElements;
-            // A token is a column of the keys: its consecutive elements travel in groups of kStep.
-            round_key(k + from, count, rounded);
-            T* column = to + key(offset, from);
-            int i = 0;
-            for (; i + S <= count; i += S) std::memcpy((void*)(column + size_t(i) * layout->block_k), rounded + i, S * sizeof(T));
-            for (; i < count; i++) to[key(offset, from + i)] = rounded[i];
+        for (int from = 0; from < layout->d; from += kMostElements) {
+            const int count = std::min(layout->d - from, kMostElements);
             round_value(v + from, count, rounded);
             T* row = to + value(offset, from);
-            for (i = 0; i < count; i++) row[size_t(i) * S] = rounded[i];
+            for (int i = 0; i < count; i++) row[size_t(i) * S] = rounded[i];
+        }
+    }
+
+    /// A token is a column of the keys: its consecutive elements travel in groups of kStep.
+    template <int S, class T, class Round>
+    void write_column(T* to, int offset, int first, const float* x, int d, Round&& round) const {
+        alignas(64) T rounded[kMostElements];
+        for (int from = 0; from < d; from += kMostElements) {
+            const int count = std::min(d - from, kMostElements);
+            round(x + from, count, rounded);
+            T* column = to + key(offset, first + from);
+            int i = 0;
+            for (; i + S <= count; i += S) std::memcpy((void*)(column + size_t(i) * layout->block_k), rounded + i, S * sizeof(T));
+            for (; i < count; i++) to[key(offset, first + from + i)] = rounded[i];
         }
     }
 };
