@@ -28,6 +28,7 @@ def fd_register_models() -> list[Entry]:
         Entry("glm", f"{families}.glm:Glm", "GLM-4-9B"),
         Entry("glm4", f"{families}.glm:Glm4", "GLM-4-0414, GLM-Z1"),
         Entry("glm4_moe", f"{families}.glm:Glm4Moe", "GLM-4.5 and GLM-4.6"),
+        Entry("glm4_moe_lite", f"{latent}.deepseek:Glm4MoeLite", "GLM-4.7-Flash"),
         Entry("granite", f"{families}.granite:Granite", "Granite 3"),
         Entry("granite_moe", f"{families}.granite:GraniteMoe", "Granite 3, mixtures of experts"),
         Entry("hunyuan", f"{families}.hunyuan:HunyuanDense", "Hunyuan, dense"),

@@ -1,8 +1,9 @@
-"""DeepSeek V2 and V3."""
+"""DeepSeek V2 and V3, and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar, Final
 
@@ -49,7 +50,7 @@ def latent_traits(config: ModelConfig, *, interleaved: bool) -> Traits:
     )
 
 
-def _routed(config: ModelConfig, prefix: str, norm: NormSpec, correction: bool) -> MoeSpec:
+def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: bool, groups: bool = True) -> MoeSpec:
     """Describe the experts of a layer, with those that every token uses."""
     hidden, inner = config.count("hidden_size"), config.count("moe_intermediate_size")
     count, gate = config.count("n_routed_experts"), f"{prefix}.mlp.gate"
@@ -61,6 +62,9 @@ def _routed(config: ModelConfig, prefix: str, norm: NormSpec, correction: bool) 
         normalize=correction and config.flag("norm_topk_prob", True),
         norm_floor=1e-20,
         scoring="sigmoid" if correction else "softmax",
+        groups=config.count("n_group") if groups else 1,
+        top_groups=config.count("topk_group") if groups else 1,
+        weight_scale=config.number("routed_scaling_factor"),
         correction_bias=VectorSpec(f"{gate}.e_score_correction_bias", (count,)) if correction else None,
         shared=gate_up_down(
             f"{prefix}.mlp.shared_experts",
@@ -98,6 +102,8 @@ class DeepSeekV2(Family):
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
     }
     cases: ClassVar = {
         "one-linear": {
@@ -107,6 +113,10 @@ class DeepSeekV2(Family):
             "first_k_dense_replace": 1,
             "n_shared_experts": 1,
             "mlp_bias": True,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
         },
         "yarn": {
             **_SIZES,
@@ -120,14 +130,14 @@ class DeepSeekV2(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model."""
         config.refuse("norm_topk_prob", "the weights of experts are not normalized")
-        method = config.text("topk_method", "greedy")
-        if method != "greedy":
+        method, dense = config.text("topk_method", "greedy"), config.index("first_k_dense_replace", 0)
+        if method not in ("greedy", "group_limited_greedy"):
             raise ModelError(f"{config.origin}: topk_method {method!r} is not supported")
-        dense = config.index("first_k_dense_replace", 0)
-        return replace(
-            latent_traits(config, interleaved=True),
-            moe=lambda layer, prefix, norm: None if layer < dense else _routed(config, prefix, norm, correction=False),
-        )
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+            return None if layer < dense else _routed(config, prefix, norm, correction=False, groups=method != "greedy")
+
+        return replace(latent_traits(config, interleaved=True), moe=moe)
 
 
 class DeepSeekV3(Family):
@@ -136,13 +146,19 @@ class DeepSeekV3(Family):
     architectures = ("DeepseekV3ForCausalLM",)
     model_type = "deepseek_v3"
     defaults: ClassVar = {
-        **DeepSeekV2.defaults,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
-        "rope_interleave": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
     }
     cases: ClassVar = {
         "dense": {**_SIZES, "q_lora_rank": 20, "rope_interleave": False, "attention_bias": True},
@@ -153,19 +169,64 @@ class DeepSeekV3(Family):
             "first_k_dense_replace": 1,
             "n_shared_experts": 2,
             "norm_topk_prob": False,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
         },
     }
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""
-        dense, layers = config.index("first_k_dense_replace", 0), config.count("num_hidden_layers")
-        if dense < layers and (config.count("n_group", 8) > 1 or config.number("routed_scaling_factor", 2.5) != 1):
-            raise ModelError(f"{config.origin}: groups of experts and factors on their weights are not supported")
+        layers = config.count("num_hidden_layers")
+        dense = self.dense_layers(config, layers)
         return replace(
             latent_traits(config, interleaved=config.flag("rope_interleave", True)),
-            moe=lambda layer, prefix, norm: None if layer < dense else _routed(config, prefix, norm, correction=True),
+            moe=lambda layer, prefix, norm: None if layer in dense else _routed(config, prefix, norm, correction=True),
             ignored=(rf"^model\.layers\.{layers}\.",),
         )
+
+    def dense_layers(self, config: ModelConfig, layers: int) -> Collection[int]:
+        """Return the layers without experts."""
+        return range(min(config.index("first_k_dense_replace", 0), layers))
+
+
+class Glm4MoeLite(DeepSeekV3):
+    """`Glm4MoeLiteForCausalLM`, GLM-4.7-Flash: as DeepSeek-V3, with a list of the layers that have experts."""
+
+    architectures = ("Glm4MoeLiteForCausalLM",)
+    model_type = "glm4_moe_lite"
+    defaults: ClassVar = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+    }
+    cases: ClassVar = {
+        "sparse": {
+            **DeepSeekV3.cases["experts"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+        "usual": {**_SIZES, **_EXPERTS, "q_lora_rank": 20},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; `head_dim` is another name of its `qk_rope_head_dim`."""
+        rotated = {"qk_rope_head_dim": config.values.get("head_dim", 64)}
+        return super().traits(replace(config, values={**rotated, **config.values}))
+
+    def dense_layers(self, config: ModelConfig, layers: int) -> Collection[int]:
+        """Return the layers without experts, by default the first one."""
+        kinds = config.strings("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+        if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+            raise ModelError(f"{config.origin}: mlp_layer_types must be dense or sparse for each of {layers} layers")
+        return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
