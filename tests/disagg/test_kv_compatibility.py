@@ -15,6 +15,7 @@ OTHER: dict[str, object] = {
     "num_kv_heads": 7,
     "head_dim": 7,
     "groups": LayerGroups(1, 2, window=9),
+    "latent": 3,
 }
 
 

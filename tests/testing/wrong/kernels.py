@@ -114,6 +114,18 @@ class DoesNotSquare(NumpyOps):
         return super().plain_mlp_inputs(x, norm, up, "relu" if activation == "relu2" else activation, lora)
 
 
+@shown_by("latent", context=9)
+class TakesTheFirstElementsAsValues(NumpyOps):
+    """Latent values are the last elements of the stored vectors."""
+
+    def paged_attention(self, q, layer, heads, step):
+        if not heads.latent or layer.dtype == np.int8:
+            return super().paged_attention(q, layer, heads, step)
+        moved = np.concatenate([layer[..., heads.latent :], layer[..., : heads.latent]], axis=-1)
+        q = np.concatenate([q[..., heads.latent :], q[..., : heads.latent]], axis=-1)
+        return super().paged_attention(q, moved, heads, step)
+
+
 @shown_by("layer", context=4097, kv_dtype="int8")
 class DequantizesTwoThousandTokensOfAContext(NumpyOps):
     """Scales of an 8-bit cache are staged in a buffer of 2,048 entries, which wraps."""
