@@ -38,12 +38,12 @@ def golden(folder: Path, *changes: tuple[str, Any]) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({**PACKS[pack], "num_kv_blocks": 45} for pack in ("reference", "cpu", "cpu, torch")),
+        *({**settings, "num_kv_blocks": 45} for settings in PACKS.values()),
         {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
         {"tensor_parallel_size": 2, "backend": "cpu"},
         {"pipeline_parallel_size": 2, "backend": "reference"},
     ],
-    ids=["numpy", "native", "torch", "small budget", "two ranks", "two stages"],
+    ids=[*PACKS, "small budget", "two ranks", "two stages"],
 )
 @pytest.mark.law("4")
 def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> None:

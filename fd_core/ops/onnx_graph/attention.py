@@ -64,7 +64,8 @@ def plans(step: StepInput, kinds: Mapping[PlanKey, Heads], block_size: int) -> d
 
 
 def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
-    """Emit the write of k and v [T, nkv, d] to int32[T] slots; the layer's symbols are updated.
+    """Emit the write of k and v [T, nkv, d], or of the parts of latent keys, to int32[T] slots; the layer's symbols are
+    updated.
 
     The graph scatters in place: the cache's input and output are bound to the same memory.
     """
@@ -77,29 +78,34 @@ def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSym
         return graph.op("Cast", graph.op("Concat", *columns, axis=1), to=TensorProto.INT64)
 
     where = graph.once(("places", kv_slots.name), places)
+    if layer.shape.latent:
+        layer.keys = graph.op("ScatterND", layer.keys, where, graph.op("Concat", k, v, axis=-1))
+        return
     layer.keys = graph.op("ScatterND", layer.keys, where, k)
     layer.values = graph.op("ScatterND", layer.values, where, v)
 
 
 def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> GraphSymbol:
-    """Emit the attention of q [T, nh, d], [T, nh * d]: the results of both parts in the original order."""
+    """Emit the attention of q [T, nh, d], [T, nh * d or latent]: the results of both parts in the original order."""
     graph, width, key = q.graph, heads.num_heads * heads.head_dim, key_of(heads, group)
     layer.plans[key] = heads
     flat = graph.reshape(q, -1, width)
     parts = []
     for part in range(_PARTS):
+        keys = _context(part, key, layer.keys, layer)
+        values = graph.columns(keys, -heads.latent, 0) if heads.latent else _context(part, key, layer.values, layer)
         found = graph.op(
             "Attention",
             graph.op("Gather", flat, _input(graph, "tokens", part, key)),
-            _context(part, key, layer.keys, layer),
-            _context(part, key, layer.values, layer),
+            keys,
+            values,
             _mask(graph, part, key),
             q_num_heads=heads.num_heads,
             kv_num_heads=heads.num_kv_heads,
             scale=float(heads.scale),
             softcap=heads.softcap,
         )
-        parts.append(graph.reshape(found, -1, width))
+        parts.append(graph.reshape(found, -1, heads.num_heads * (heads.latent or heads.head_dim)))
     places = graph.input(_name("places", key), np.int32, ("tokens",))
     return graph.op("Gather", graph.op("Concat", *parts, axis=0), places)
 

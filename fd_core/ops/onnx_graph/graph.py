@@ -108,6 +108,10 @@ class Graph:
         """Change the shape; 0 keeps a dimension and -1 infers it."""
         return self.op("Reshape", x, self.integers(*shape))
 
+    def columns(self, x: GraphSymbol, begin: int, end: int, axis: int = -1) -> GraphSymbol:
+        """Return a slice along an axis; negative numbers count from its end, and `end` 0 is the end."""
+        return self.op("Slice", x, *(self.integers(each) for each in (begin, end or 2**31, axis)))
+
     def once(self, key: Any, make: Callable[[], GraphSymbol]) -> GraphSymbol:
         """Return the cached value of `key`, created on first use; used to share the metadata of a step between
         layers."""

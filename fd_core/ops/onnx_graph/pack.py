@@ -170,6 +170,15 @@ class OnnxOps(NumpyOps):
         return self._call(emit, y, x, lora.step.lora_slots)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        if heads.latent:
+            d, rotated = heads.head_dim, heads.head_dim - heads.latent
+
+            def emit(graph: Graph, x: GraphSymbol) -> tuple[GraphSymbol, ...]:
+                q, v, k = (graph.columns(x, *part) for part in ((0, -d), (-d, -rotated), (-rotated, 0)))
+                return (q, *(graph.op("Unsqueeze", each, graph.integers(1)) for each in (k, v)))
+
+            q, k, v = self._call(emit, qkv)
+            return q, k, v
         sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = self._call(
             lambda graph, x: graph.ops(
@@ -213,15 +222,38 @@ class OnnxOps(NumpyOps):
         if isinstance(layer, TracedLayer):
             attention.write(layer, k, v, kv_slots)
         else:
-            self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, emit=attention.write)
+            latent = v.shape[-1] if len(layer) == 1 else 0
+            self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, emit=attention.write, latent=latent)
 
     def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
         if isinstance(layer, TracedLayer):
             return attention.attend(q, layer, heads, step.group)
         plan = attention.plans(step, {attention.key_of(heads, step.group): heads}, layer.shape[2])
         return self._on_layer(
-            layer, {"q": q}, plan, emit=lambda layer, q: attention.attend(q, layer, heads, step.group)
+            layer,
+            {"q": q},
+            plan,
+            emit=lambda layer, q: attention.attend(q, layer, heads, step.group),
+            latent=heads.latent,
         )
+
+    def absorb(self, q: Array, weight: Array, heads: Heads) -> Array:
+        def emit(graph: Graph, q: GraphSymbol) -> GraphSymbol:
+            q = graph.reshape(q, 0, heads.num_heads, -1)
+            rotated = graph.columns(q, heads.latent - heads.head_dim, 0)
+            own = graph.columns(q, 0, weight.shape[2])
+            absorbed = graph.op("Einsum", own, graph.weight(weight), equation="thn,hln->thl")
+            return graph.op("Concat", rotated, absorbed, axis=2)
+
+        return self._call(emit, q)
+
+    def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
+        def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
+            x = graph.reshape(x, 0, heads.num_heads, -1)
+            expanded = graph.op("Einsum", x, graph.weight(weight), equation="thl,hvl->thv")
+            return graph.reshape(expanded, 0, weight.shape[0] * weight.shape[1])
+
+        return self._call(emit, x)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
@@ -287,10 +319,11 @@ class OnnxOps(NumpyOps):
         arrays: dict[str, npt.NDArray[Any]],
         plan: dict[str, npt.NDArray[Any]],
         emit: Callable[..., GraphSymbol | None],
+        latent: int,
     ) -> Any:
         graph = Graph()
         _, _, block_size, num_kv_heads, head_dim = layer.shape
-        cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size=block_size))
+        cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size=block_size, latent=latent))
         symbols = [graph.input(name, array.dtype, array.shape) for name, array in arrays.items()]
         result = emit(cache.layer(0), *symbols)
         outputs = cache.outputs() | ({} if result is None else {"y": result})

@@ -111,7 +111,7 @@ def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any
     return {
         f"{part}_{index}": (f"{part}_{index}_after", wrap(memory))
         for index, layer in enumerate(layers)
-        for part, memory in zip(_PARTS, layer, strict=True)
+        for part, memory in zip(_PARTS, layer, strict=False)  # a latent cache has keys only
     }
 
 

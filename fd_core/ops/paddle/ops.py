@@ -46,7 +46,7 @@ from fd_core.types import IntArray
 
 
 class PaddleLayer(NamedTuple):
-    """One layer's keys and values, each [num_blocks * block_size, nkv, d]."""
+    """One layer's keys and values, each [num_blocks * block_size, nkv, d]; the same tensor of a latent cache."""
 
     keys: Array
     values: Array
@@ -65,7 +65,7 @@ def words_of(tensor: Array) -> Array:
 
 
 class PaddleKVCache(KVCache):
-    """Two tensors [num_blocks * block_size, nkv, d] a layer, in the pack's dtype."""
+    """Two tensors [num_blocks * block_size, nkv, d] a layer, or one of latent vectors, in the pack's dtype."""
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, place: Any) -> None:
         self.shape = shape
@@ -76,13 +76,14 @@ class PaddleKVCache(KVCache):
         sizes = [num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim]
         try:
             # Zeros, because attention multiplies masked values by 0, which does not suppress a NaN.
-            flat = [paddle.zeros(sizes, dtype, device=place) for _ in range(2 * shape.num_layers)]
+            sides = self.shape.block_sizes[1]
+            flat = [paddle.zeros(sizes, dtype, device=place) for _ in range(sides * shape.num_layers)]
         except (MemoryError, RuntimeError) as error:
             needed = shape.bytes_per_block(self._host_dtype.itemsize) * num_blocks
             raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
         self._layers = [
             PaddleLayer(keys, values, shape.block_size, key_words=words_of(keys), value_words=words_of(values))
-            for keys, values in zip(flat[::2], flat[1::2], strict=True)
+            for keys, values in zip(flat[::sides], flat[sides - 1 :: sides], strict=True)
         ]
         # Keys, values, keys, ...: the same memory, by block.
         self._blocks = [tensor.view([num_blocks, shape.block_size, *sizes[1:]]) for tensor in flat]
@@ -94,7 +95,7 @@ class PaddleKVCache(KVCache):
         """Copy blocks in canonical order; bfloat16 as uint16 bits."""
         index = self._index(blocks)
         copied = paddle.stack([paddle.index_select(tensor, index) for tensor in self._blocks], axis=1).numpy()
-        exported: npt.NDArray[Any] = copied.reshape(len(blocks), self.shape.num_layers, 2, *copied.shape[2:])
+        exported: npt.NDArray[Any] = copied.reshape(len(blocks), *self.shape.block_sizes)
         return exported
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
@@ -213,12 +214,13 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
     n = q.shape[0] // count
     # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
     grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4]) * heads.scale
-    keys, values = (
+    keys, *rest = (
         paddle.index_select(tensor, group.kv_slots)
         .reshape([n, longest, heads.num_kv_heads, heads.head_dim])
         .transpose([0, 2, 1, 3])
-        for tensor in (layer.keys, layer.values)
+        for tensor in ((layer.keys,) if heads.latent else (layer.keys, layer.values))
     )
+    values = rest[0] if rest else keys[..., -heads.latent :]
     most = max(1, _MOST_SCORES // (n * heads.num_heads * longest))
     results = []
     for begin in range(0, count, most):
@@ -232,7 +234,7 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
         scores += group.mask(begin, end)
         weights = functional.softmax(scores, axis=-1).astype(q.dtype)
         result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
-        results.append(result.reshape(part.shape).transpose([0, 3, 1, 2, 4]))
+        results.append(result.reshape([*part.shape[:-1], -1]).transpose([0, 3, 1, 2, 4]))
     return (results[0] if len(results) == 1 else paddle.concat(results, axis=1)).reshape([n * count, -1])
 
 
@@ -357,6 +359,7 @@ class PaddleOps(Ops):
     framework = "paddle"
     chunks = True
     any_experts = True
+    latents = True
 
     def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
@@ -438,6 +441,10 @@ class PaddleOps(Ops):
                 return functional.gelu(x, approximate=activation == "gelu_tanh")
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        if heads.latent:
+            sizes = [qkv.shape[1] - heads.head_dim, heads.latent, heads.head_dim - heads.latent]
+            q, v, k = paddle.split(qkv, sizes, axis=1)
+            return q, k.unsqueeze(1), v.unsqueeze(1)
         split = qkv.reshape([qkv.shape[0], -1, heads.head_dim])
         q, k, v = paddle.split(split, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], axis=1)
         return q, k, v
@@ -463,6 +470,9 @@ class PaddleOps(Ops):
 
     def write_kv(self, layer: PaddleLayer, k: Array, v: Array, kv_slots: Array) -> None:
         """Scatter keys and values to their slots as words, because not all devices scatter bfloat16."""
+        if layer.keys is layer.values:
+            paddle.scatter_(layer.key_words, kv_slots, words_of(paddle.concat([k, v], axis=-1)))
+            return
         paddle.scatter_(layer.key_words, kv_slots, words_of(k))
         paddle.scatter_(layer.value_words, kv_slots, words_of(v))
 
@@ -474,6 +484,17 @@ class PaddleOps(Ops):
             plan = PaddleAttentionPlan(step, layer, heads, self.place)
             planned = self._planned[key] = step, plan
         return planned[1].attend(q, layer, heads)
+
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Array:
+        return self.prepare_vector(weight).astype(self.paddle_dtype)
+
+    def absorb(self, q: Array, weight: Array, heads: Heads) -> Array:
+        q = q.reshape([q.shape[0], heads.num_heads, -1])
+        q, rotated = paddle.split(q, [weight.shape[2], heads.head_dim - heads.latent], axis=2)
+        return paddle.concat([rotated, _each_head(q, weight)], axis=2)
+
+    def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
+        return _each_head(x.reshape([x.shape[0], heads.num_heads, -1]), weight).flatten(1)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         most = len(x) if self.longest_sort is None else self.longest_sort // experts.top_k
@@ -583,6 +604,11 @@ class PaddleOps(Ops):
         places = paddle.arange(k, dtype="int32", device=drafts.place)
         right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))
         return paddle.cumprod(right.astype("int32"), dim=1).sum(axis=1).astype("int32")
+
+
+def _each_head(x: Array, weight: Array) -> Array:
+    """Multiply each head by its matrix: [T, nh, in], [nh, out, in] -> [T, nh, out]."""
+    return paddle.matmul(x.transpose([1, 0, 2]), weight, transpose_y=True).transpose([1, 0, 2])
 
 
 def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
