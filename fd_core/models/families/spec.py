@@ -291,7 +291,7 @@ class NormSpec(_Parts):
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec(_Parts):
-    """What latent attention has besides; its `qkv` yields queries, then the latent value and the rotated key."""
+    """Parts of latent attention besides those of all; its `qkv` yields queries, the latent value, the rotated key."""
 
     norm: VectorSpec
     up: LinearSpec
