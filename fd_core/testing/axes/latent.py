@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from fd_core.models.families.spec import DecoderSpec
 from fd_core.ops.contract import Heads, KVShape, Latent, Norm, Ops, Rope
 from fd_core.ops.numpy.kv_int8 import dequantize_latent, quantize_latent
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.axes.covering import Axis, Case, int_of
+from fd_core.testing.axes.covering import Axis, Case, Value, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
@@ -168,10 +169,31 @@ def _sizes(case: Case) -> dict[str, int]:
     }
 
 
+def _of_model(model: DecoderSpec) -> list[Case]:
+    """Return some steps over each size of latent attention in a model."""
+    sizes: dict[tuple[tuple[str, Value], ...], None] = {}
+    for attention in (layer.attention for layer in model.layers):
+        if (latent := attention.latent) is not None:
+            case: dict[str, Value] = {
+                "heads": attention.num_heads,
+                "latent": latent.rank,
+                "rotated": attention.head_dim - latent.rank,
+                "key": latent.key,
+                "value": latent.value,
+                "query_rank": None if latent.q_up is None else latent.q_up.ins,
+                "interleaved": attention.rope.interleaved,
+            }
+            sizes[tuple(case.items())] = None
+    steps = {"decodes": 1, "context": 129}, {"decodes": 2, "chunk": 17}
+    return [{**dict(each), **step} for each in sizes for step in steps]
+
+
 _EDGES: Final = {
     "max_num_seqs": Edge("decodes"),
     "max_model_len": Edge("context"),
     "block_size": Edge("block_size"),
     "group": Edge("heads"),
 }
-LATENT: Final[Part[Ops]] = operation_part("latent", _AXES, check_latent, _allowed, _EDGES, sizes=_sizes)
+LATENT: Final[Part[Ops]] = operation_part(
+    "latent", _AXES, check_latent, _allowed, _EDGES, sizes=_sizes, of_model=_of_model
+)
