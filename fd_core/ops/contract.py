@@ -38,6 +38,7 @@ from fd_core.ops.weights import LowRank, RawTensor, Weight
 from fd_core.types import IntArray
 
 __all__ = [
+    "CLAMP",
     "SCALE_BYTES",
     "Activation",
     "Array",
@@ -61,8 +62,10 @@ __all__ = [
 
 Array = Any
 """An array of the pack's framework."""
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-"""Of a gate."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
+"""Of a gate; `clamped_swiglu` changes up as well, see `Ops.gate`."""
+CLAMP: Final = 7.0
+"""Limit of gate and up in `clamped_swiglu`."""
 PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
 """Of a feed-forward block without a gate: `quick_gelu` is x / (1 + exp(-1.702 x)), `relu2` the square of relu."""
 SCALE_BYTES: Final = 4
@@ -187,6 +190,9 @@ class Heads:
     """True if `window` is the size of chunks instead, of which a token attends to its own: see `Ops.chunks`."""
     query_rope: Rope | None = None
     """Tables of the queries, of the same shape, if they are not those of the keys."""
+    sinks: Array | None = None
+    """[num_heads] prepared by `Ops.prepare_vector`: for each query head the score of one more key, to which every token
+    attends, without scale and softcap; its value is 0. See `Ops.sinks`."""
 
     def first_key(self, position: Any) -> Any:
         """Return the first position that a token at `position` attends to; before 0 if a window begins there.
@@ -233,6 +239,8 @@ class Experts:
     """As many as `groups` for experts of all groups."""
     weight_scale: float = 1.0
     """Factor on the weights, normalized or not."""
+    router_bias: Array | None = None
+    """[experts] prepared by `prepare_vector`, added to the products that are scored: see `Ops.biased_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +443,12 @@ class Ops(abc.ABC):
     any_experts: bool = False
     """True if `moe` computes sigmoid scores, groups of experts, factors on weights, and weights of inputs. A pack that
     overrides `moe` or `moe_residual` must redefine it."""
+    biased_experts: bool = False
+    """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`. A pack that overrides `moe`,
+    `moe_residual` or `prepare_experts` must redefine it."""
+    sinks: bool = False
+    """True if it computes `Heads.sinks`. A pack that overrides `paged_attention` or a fusion that calls it must
+    redefine it."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -541,9 +555,15 @@ class Ops(abc.ABC):
         interleave them.
         """
 
-    def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
-        """Prepare the experts' linears, by default one per expert; `parts[e]` are arguments of `prepare_linear`."""
-        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
+    def prepare_experts(
+        self, parts: Sequence[Sequence[Weight]], biases: Sequence[Sequence[RawTensor]] | None = None, *, gated: bool
+    ) -> Any:
+        """Prepare the experts' linears, by default one per expert; `parts[e]` are arguments of `prepare_linear`.
+
+        Only a pack with `biased_experts` gets `biases`.
+        """
+        given = [None] * len(parts) if biases is None else biases
+        return tuple(self.prepare_linear(*expert, gated=gated) for expert in zip(parts, given, strict=True))
 
     def replaceable_weights(self) -> AbstractContextManager[None]:
         """Prepare weights in memory that is freed with them, for adapters that are loaded and unloaded."""
@@ -616,7 +636,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`."""
+        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`.
+
+        For `clamped_swiglu`, quick_gelu(min(gate, 7)) * (clamp(up, -7, 7) + 1). Only experts have it.
+        """
 
     def activate(self, x: Array, activation: PlainActivation) -> Array:
         """Apply an activation to each element: [T, I] -> [T, I].

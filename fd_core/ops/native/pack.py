@@ -67,7 +67,7 @@ from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, PackedTensor, RawT
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS: dict[PlainActivation | None, int] = {
+_ACTIVATIONS: dict[Activation | PlainActivation | None, int] = {
     None: -1,
     "silu": 0,
     "gelu_tanh": 1,
@@ -75,6 +75,7 @@ _ACTIVATIONS: dict[PlainActivation | None, int] = {
     "relu": 3,
     "relu2": 4,
     "quick_gelu": 5,
+    "clamped_swiglu": 6,
 }
 _NO_NORM = (None, 0.0)
 
@@ -203,7 +204,7 @@ class NativeOps(TorchOps):
         self,
         x: Array,
         weight: NativeLinear,
-        activation: PlainActivation | None = None,
+        activation: Activation | PlainActivation | None = None,
         *,
         norm: Norm | None = None,
         lora: Lora | None = None,
@@ -264,7 +265,7 @@ class NativeOps(TorchOps):
         with self._call(q, step) as call:
             source = call.input(q, width, self.runtime.wide)
             buffer, y = call.output(q, width, self.runtime.wide)
-            geometry = ctypes.byref(_geometry(heads, call.table(step)))
+            geometry = ctypes.byref(_geometry(call, heads, step))
             call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
         return y
 
@@ -358,7 +359,7 @@ class NativeOps(TorchOps):
                 source,
                 *_norm(call, norm),
                 qkv.handle,
-                ctypes.byref(_geometry(heads, call.table(step))),
+                ctypes.byref(_geometry(call, heads, step)),
                 *_norm(call, heads.q_norm),
                 *_norm(call, heads.k_norm),
                 *(call.pointer(each) for rope in (heads.rope, queries) for each in (rope.cos, rope.sin)),
@@ -442,6 +443,7 @@ class NativeOps(TorchOps):
                 width,
                 ctypes.byref(geometry),
                 call.pointer(experts.router),
+                call.pointer(experts.router_bias),
                 call.pointer(experts.correction_bias),
                 call.pointer(experts.shared_gate),
                 gate_up,
@@ -561,7 +563,7 @@ def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
     return ctypes.byref(table)
 
 
-def _geometry(heads: Heads, table: int) -> AttentionShape:
+def _geometry(call: ProgramRecorder | Eager, heads: Heads, step: StepInput) -> AttentionShape:
     return AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
@@ -573,9 +575,10 @@ def _geometry(heads: Heads, table: int) -> AttentionShape:
         heads.causal,
         heads.norms_rotated,
         heads.joint_widths is not None,
-        table,
+        call.table(step),
         heads.scale,
         heads.softcap or 0.0,
+        call.pointer(heads.sinks),
     )
 
 

@@ -84,6 +84,8 @@ class CudaOps(TorchOps):
     encodes = False
     chunks = False
     any_experts = True
+    biased_experts = False
+    sinks = False
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""

@@ -575,7 +575,7 @@ struct MoeGeometry {
 };
 
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
-                        const float* router, const float* bias, const float* shared_gate, const void* const* gate_up,
+                        const float* router, const float* router_bias, const float* bias, const float* shared_gate, const void* const* gate_up,
                         const void* const* down,
                         const void* shared_gate_up, const void* shared_down, int activation, void* group,
                         const int* hidden_starts, const int* shared_starts, const int* starts, int residual) {
@@ -584,6 +584,7 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         Recording& r = recording(program);
         ExpertWeights w{};
         w.router = router;
+        w.router_bias = router_bias;
         w.bias = bias;
         w.shared_gate = shared_gate;
         for (int i = 0; i < g->experts; i++) {

@@ -18,6 +18,7 @@ struct AttentionShape {
     int table;          // group of layers whose KV places it uses
     float scale;
     float softcap;  // 0 for none
+    const float* sinks;  // [heads], scores of one more key with the value 0; or null
     int group() const { return heads / kv_heads; }
 };
 

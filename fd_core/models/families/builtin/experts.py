@@ -1,4 +1,4 @@
-"""Mixtral, and MiniMax-M2, whose experts are stored likewise."""
+"""Mixtral, MiniMax-M2 and gpt-oss: experts in every layer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.spec import MoeSpec, NormSpec, Traits, VectorSpec, head_dim_of, rope_spec, separate_experts
+from fd_core.models.families.spec import (
+    MoeSpec,
+    NormSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+    separate_experts,
+)
 from fd_core.models.loading.config import ModelConfig
+from fd_core.ops.contract import CLAMP
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _moe(config: ModelConfig, layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
@@ -88,3 +109,79 @@ class MiniMaxM2(Family):
         share = config.count("rotary_dim", width) / width
         rope = rope_spec(config, width, theta=5_000_000.0, rotary=share)
         return Traits(rope=lambda layer: rope, moe=moe, head_norms="joint")
+
+
+class GptOss(Family):
+    """`GptOssForCausalLM`: attention sinks, every second layer with a window, experts with biases."""
+
+    architectures = ("GptOssForCausalLM",)
+    model_type = "gpt_oss"
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _GPT_OSS_ROPE,
+    }
+    cases: ClassVar = {
+        "plain": {
+            "sliding_window": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "rope_parameters": {**_GPT_OSS_ROPE, "original_max_position_embeddings": 32},
+        },
+        "listed": {
+            "sliding_window": 9,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "tie_word_embeddings": True,
+        },
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; a softmax over the chosen experts has their share of a softmax over all."""
+        for field, usual in (("swiglu_limit", CLAMP), ("swiglu_alpha", 1.702)):
+            if (found := config.number(field, usual)) != usual:
+                raise ModelError(f"{config.origin}: {field}={found:g} is set, but only {usual:g} is supported")
+        hidden, inner = config.count("hidden_size"), config.count("intermediate_size", 2880)
+        count = config.count("num_local_experts", 128)
+
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
+            block = f"{prefix}.mlp"
+            stacked = partial(
+                gate_up_down,
+                f"{block}.experts",
+                hidden,
+                inner,
+                bias=True,
+                names=("gate_up_proj", "down_proj"),
+                transposed=True,
+                alternating=True,
+            )
+            return MoeSpec(
+                norm=norm,
+                router=VectorSpec(f"{block}.router.weight", (count, hidden)),
+                router_bias=VectorSpec(f"{block}.router.bias", (count,)),
+                experts=tuple(stacked(stack=(index, count)) for index in range(count)),
+                top_k=config.count("num_experts_per_tok", 4),
+                normalize=True,
+            )
+
+        layers = config.count("num_hidden_layers")
+        types = config.layer_types(layers) or ("sliding_attention", "full_attention") * layers
+        rope = rope_spec(config, head_dim_of(config), theta=150_000.0)
+        window, bias = config.count("sliding_window", 128), config.flag("attention_bias", True)
+        return Traits(
+            rope=lambda layer: rope,
+            window=lambda layer: window if types[layer] == "sliding_attention" else None,
+            sinks=True,
+            moe=moe,
+            activation="clamped_swiglu",
+            qkv_bias=bias,
+            output_bias=bias,
+        )
