@@ -52,7 +52,7 @@ class LoraTable(Structure):
 class PackedForm(Structure):
     """`PackedForm`: storage format of a packed linear."""
 
-    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "scales"),)
+    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "scales", "fp4"),)
 
 
 class MoeGeometry(Structure):

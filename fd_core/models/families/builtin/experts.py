@@ -111,6 +111,26 @@ class MiniMaxM2(Family):
         return Traits(rope=lambda layer: rope, moe=moe, head_norms="joint")
 
 
+def _gpt_oss_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the fields that the common metadata do not give."""
+    config = {
+        "sliding_window": shape.count("attention.sliding_window"),
+        "num_local_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "intermediate_size": shape.count("expert_feed_forward_length", shape.count("feed_forward_length")),
+        "separate_experts": True,
+        "rope_parameters": {},
+    }
+    slides = shape.values.get("attention.sliding_window_pattern")
+    if isinstance(slides, list | tuple):
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    if shape.text("rope.scaling.type", "none") == "yarn":  # llama.cpp does not store whether frequencies are truncated
+        context = shape.count("rope.scaling.original_context_length")
+        scaling = {"factor": shape.single("rope.scaling.factor"), "original_max_position_embeddings": context}
+        config["rope_scaling"] = _GPT_OSS_ROPE | {"rope_theta": shape.single("rope.freq_base")} | scaling
+    return config
+
+
 class GptOss(Family):
     """`GptOssForCausalLM`: attention sinks, every second layer with a window, experts with biases."""
 
@@ -143,6 +163,8 @@ class GptOss(Family):
         },
     }
 
+    gguf: ClassVar = {"gpt-oss": Gguf(config=_gpt_oss_config, tensors={"ffn_gate_inp": "mlp.router"})}
+
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; a softmax over the chosen experts has their share of a softmax over all."""
         for field, usual in (("swiglu_limit", CLAMP), ("swiglu_alpha", 1.702)):
@@ -153,25 +175,22 @@ class GptOss(Family):
 
         def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec:
             block = f"{prefix}.mlp"
-            stacked = partial(
-                gate_up_down,
-                f"{block}.experts",
-                hidden,
-                inner,
-                bias=True,
-                names=("gate_up_proj", "down_proj"),
-                transposed=True,
-                alternating=True,
-            )
+            names, how = ("gate_up_proj", "down_proj"), {"transposed": True, "alternating": True}
+            stacked = partial(gate_up_down, f"{block}.experts", hidden, inner, bias=True, names=names, **how)
+            experts = tuple(stacked(stack=(index, count)) for index in range(count))
+            if separate:
+                experts = separate_experts(f"{block}.experts", count, hidden, inner, bias=True)
             return MoeSpec(
                 norm=norm,
                 router=VectorSpec(f"{block}.router.weight", (count, hidden)),
                 router_bias=VectorSpec(f"{block}.router.bias", (count,)),
-                experts=tuple(stacked(stack=(index, count)) for index in range(count)),
+                experts=experts,
                 top_k=config.count("num_experts_per_tok", 4),
                 normalize=True,
             )
 
+        quantized = config.part("quantization_config")
+        separate = config.flag("separate_experts") or (quantized and quantized.text("quant_method", "") == "mxfp4")
         layers = config.count("num_hidden_layers")
         types = config.layer_types(layers) or ("sliding_attention", "full_attention") * layers
         rope = rope_spec(config, head_dim_of(config), theta=150_000.0)
