@@ -255,15 +255,24 @@ class LayerOn:
             tables[row, :blocks] = tables[first, :blocks]
 
     def _parts(
-        self, make: Values, *shapes: tuple[int, int], kind: str | None = None, back: bool | None = None
+        self,
+        make: Values,
+        *shapes: tuple[int, int],
+        kind: str | None = None,
+        back: bool | None = None,
+        size: float = 1.0,
     ) -> list[Weight]:
         """Return random weights, or this rank's shards of those from the inner width `back`, or to it."""
         kind, group, stored = kind or self.g.packed, self.g.packed_group, self.g.stored
         parts: list[Weight]
         if kind is not None:
-            parts = [packed_weight(kind, *shape, group, shape[1] ** -0.5, stored, make.seed()) for shape in shapes]
+            parts = [
+                packed_weight(kind, *shape, group, size * shape[1] ** -0.5, stored, make.seed()) for shape in shapes
+            ]
         else:
-            parts = [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source, stored) for shape in shapes]
+            parts = [
+                stored_weight(make(*shape, scale=size * shape[1] ** -0.5), self.g.source, stored) for shape in shapes
+            ]
         if back is None or self.ops.parallel.size == 1:
             return parts
         rows, columns = (self._outs, self._ins) if back else (self.inner, slice(None))
@@ -307,11 +316,12 @@ class LayerOn:
             return ops.prepare_linear(self._parts(make, *shapes, back=back), gated=not back)
 
         def stacked(*shapes: tuple[int, int], back: bool, kind: str | None = None) -> Any:
-            parts = [self._parts(make, *shapes, kind=kind, back=back) for _ in range(g.experts)]
+            size = 4.0 if g.clamped and not back else 1.0  # so that some values exceed the limit
+            parts = [self._parts(make, *shapes, kind=kind, back=back, size=size) for _ in range(g.experts)]
             if not g.expert_biases:
                 return ops.prepare_experts(parts, gated=not back)
             rows = self._outs if back else self.inner
-            biases = [[raw(make(shape[0])).take_rows(rows) for shape in shapes] for _ in parts]
+            biases = [[raw(make(shape[0], scale=0.5)).take_rows(rows) for shape in shapes] for _ in parts]
             elsewhere = back and ops.parallel.rank and not ops.parallel.gathers
             return ops.prepare_experts(parts, None if elsewhere else biases, gated=not back)
 
