@@ -685,7 +685,7 @@ class LosesTheLastSplit(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, context_len=contexts.astype(np.int32)))
 
 
-@shown_by("layer", sinks=True, context=9, chunk=0, drafts=0)
+@shown_by("layer", sinks=True, chunk=0)
 class IgnoresSinks(NumpyOps):
     """The softmax is over the keys alone."""
 
