@@ -135,9 +135,10 @@ class _Reader:
     def total(self) -> int:
         return sum(map(math.prod, dict(self.spec.tensors()).values()))
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str, change: Change | None = None) -> Weight:
         """Read a tensor and report progress in bytes of the files, in proportion to its elements."""
-        tensor = self.checkpoint.read(name)
+        tensor: Weight = self.checkpoint.read(name)
+        tensor = tensor if change is None else change(tensor)
         self._report(tensor)
         return tensor
 
@@ -255,6 +256,7 @@ class _Reader:
             causal=spec.causal,
             softcap=spec.softcap,
             latent=0 if spec.latent is None else spec.latent.rank,
+            sinks=None if spec.sinks is None else self.ops.prepare_vector(self.values(spec.sinks)[queries]),
         )
         return Attention(
             norm=self.optional_norm(spec.norm),
@@ -299,8 +301,9 @@ class _Reader:
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
             router=self.ops.prepare_vector(self.values(spec.router)),
-            gate_up=self.ops.prepare_experts([self.weights(up, rows) for up in ups], gated=True),
-            down=self.ops.prepare_experts([self.weights(down, columns) for down in downs], gated=False),
+            router_bias=None if spec.router_bias is None else self.ops.prepare_vector(self.values(spec.router_bias)),
+            gate_up=self.experts(ups, rows, gated=True),
+            down=self.experts(downs, columns, gated=False),
             top_k=spec.top_k,
             normalize=spec.normalize,
             correction_bias=None if bias is None else self.ops.prepare_vector(self.values(bias).reshape(-1)),
@@ -315,6 +318,11 @@ class _Reader:
             shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
         )
         return Moe(self.norm(spec.norm), experts)
+
+    def experts(self, specs: Sequence[LinearSpec], share: LinearShare, *, gated: bool) -> Any:
+        weights = [self.weights(each, share) for each in specs]
+        biases = [each for each in (self.biases(spec, share) for spec in specs) if each is not None]
+        return self.ops.prepare_experts(weights, *([biases] if biases else ()), gated=gated)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """Return the tables, computed once for all layers that share them."""
@@ -358,10 +366,7 @@ class _Reader:
         """
         centred = adds and self.spec.centred
         weights = self.weights(spec, share, centred=centred)
-        biases: list[RawTensor] | None = None
-        if spec.bias and (share.columns is None or self.ops.parallel.rank == 0):
-            read = [self.read(f"{name}.bias") for name in spec.names]
-            biases = _shared(parts_of(spec, [_centred(each) for each in read] if centred else read, _cut), share.rows)
+        biases = self.biases(spec, share, centred=centred)
         if after is not None and after.bias is not None and self.spec.causal:
             shift = self.values(after.bias)
             own = [None] * len(weights) if biases is None else [each.to_float32() for each in biases]
@@ -369,10 +374,14 @@ class _Reader:
             biases = [RawTensor("F32", _through(weight, shift, bias)) for weight, bias in pairs]
         return self.ops.prepare_linear(weights, biases, gated=gated)
 
+    def biases(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[RawTensor] | None:
+        if not spec.bias or (share.columns is not None and self.ops.parallel.rank != 0):
+            return None
+        read = [self.read(spec.bias_tensor(name), _change(spec, centred=centred)).expanded() for name in spec.names]
+        return _shared(parts_of(spec, read, _cut), share.rows)
+
     def weights(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[Weight]:
-        change: Change | None = _centred if centred else None
-        if spec.stack is not None:
-            change = partial(_picked, index=spec.stack[0], transposed=spec.transposed)
+        change = _change(spec, centred=centred)
         weights = parts_of(spec, [self.read_weight(spec.tensor(name), change) for name in spec.names], _cut)
         if self.ops.parallel.size == 1:
             return weights
@@ -393,8 +402,15 @@ def _shared(parts: Sequence[Any], rows: Sequence[slice] | None) -> list[Any]:
     return list(parts) if rows is None else [each.take_rows(mine) for each, mine in zip(parts, rows, strict=True)]
 
 
+def _change(spec: LinearSpec, *, centred: bool) -> Change | None:
+    """Return the change of each tensor of a linear; `centred` ones are in no stack."""
+    if spec.stack is not None:
+        return partial(_picked, index=spec.stack[0], transposed=spec.transposed)
+    return _centred if centred else None
+
+
 def _picked(stacked: Weight, index: int, *, transposed: bool) -> RawTensor:
-    """Return one weight [out, in] of [n, out, in], or of [n, in, out] if `transposed`."""
+    """Return one weight [out, in] of [n, out, in], or of [n, in, out] if `transposed`; or one bias."""
     raw = stacked.expanded()
     return RawTensor(raw.dtype, raw.data[index].T if transposed else raw.data[index])
 

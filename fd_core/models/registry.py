@@ -82,12 +82,15 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
     other = any(
         each.scoring != "softmax" or each.weighs_inputs or each.groups > 1 or each.weight_scale != 1 for each in experts
     )
+    biased = any(each.router_bias or each.experts[0][0].bias for each in experts)
     chunks = {layer.attention.window or 0 for layer in spec.layers if layer.attention.chunked}
     needed = {
         "encoders": (not spec.causal, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
         "latent attention": (any(layer.attention.latent for layer in spec.layers), ops.latents),
+        "experts with biases": (biased, ops.biased_experts),
+        "attention sinks": (any(layer.attention.sinks for layer in spec.layers), ops.sinks),
     }
     for what in (what for what, (needs, has) in needed.items() if needs and not has):
         raise ConfigError(

@@ -39,6 +39,7 @@ from fd_core.ops.weights import LowRank, RawTensor, Weight
 from fd_core.types import IntArray
 
 __all__ = [
+    "CLAMP",
     "SCALE_BYTES",
     "Activation",
     "Array",
@@ -63,8 +64,10 @@ __all__ = [
 
 Array = Any
 """An array of the pack's framework."""
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-"""Of a gate."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
+"""Of a gate; `clamped_swiglu` changes up as well, see `Ops.gate`."""
+CLAMP: Final = 7.0
+"""Limit of gate and up in `clamped_swiglu`."""
 PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
 """Of a feed-forward block without a gate: `quick_gelu` is x / (1 + exp(-1.702 x)), `relu2` the square of relu."""
 SCALE_BYTES: Final = 4
@@ -202,6 +205,9 @@ class Heads:
     latent: int = 0
     """Width of the values if they are the last elements of the keys, which have one head: see `Latent`. `rope` rotates
     the elements before them."""
+    sinks: Array | None = None
+    """[num_heads] prepared by `Ops.prepare_vector`: for each query head the score of one more key, to which every token
+    attends, without scale and softcap; its value is 0. See `Ops.sinks`."""
 
     def first_key(self, position: Any) -> Any:
         """Return the first position that a token at `position` attends to; before 0 if a window begins there.
@@ -268,6 +274,8 @@ class Experts:
     """As many as `groups` for experts of all groups."""
     weight_scale: float = 1.0
     """Factor on the weights, normalized or not."""
+    router_bias: Array | None = None
+    """[experts] prepared by `prepare_vector`, added to the products that are scored: see `Ops.biased_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +481,12 @@ class Ops(abc.ABC):
     latents: bool = False
     """True if it computes latent attention: `prepare_heads`, `absorb`, `expand`, and caches and heads with a `latent`
     width. A pack that overrides one of the operations on these must redefine it."""
+    biased_experts: bool = False
+    """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`. A pack that overrides `moe`,
+    `moe_residual` or `prepare_experts` must redefine it."""
+    sinks: bool = False
+    """True if it computes `Heads.sinks`. A pack that overrides `paged_attention` or a fusion that calls it must
+    redefine it."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -579,9 +593,15 @@ class Ops(abc.ABC):
         interleave them.
         """
 
-    def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
-        """Prepare the experts' linears, by default one per expert; `parts[e]` are arguments of `prepare_linear`."""
-        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
+    def prepare_experts(
+        self, parts: Sequence[Sequence[Weight]], biases: Sequence[Sequence[RawTensor]] | None = None, *, gated: bool
+    ) -> Any:
+        """Prepare the experts' linears, by default one per expert; `parts[e]` are arguments of `prepare_linear`.
+
+        Only a pack with `biased_experts` gets `biases`.
+        """
+        given = [None] * len(parts) if biases is None else biases
+        return tuple(self.prepare_linear(*expert, gated=gated) for expert in zip(parts, given, strict=True))
 
     def replaceable_weights(self) -> AbstractContextManager[None]:
         """Prepare weights in memory that is freed with them, for adapters that are loaded and unloaded."""
@@ -654,7 +674,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`."""
+        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`.
+
+        For `clamped_swiglu`, quick_gelu(min(gate, 7)) * (clamp(up, -7, 7) + 1). Only experts have it.
+        """
 
     def activate(self, x: Array, activation: PlainActivation) -> Array:
         """Apply an activation to each element: [T, I] -> [T, I].

@@ -17,8 +17,13 @@ import numpy.typing as npt
 FP8: Final = "F8_E4M3"
 """8-bit floating-point format: sign, 4 bits of exponent, 3 bits of mantissa."""
 
+MXFP4: Final = "MXFP4"
+"""4-bit floating-point format (e2m1) with a power of two as the scale of 32 values."""
+FP4_HALVES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the value of each code of that format."""
+
 WEIGHT_FORMATS: Final = frozenset(
-    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq", FP8}
+    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq", FP8, MXFP4}
 )
 """Every `PackedTensor.format`: those of GGUF by ggml's names, and those of safetensors or `--quantization`."""
 UNIT_SPAN: Final = 256
@@ -108,10 +113,10 @@ class PackedTensor:
     format: str
     """Name for display and for `Ops.weight_formats`, such as `Q4_K` or `int8`."""
     bits: int
-    """Bits of a value: 4, 5, 6 or 8."""
+    """Bits of a value: 4, 5, 6 or 8; 8 for `MXFP4`, of which a pack that knows its 15 values may store 4."""
     values: npt.NDArray[np.int8]
     """int8[out, in]: from 0 to 2^bits - 1 with minima and less than 8 bits, else from -2^(bits - 1) to 2^(bits - 1) -
-    1. For `FP8`, the bits of the values, none of them NaN."""
+    1. For `FP8`, the bits of the values, none of them NaN; for `MXFP4`, some of `FP4_HALVES`."""
     scales: npt.NDArray[np.float32]
     """float32[out, in / group], finite, of either sign."""
     minima: npt.NDArray[np.float32] | None = None
@@ -156,7 +161,7 @@ class PackedTensor:
         each = 2 if self.has_minima else 1
         factors, units = values // self.group * each, values // UNIT_SPAN * each if self.has_units else 0
         return (
-            values // (2 if self.bits == 4 else 1)
+            values // (2 if self.bits == 4 or self.format == MXFP4 else 1)
             + factors * (1 if units else 2 if self.half_scales else 4)
             + 2 * units
         )
@@ -195,6 +200,12 @@ class PackedTensor:
         whole = self.units is not None and start % UNIT_SPAN == stop % UNIT_SPAN == 0
         units = self.units[:, start // UNIT_SPAN : stop // UNIT_SPAN] if self.units is not None and whole else None
         return PackedTensor(self.format, self.bits, self.values[:, start:stop], self.scales[:, places], minima, units)
+
+
+def mxfp4_scales(exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Return the scales of `FP4_HALVES` for exponents as stored (e8m0)."""
+    scales: npt.NDArray[np.float32] = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+    return scales
 
 
 def _fp8_values() -> npt.NDArray[np.float32]:

@@ -220,6 +220,18 @@ def test_pack_that_lacks_an_operation_refuses_by_name(tmp_path, monkeypatch, abi
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("ability", "words"), [("sinks", "attention sinks"), ("biased_experts", "experts with biases")]
+)
+def test_pack_without_what_gpt_oss_needs_refuses_by_name(tmp_path, monkeypatch, ability, words):
+    family = installed_families().architectures["GptOssForCausalLM"]
+    config = {**SIZES, **family.cases["plain"], "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    write_config(config, tmp_path, 3)
+    monkeypatch.setattr(NumpyOps, ability, False)
+    with pytest.raises(ConfigError, match=f"the numpy pack does not compute {words}.*GptOssForCausalLM"):
+        load(tmp_path)
+
+
 OLDER_CONFIGS = {
     "llama-llama3-rope": {"rope_theta": 10000.0, "rope_scaling": "rope_parameters"},
     "llama-linear-rope": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},

@@ -230,11 +230,17 @@ class LinearSpec:
     stack: tuple[int, int] | None = None
     """Index in a tensor [n, out, in] of several linears, and n."""
     transposed: bool = False
-    """True if that tensor is [n, in, out], and its name has no `.weight`."""
+    """True if that tensor is [n, in, out], and its name has no `.weight`; biases are in `names[i]_bias` [n, out]."""
+    alternating: bool = False
+    """True if the rows of the parts alternate in the one tensor that holds them."""
 
     def tensor(self, name: str) -> str:
         """Return the name of the tensor for one of `names`."""
         return name if self.transposed else f"{name}.weight"
+
+    def bias_tensor(self, name: str) -> str:
+        """Return the name of its bias."""
+        return f"{name}_bias" if self.transposed else f"{name}.bias"
 
     @property
     def stored(self) -> tuple[tuple[str, int], ...]:
@@ -248,13 +254,16 @@ class LinearSpec:
             shape = (self.ins, out) if self.transposed else (out, self.ins)
             yield self.tensor(name), shape if self.stack is None else (self.stack[1], *shape)
             if self.bias:
-                yield f"{name}.bias", (out,)
+                yield self.bias_tensor(name), (out,) if self.stack is None else (self.stack[1], out)
 
 
 def parts_of(linear: LinearSpec, stored: Sequence[_Stored], cut: Callable[[_Stored, slice], _Stored]) -> list[_Stored]:
     """Return the parts of a linear from what is stored under its names, by cutting rows of what holds several parts."""
     if len(stored) == len(linear.outs):
         return list(stored)
+    count = len(linear.outs)
+    if linear.alternating:
+        return [cut(stored[0], slice(part, None, count)) for part in range(count)]
     ends = list(accumulate(linear.outs, initial=0))
     return [cut(stored[0], slice(begin, end)) for begin, end in pairwise(ends)]
 
@@ -339,6 +348,8 @@ class AttentionSpec(_Parts):
     post_norm: NormSpec | None
     stream_norm: NormSpec | None
     """Of the residual stream, after the output is added to it."""
+    sinks: VectorSpec | None
+    """See `Heads.sinks`."""
     latent: LatentSpec | None = None
 
 
@@ -378,6 +389,7 @@ class MoeSpec(_Parts):
     weighs_inputs: bool = False
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
+    router_bias: VectorSpec | None = None
     shared_gate: VectorSpec | None = None
     """[1, hidden], whose sigmoid multiplies the output of the shared experts."""
     groups: int = 1
@@ -428,7 +440,7 @@ class DecoderSpec(_Parts):
     head_bias: VectorSpec | None
     head_scale: float
     """Factor on the logits, before `softcap`."""
-    activation: PlainActivation
+    activation: Activation | PlainActivation
     parallel: bool
     """True if both blocks of a layer read the same input, and the stream gets the sum of their outputs."""
     centred: bool
@@ -553,6 +565,8 @@ class Traits:
     """Field of the config that names the activation, or the activation."""
     inner: str = "intermediate_size"
     """Field of the config with the inner width of dense layers."""
+    sinks: bool = False
+    """True if attention has `Heads.sinks`."""
     attention_softcap: float | None = None
     softcap: float | None = None
     """Of the logits."""
@@ -577,7 +591,7 @@ def gate_up_down(
 ) -> tuple[LinearSpec, LinearSpec]:
     """Return the two linears of a gated feed-forward block, by default under Hugging Face's names.
 
-    `stacking` are the fields `stack` and `transposed` of both.
+    `stacking` are the fields `stack`, `transposed` and `alternating` of both.
     """
     *ups, down = (f"{prefix}.{name}" for name in names)
     return (
@@ -611,7 +625,8 @@ def decoder_spec(
         count += len(dict(layers[-1].tensors()))
         if most_tensors is not None and count > most_tensors:
             raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
-    activation = next((each for each in get_args(PlainActivation) if each == traits.activation), None)
+    known = *get_args(PlainActivation), *get_args(Activation)
+    activation = next((each for each in known if each == traits.activation), None)
     activation = activation or config.activation(traits.activation)
     if activation not in get_args(Activation) and any(_is_gated(layer) for layer in layers):
         raise ModelError(f"{config.origin}: a gated feed-forward block cannot use the activation {activation}")
@@ -744,6 +759,7 @@ def _attention(
         softcap=traits.attention_softcap,
         post_norm=places[0],
         stream_norm=places[1],
+        sinks=VectorSpec(named("self_attn.sinks"), (nh,)) if traits.sinks else None,
     )
 
 
@@ -787,6 +803,7 @@ def _latent_attention(
         softcap=None,
         post_norm=None,
         stream_norm=None,
+        sinks=None,
         latent=LatentSpec(
             norm=VectorSpec(f"{named('self_attn.kv_a_layernorm')}.weight", (sizes.rank,)),
             up=linear("kv_b_proj", nh * (sizes.key + sizes.value), sizes.rank),

@@ -82,11 +82,13 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:
         return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
-    if block is not None and part in parts and len(tensor.shape) == 3:
+    if block is not None and part in parts and len(tensor.shape) == (3 if kind == "weight" else 2):
         return {
             f"{layer}.{parts[part].format(index)}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
             for index in range(tensor.shape[0])
         }
+    if block is not None and part == "attn_sinks":
+        return {f"{layer}.self_attn.sinks": TensorView(tensor.shape, tensor)}
     raise ModelError(
         f"{tensor.file.path}: tensor {tensor.name!r} of shape {tensor.shape} is unknown for {config['model_type']}"
     )

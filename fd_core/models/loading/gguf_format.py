@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import MappedFile, StoredTensor
-from fd_core.ops.weights import PackedTensor, row_blocks
+from fd_core.ops.weights import FP4_HALVES, PackedTensor, mxfp4_scales, row_blocks
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -265,6 +265,10 @@ def _q6_k(blocks: _Blocks) -> _Parts:
     return values, _floats(blocks["d"]) * blocks["scales"].astype(np.float32), None
 
 
+def _mxfp4(blocks: _Blocks) -> _Parts:
+    return FP4_HALVES[_nibbles(blocks["qs"], 16)].view(np.uint8), mxfp4_scales(blocks["e"])[..., np.newaxis], None
+
+
 _D, _M, _K_SCALES = ("d", "<f2"), ("m", "<f2"), ("scales", "u1", 12)
 _TYPES: Final[Mapping[str, tuple[np.dtype[Any], int, int, Callable[[_Blocks], _Parts]]]] = {
     "Q4_0": (np.dtype([_D, ("qs", "u1", 16)]), 4, 8, _q4),
@@ -274,6 +278,7 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[Any], int, int, Callable[[_Blocks], _P
     "Q8_0": (np.dtype([_D, ("qs", "i1", 32)]), 8, 0, lambda blocks: (blocks["qs"].copy(), _floats(blocks["d"]), None)),
     "Q4_K": (np.dtype([_D, _M, _K_SCALES, ("qs", "u1", 128)]), 4, 0, _q4_k),
     "Q5_K": (np.dtype([_D, _M, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)]), 5, 0, _q5_k),
+    "MXFP4": (np.dtype([("e", "u1"), ("qs", "u1", 16)]), 8, 0, _mxfp4),
     "Q6_K": (np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]), 6, 32, _q6_k),
 }
 """For each type: block layout, bits of a value, offset subtracted from each value, and the function that unpacks
@@ -327,6 +332,9 @@ class _PackedBlocks(PackedTensor):
 
     @property
     def half_scales(self) -> bool:
+        if self.format == "MXFP4":
+            exponents = self._stored.view(_TYPES[self.format][0])["e"]
+            return bool(((exponents >= 104) & (exponents <= 143)).all())
         return not self.has_units
 
     @cached_property

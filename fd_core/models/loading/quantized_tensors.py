@@ -1,7 +1,7 @@
 """Quantized weights in safetensors: several stored tensors make one Hugging Face weight.
 
-Supported are compressed-tensors (8-bit integers, and packed ones of 4 or 8 bits), GPTQ, AWQ and FP8. Shapes, types and
-group sizes are validated when the folder is opened; scales when a weight is read.
+Supported are compressed-tensors (8-bit integers, and packed ones of 4 or 8 bits), GPTQ, AWQ, FP8, and MXFP4 of the
+experts of gpt-oss. Shapes, types and group sizes are validated when the folder is opened; scales when a weight is read.
 
 Sources: https://github.com/neuralmagic/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
 https://github.com/casper-hansen/AutoAWQ (WQLinear_GEMM), and the FP8 checkpoints of DeepSeek-V3 and vLLM.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
-from fd_core.ops.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import FP4_HALVES, FP8, MXFP4, RAW_TYPES, PackedTensor, RawTensor, Weight, mxfp4_scales
 
 _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
@@ -77,7 +78,9 @@ def quantized_views(
     for module, kinds in pieces.items():
         own = _Pieces(module, kinds, settings)
         if any(marker in kinds for marker in markers):
-            views[f"{module}.weight"] = view_of(own)
+            found = view_of(own)
+            of_module = {"weight": found} if isinstance(found, TensorView) else found
+            views |= {f"{module}.{name}": view for name, view in of_module.items()}
         rest = {kind: each for kind, each in kinds.items() if kind not in own.taken and kind not in _NOT_WEIGHTS}
         views |= {f"{module}.{kind}" if module else kind: TensorView(each.shape, each) for kind, each in rest.items()}
     return views
@@ -240,6 +243,38 @@ def _awq(own: _Pieces) -> TensorView:
     return TensorView((out, width), words, stored_format="awq", joined=read)
 
 
+def _mxfp4(own: _Pieces) -> dict[str, TensorView]:
+    """Return the views of experts, such as `3.down_proj.weight`; the rows of gate and up alternate in one tensor."""
+    views = {}
+    for kind, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        blocks, bias = own.take(f"{kind}_blocks", ("U8",)), own.take(f"{kind}_bias", RAW_TYPES)
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or blocks.shape[1] % len(parts) or 0 in blocks.shape:
+            raise _wrong(blocks, f"has shape {blocks.shape}, expected experts, rows, groups and 16 bytes of each")
+        if bias.shape != blocks.shape[:2]:
+            raise _wrong(bias, f"has shape {bias.shape}, expected {blocks.shape[:2]}")
+        scales = own.shaped(f"{kind}_scales", ("U8",), blocks.shape[:3])
+        for expert in range(blocks.shape[0]):
+            for index, name in enumerate(parts):
+                rows = expert, slice(index, None, len(parts))
+                out, width = blocks.shape[1] // len(parts), 32 * blocks.shape[2]
+                views[f"{expert}.{name}.weight"] = TensorView(
+                    (out, width), blocks, stored_format=MXFP4, joined=partial(_fp4_rows, blocks, scales, rows)
+                )
+                views[f"{expert}.{name}.bias"] = TensorView((out,), bias, joined=partial(_rows, bias, rows))
+    return views
+
+
+def _rows(tensor: StoredTensor, rows: tuple[int, slice]) -> RawTensor:
+    return RawTensor(tensor.dtype, _array(tensor)[rows])
+
+
+def _fp4_rows(blocks: StoredTensor, scales: StoredTensor, rows: tuple[int, slice]) -> PackedTensor:
+    codes, exponents = _unpacked(_array(blocks)[rows].reshape(-1, 16 * blocks.shape[2]), 4), _array(scales)[rows]
+    if (exponents == 255).any():
+        raise _wrong(scales, "has scales that are not finite numbers", hint="the file is damaged")
+    return PackedTensor(MXFP4, 8, FP4_HALVES[codes], scales=mxfp4_scales(exponents))
+
+
 def _fp8(own: _Pieces) -> TensorView:
     block = own.settings.values.get("weight_block_size")
     return _fp8_view(own, "weight_scale_inv" if "weight_scale_inv" in own.tensors else "weight_scale", block)
@@ -355,11 +390,13 @@ def _scales_and_zeros(
     return scales, zeros
 
 
-_METHODS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[_Pieces], TensorView]]]] = {
+_METHODS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[_Pieces], TensorView | dict[str, TensorView]]]]] = {
     "compressed-tensors": (("weight_packed", "weight", "weight_scale"), _compressed_tensors),
     "gptq": (("qweight", "qzeros", "scales"), _gptq),
     "awq": (("qweight", "qzeros", "scales"), _awq),
     "fbgemm_fp8": (("weight", "weight_scale"), _fp8),
     "fp8": (("weight", "weight_scale", "weight_scale_inv"), _fp8),
+    "mxfp4": (("gate_up_proj_blocks", "down_proj_blocks"), _mxfp4),
 }
-"""For each `quant_method`: the tensors that identify a weight, and the function that composes one."""
+"""For each `quant_method`: the tensors that identify a weight, and the function that composes one, or the weights and
+biases of experts by name."""

@@ -33,6 +33,7 @@ class AttentionShape(Structure):
             *("causal", "norms_rotated", "joint_norms", "table", "latent"),
         ),
         *_all(c_float, "scale", "softcap"),
+        ("sinks", c_void_p),
     )
 
 
@@ -51,7 +52,7 @@ class LoraTable(Structure):
 class PackedForm(Structure):
     """`PackedForm`: storage format of a packed linear."""
 
-    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "scales"),)
+    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "scales", "fp4"),)
 
 
 class MoeGeometry(Structure):
@@ -162,7 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),
     "fd_add_moe_residual": (
         c_int,
-        (c_void_p, c_int, *_NORM, c_int, POINTER(MoeGeometry), c_void_p, c_void_p, c_void_p, *_EXPERTS),
+        (c_void_p, c_int, *_NORM, c_int, POINTER(MoeGeometry), *(c_void_p,) * 4, *_EXPERTS),
     ),
     "fd_sample": (c_int, (POINTER(SampleRows), c_void_p)),
     "fd_penalize": (c_int, (POINTER(PenaltyRows), c_void_p)),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import KVCache, KVShape
 from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
-from fd_core.ops.weights import UNIT_SPAN, LowRank, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import MXFP4, UNIT_SPAN, LowRank, PackedTensor, RawTensor, Weight
 from fd_core.types import IntArray
 
 _Floats = npt.NDArray[np.float32]
@@ -163,6 +163,8 @@ def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
     signed = {part.bits == 8 or not part.has_minima for part in packed}
     minima = any(part.has_minima for part in packed)
     scales = _MULTIPLES if all(part.has_units for part in packed) else int(all(part.half_scales for part in packed))
+    if all(part.format == MXFP4 for part in packed):
+        return PackedForm(4, group, 12, minima, scales, 1)
     if all(part.bits == 4 for part in packed) and len(signed) == 1:
         return PackedForm(4, group, 8 if signed == {True} else 0, minima, scales)
     return PackedForm(8, group, 128, minima, scales)

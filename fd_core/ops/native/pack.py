@@ -77,7 +77,7 @@ from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, PackedTensor, RawT
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS: dict[PlainActivation | None, int] = {
+_ACTIVATIONS: dict[Activation | PlainActivation | None, int] = {
     None: -1,
     "silu": 0,
     "gelu_tanh": 1,
@@ -85,6 +85,7 @@ _ACTIVATIONS: dict[PlainActivation | None, int] = {
     "relu": 3,
     "relu2": 4,
     "quick_gelu": 5,
+    "clamped_swiglu": 6,
 }
 _NO_NORM = (None, 0.0)
 
@@ -213,7 +214,7 @@ class NativeOps(TorchOps):
         self,
         x: Array,
         weight: NativeLinear,
-        activation: PlainActivation | None = None,
+        activation: Activation | PlainActivation | None = None,
         *,
         norm: Norm | None = None,
         lora: Lora | None = None,
@@ -273,7 +274,7 @@ class NativeOps(TorchOps):
         with self._call(q, step) as call:
             source = call.input(q, heads.num_heads * heads.head_dim, self.runtime.wide)
             buffer, y = call.output(q, heads.num_heads * (heads.latent or heads.head_dim), self.runtime.wide)
-            geometry = ctypes.byref(_geometry(heads, call.table(step)))
+            geometry = ctypes.byref(_geometry(call, heads, step))
             call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
         return y
 
@@ -388,7 +389,7 @@ class NativeOps(TorchOps):
                 source,
                 *_norm(call, norm),
                 qkv.handle,
-                ctypes.byref(_geometry(heads, call.table(step))),
+                ctypes.byref(_geometry(call, heads, step)),
                 *_norm(call, heads.q_norm),
                 *_norm(call, heads.k_norm),
                 *(call.pointer(each) for rope in (heads.rope, queries) for each in (rope.cos, rope.sin)),
@@ -427,7 +428,7 @@ class NativeOps(TorchOps):
                 projected,
                 qkv.width - heads.head_dim,
                 *_norm(call, latent.norm),
-                ctypes.byref(_geometry(heads, call.table(step))),
+                ctypes.byref(_geometry(call, heads, step)),
                 *(call.pointer(each) for each in (heads.rope.cos, heads.rope.sin)),
                 len(heads.rope.cos),
                 layer.cache.handle,
@@ -508,6 +509,7 @@ class NativeOps(TorchOps):
                 width,
                 ctypes.byref(geometry),
                 call.pointer(experts.router),
+                call.pointer(experts.router_bias),
                 call.pointer(experts.correction_bias),
                 call.pointer(experts.shared_gate),
                 gate_up,
@@ -627,7 +629,7 @@ def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
     return ctypes.byref(table)
 
 
-def _geometry(heads: Heads, table: int) -> AttentionShape:
+def _geometry(call: ProgramRecorder | Eager, heads: Heads, step: StepInput) -> AttentionShape:
     return AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
@@ -639,10 +641,11 @@ def _geometry(heads: Heads, table: int) -> AttentionShape:
         heads.causal,
         heads.norms_rotated,
         heads.joint_widths is not None,
-        table,
+        call.table(step),
         heads.latent,
         heads.scale,
         heads.softcap or 0.0,
+        call.pointer(heads.sinks),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import (
+    CLAMP,
     Activation,
     Experts,
     Heads,
@@ -75,6 +76,8 @@ class NumpyOps(NumpySampling, Ops):
     encodes = True
     chunks = True
     any_experts = True
+    biased_experts = True
+    sinks = True
     weight_formats = WEIGHT_FORMATS
     table_formats = WEIGHT_FORMATS
     dequantizes_weights = True
@@ -143,6 +146,9 @@ class NumpyOps(NumpySampling, Ops):
 
     def gate(self, gate_up: Floats, activation: Activation) -> Floats:
         gate, up = np.split(gate_up, 2, axis=-1)
+        if activation == "clamped_swiglu":
+            cap = np.float32(CLAMP)
+            return _activate(np.minimum(gate, cap), "quick_gelu") * (np.clip(up, -cap, cap) + np.float32(1))
         return _activate(gate, activation) * up
 
     def activate(self, x: Floats, activation: PlainActivation) -> Floats:
@@ -260,8 +266,13 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats
     positions = keys[len(k) - count :, None]
     later = keys > positions if heads.causal else heads.first_key(keys) > positions
     scores[..., later | (keys < heads.first_key(positions))] = -np.inf
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    scores /= scores.sum(axis=-1, keepdims=True)
+    peaks = scores.max(axis=-1, keepdims=True)
+    if heads.sinks is not None:
+        sinks = heads.sinks.reshape(heads.num_kv_heads, -1, 1, 1)
+        peaks = np.maximum(peaks, sinks)
+    scores = np.exp(scores - peaks)
+    total = scores.sum(axis=-1, keepdims=True)
+    scores /= total if heads.sinks is None else total + np.exp(sinks - peaks)
     output: Floats = np.einsum("hgql,lhd->qhgd", scores, v, optimize=True).reshape(count, -1)
     return output
 
@@ -269,6 +280,8 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats
 def _route(x: Floats, experts: Experts) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the chosen experts of each token and their weights, both [T, top_k]."""
     products = x @ experts.router.T
+    if experts.router_bias is not None:
+        products += experts.router_bias
     if experts.scoring == "sigmoid":
         scores = np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * products))  # cannot overflow
     else:

@@ -92,22 +92,54 @@ def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> Grap
     flat = graph.reshape(q, -1, width)
     parts = []
     for part in range(_PARTS):
+        queries = graph.op("Gather", flat, _input(graph, "tokens", part, key))
         keys = _context(part, key, layer.keys, layer)
         values = graph.columns(keys, -heads.latent, 0) if heads.latent else _context(part, key, layer.values, layer)
-        found = graph.op(
-            "Attention",
-            graph.op("Gather", flat, _input(graph, "tokens", part, key)),
-            keys,
-            values,
-            _mask(graph, part, key),
-            q_num_heads=heads.num_heads,
-            kv_num_heads=heads.num_kv_heads,
-            scale=float(heads.scale),
-            softcap=heads.softcap,
-        )
+        if heads.sinks is not None:
+            found = _with_sinks(queries, keys, values, _mask(graph, part, key), heads)
+        else:
+            found = graph.op(
+                "Attention",
+                queries,
+                keys,
+                values,
+                _mask(graph, part, key),
+                q_num_heads=heads.num_heads,
+                kv_num_heads=heads.num_kv_heads,
+                scale=float(heads.scale),
+                softcap=heads.softcap,
+            )
         parts.append(graph.reshape(found, -1, heads.num_heads * (heads.latent or heads.head_dim)))
     places = graph.input(_name("places", key), np.int32, ("tokens",))
     return graph.op("Gather", graph.op("Concat", *parts, axis=0), places)
+
+
+def _with_sinks(q: GraphSymbol, k: GraphSymbol, v: GraphSymbol, mask: GraphSymbol, heads: Heads) -> GraphSymbol:
+    """Emit attention of q [n, Q, nh * d] over k and v [n, L, nkv * d] with a sink per head, [n, Q, nkv, g, d].
+
+    The operator `Attention` has none.
+    """
+    graph, nkv, d = q.graph, heads.num_kv_heads, heads.head_dim
+
+    def number(value: float) -> GraphSymbol:
+        return graph.constant(value, np.float32)
+
+    def by_head(x: GraphSymbol, perm: list[int]) -> GraphSymbol:
+        return graph.op("Transpose", graph.reshape(x, 0, 0, nkv, -1, d), perm=perm)
+
+    # [n, nkv, g, Q, L]
+    scores = graph.op("MatMul", by_head(q, [0, 2, 3, 1, 4]), by_head(k, [0, 2, 3, 4, 1]))
+    scores = graph.op("Mul", scores, number(heads.scale))
+    if heads.softcap is not None:
+        cap = number(heads.softcap)
+        scores = graph.op("Mul", graph.op("Tanh", graph.op("Div", scores, cap)), cap)
+    scores = graph.op("Where", graph.op("Unsqueeze", mask, graph.integers(1)), scores, number(-np.inf))
+    sinks = graph.reshape(graph.weight(np.asarray(heads.sinks)), 1, nkv, -1, 1, 1)
+    peaks = graph.op("Max", graph.op("ReduceMax", scores, graph.integers(4)), sinks)
+    weights, more = (graph.op("Exp", graph.op("Sub", each, peaks)) for each in (scores, sinks))
+    total = graph.op("Add", graph.op("ReduceSum", weights, graph.integers(4)), more)
+    found = graph.op("MatMul", graph.op("Div", weights, total), by_head(v, [0, 2, 3, 1, 4]))
+    return graph.op("Transpose", found, perm=[0, 3, 1, 2, 4])
 
 
 def _name(name: str, key: PlanKey) -> str:

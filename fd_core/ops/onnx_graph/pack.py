@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from fd_core.ops.contract import (
+    CLAMP,
     Activation,
     Array,
     Experts,
@@ -42,7 +44,8 @@ from fd_core.ops.parallel import RankGroup, Stage
 
 def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, GraphSymbol]:
     """Emit the routing: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""
-    ranked = graph.op("Gemm", x, graph.weight(experts.router), transB=1)
+    bias = None if experts.router_bias is None else graph.weight(experts.router_bias)
+    ranked = graph.op("Gemm", x, graph.weight(experts.router), bias, transB=1)
     sigmoid = experts.scoring == "sigmoid"
     scores = graph.op("Sigmoid", ranked) if sigmoid else graph.op("Softmax", ranked, axis=-1)
     if experts.correction_bias is not None:  # otherwise products: scores of large ones round to 1, but differ
@@ -110,6 +113,7 @@ def routed_experts(
 
 logger = logging.getLogger(__name__)
 
+_CLAMPED = (-CLAMP, CLAMP, 1.0)
 _STEP_ARRAYS = ("token_ids", "positions", "kv_slots", "query_start", "context_len", "block_tables", "logits_rows")
 
 
@@ -390,12 +394,17 @@ def _symbolic_step(graph: Graph, names: Sequence[str], groups: int) -> StepInput
 
 def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:
     bias = None if weight.bias is None else graph.weight(weight.bias)
-    inputs = (x, graph.weight(weight.weight)) if bias is None else (x, graph.weight(weight.weight), bias)
-    return graph.op("Gemm", *inputs, transB=1)
+    return graph.op("Gemm", x, graph.weight(weight.weight), bias, transB=1)
 
 
 def _gate(graph: Graph, gate_up: GraphSymbol, activation: Activation) -> GraphSymbol:
     gate, up = graph.ops("Split", 2, gate_up, axis=-1, num_outputs=2)
+    if activation == "clamped_swiglu":
+        least, most, one = (
+            graph.once(("number", each), partial(graph.constant, each, np.float32)) for each in _CLAMPED
+        )
+        gated = _activate(graph, graph.op("Min", gate, most), "quick_gelu")
+        return graph.op("Mul", gated, graph.op("Add", graph.op("Clip", up, least, most), one))
     return graph.op("Mul", _activate(graph, gate, activation), up)
 
 

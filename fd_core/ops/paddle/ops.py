@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import (
+    CLAMP,
     Activation,
     Array,
     Experts,
@@ -232,7 +233,10 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
             scores = paddle.tanh(scores / heads.softcap) * heads.softcap
         scores = scores.reshape([n, heads.num_kv_heads, -1, end - begin, longest])
         scores += group.mask(begin, end)
-        weights = functional.softmax(scores, axis=-1).astype(q.dtype)
+        if heads.sinks is not None:
+            sinks = heads.sinks.reshape([1, heads.num_kv_heads, -1, 1, 1]).expand([*scores.shape[:-1], 1])
+            scores = paddle.concat([scores, sinks], axis=-1)
+        weights = functional.softmax(scores, axis=-1)[..., :longest].astype(q.dtype)
         result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
         results.append(result.reshape([*part.shape[:-1], -1]).transpose([0, 3, 1, 2, 4]))
     return (results[0] if len(results) == 1 else paddle.concat(results, axis=1)).reshape([n * count, -1])
@@ -360,6 +364,8 @@ class PaddleOps(Ops):
     chunks = True
     any_experts = True
     latents = True
+    biased_experts = True
+    sinks = True
 
     def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
@@ -425,6 +431,8 @@ class PaddleOps(Ops):
         if activation == "silu":
             return functional.swiglu(gate_up)
         gate, up = paddle.chunk(gate_up, 2, axis=-1)
+        if activation == "clamped_swiglu":
+            return self.activate(gate.clip(max=CLAMP), "quick_gelu") * (up.clip(-CLAMP, CLAMP) + 1)
         return functional.gelu(gate, approximate=activation == "gelu_tanh") * up
 
     def activate(self, x: Array, activation: PlainActivation) -> Array:
@@ -614,6 +622,8 @@ def _each_head(x: Array, weight: Array) -> Array:
 def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
     products = paddle.matmul(x.astype("float32"), experts.router, transpose_y=True)
+    if experts.router_bias is not None:
+        products += experts.router_bias
     scores = functional.sigmoid(products) if experts.scoring == "sigmoid" else functional.softmax(products, axis=-1)
     # Scores of large products round to 1, but differ.
     ranked = products if experts.correction_bias is None else scores + experts.correction_bias

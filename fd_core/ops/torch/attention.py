@@ -188,12 +188,17 @@ class TorchAttentionPlan:
         mask = self._mask(group, heads, q.dtype)
         folded = grouped.flatten(2, 3)
         mask = mask.repeat(1, 1, grouped.shape[2], 1) if mask.shape[2] > 1 else mask
-        if heads.softcap is None:
+        if heads.softcap is None and heads.sinks is None:
             result = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=heads.scale)
         else:
-            scores = (folded @ keys.transpose(2, 3)).float() * (heads.scale / heads.softcap)
-            weights = (scores.tanh() * heads.softcap + mask).softmax(dim=-1)
-            result = weights.to(q.dtype) @ values
+            scores = (folded @ keys.transpose(2, 3)).float() * heads.scale
+            if heads.softcap is not None:
+                scores = (scores / heads.softcap).tanh() * heads.softcap
+            scores = scores + mask
+            if heads.sinks is not None:
+                sinks = heads.sinks.view(heads.num_kv_heads, -1).repeat_interleave(count, 1)[None, :, :, None]
+                scores = torch.cat((scores, sinks.expand(n, -1, -1, -1)), dim=-1)
+            result = scores.softmax(dim=-1)[..., :longest].to(q.dtype) @ values
         return result.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4).reshape(n * count, -1)
 
     def _mask(self, group: _TorchGroup, heads: Heads, dtype: Any) -> Array:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from fd_core.ops.contract import (
+    CLAMP,
     Activation,
     Array,
     Experts,
@@ -75,6 +76,8 @@ class TorchOps(TorchSampling, Ops):
     chunks = True
     any_experts = True
     latents = True
+    biased_experts = True
+    sinks = True
     table_formats: Collection[str] = WEIGHT_FORMATS
     _group: RankGroup | None = None
 
@@ -174,6 +177,8 @@ class TorchOps(TorchSampling, Ops):
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            return _activate(gate.clamp(max=CLAMP), "quick_gelu").mul_(up.clamp(-CLAMP, CLAMP).add_(1))
         return _activate(gate, activation).mul_(up)
 
     def activate(self, x: Array, activation: PlainActivation) -> Array:
@@ -277,7 +282,7 @@ def _each_head(x: Array, weight: Array) -> Array:
 
 def route(x: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
-    products = functional.linear(x.float(), experts.router)
+    products = functional.linear(x.float(), experts.router, experts.router_bias)
     scores = products.sigmoid() if experts.scoring == "sigmoid" else products.softmax(dim=-1)
     ranked = products if experts.correction_bias is None else scores + experts.correction_bias
     if experts.top_groups < experts.groups:

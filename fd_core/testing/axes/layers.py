@@ -19,7 +19,8 @@ from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, assert_near, float32_of, step_input
 from fd_core.testing.models.layers import Geometry, LayerOn, half_of, sizes_of_layer
 
-ACTIVATIONS: Final[tuple[str, ...]] = get_args(Activation)
+ACTIVATIONS: Final = tuple(each for each in get_args(Activation) if each != "clamped_swiglu")
+"""Those that every pack computes."""
 AXES: Final = (
     Axis("decodes", (1, 0, 2, 15, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257), ("StepInput.query_start",)),
     Axis(
@@ -62,6 +63,7 @@ AXES: Final = (
     Axis("chunked", (False, True), ("Heads.chunked",), needs="chunks"),
     Axis("causal", (True, False), ("Heads.causal",), needs="encoders"),
     Axis("softcap", (None, 5.0, 50.0), ("Heads.softcap",), needs="softcap"),
+    Axis("sinks", (False, True), ("Heads.sinks",), needs="sinks"),
     Axis("head_norms", (False, True), ("Heads.q_norm", "Heads.k_norm")),
     Axis("norms_rotated", (False, True), ("Heads.norms_rotated",)),
     Axis("query_rope", (False, True), ("Heads.query_rope",)),
@@ -81,6 +83,8 @@ AXES: Final = (
     Axis("weighs_inputs", (False, True), ("Experts.weighs_inputs",), needs="any_experts"),
     Axis("expert_groups", (1, 2, 3, 8), ("Experts.groups", "Experts.top_groups"), needs="any_experts"),
     Axis("weight_scale", (1.0, 2.5), ("Experts.weight_scale",), needs="any_experts"),
+    Axis("expert_biases", (False, True), ("Experts.router_bias",), needs="biased_experts"),
+    Axis("clamped", (False, True), needs="biased_experts"),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
     Axis("adapters", (0, 1, 2, 8), ("StepInput.lora_slots", "StepInput.lora_groups", "Lora.deltas", "Lora.step")),
@@ -293,6 +297,7 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
         "chunked": attention.chunked,
         "causal": attention.causal,
         "softcap": attention.softcap,
+        "sinks": attention.sinks is not None,
         "head_norms": attention.q_norm is not None,
         "norms_rotated": attention.norms_rotated,
         "query_rope": attention.rope.growth is not None,
@@ -300,7 +305,7 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
         "pre_norm": attention.norm is not None,
         "post_norm": attention.post_norm is not None,
         "biases": attention.qkv.bias,
-        "activation": model.activation,
+        "activation": "silu" if model.activation == "clamped_swiglu" else model.activation,
     }
     halved, smallest = "inner", 128
     if isinstance(block, MoeSpec):
@@ -316,6 +321,8 @@ def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
             "weighs_inputs": block.weighs_inputs,
             "expert_groups": block.groups,
             "weight_scale": block.weight_scale,
+            "expert_biases": block.router_bias is not None,
+            "clamped": model.activation == "clamped_swiglu",
         }
     while (size := int_of(case, halved)) >= 2 * smallest and _elements(case) > _MAX_MODEL_ELEMENTS:
         case[halved] = size // 2

@@ -30,6 +30,7 @@ AXES: Final = (
     Axis("adapters", (0, 1, 2)),
     Axis("experts", (0, 2), needs="moe"),
     Axis("shared_expert", (False, True), needs="moe"),
+    Axis("expert_biases", (False, True), needs="biased_experts"),
 )
 
 
@@ -69,7 +70,7 @@ def check_sums(target: Target, case: Case) -> None:
     def run(ops: Ops) -> Floats:
         layer, y = LayerOn(ops, g, [(tokens, tokens)]), activations(ops, stream)
         if layer.experts is not None:
-            y = ops.moe_residual(y, layer.norm, layer.experts, g.activation)
+            y = ops.moe_residual(y, layer.norm, layer.experts, g.expert_activation)
         else:
             y = ops.project_residual(
                 activations(ops, x[:, layer.inner].copy()), layer.down, y, layer.post_norm, layer.loras()[-1]

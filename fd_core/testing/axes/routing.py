@@ -62,6 +62,8 @@ _MOE: Final = (
         needs="any_experts",
     ),
     Axis("weight_scale", (1.0, 2.5), needs="any_experts"),
+    Axis("expert_biases", (False, True), needs="biased_experts"),
+    Axis("clamped", (False, True), needs="biased_experts"),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),
     Axis("inner", (128, 64, 24, 130)),
@@ -108,9 +110,9 @@ def check_moe(ops: Ops, case: Case) -> None:
         pack, device, chosen = layer.ops, activations(layer.ops, x), layer.experts
         assert chosen is not None
         if case["fused"]:
-            result = pack.settle(pack.moe_residual(device, layer.norm, chosen, g.activation))
+            result = pack.settle(pack.moe_residual(device, layer.norm, chosen, g.expert_activation))
         else:
-            result = pack.moe(device, chosen, g.activation)
+            result = pack.moe(device, chosen, g.expert_activation)
         results.append(np.array(pack.to_host(result), np.float32)[well])
     kinds = [case[name] for name in ("packed", "packed_down") if case[name]]
     tolerance = max(

@@ -8,6 +8,7 @@ from typing import Final
 ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
     "any_experts": "experts with sigmoid scores, groups or factors, or whose inputs are weighed",
+    "biased_experts": "biases of routers and experts, and the activation of gpt-oss",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
     "chunks": "attention within chunks",
@@ -22,6 +23,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "paged_kv": "attention over scattered blocks as a separate operation",
     "primitives": "single operations on arrays, outside a whole forward pass",
     "shared_gate": "shared experts with a gate",
+    "sinks": "attention sinks",
     "softcap": "scores and logits capped by a tanh",
     "ungated": "feed-forward blocks without a gate",
     "window": "layers with a sliding window",
@@ -36,5 +38,7 @@ OPTIONAL: Final[Mapping[str, str]] = {
     "chunks": "chunks",
     "any_experts": "any_experts",
     "latents": "latents",
+    "biased_experts": "biased_experts",
+    "sinks": "sinks",
 }
 """Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

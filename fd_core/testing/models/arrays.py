@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Heads, Ops, PenaltyInput, Rope, SampleInput, StepInput
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
-from fd_core.ops.weights import FP8, UNIT_SPAN, WEIGHT_FORMATS, PackedTensor, RawTensor
+from fd_core.ops.weights import FP4_HALVES, FP8, MXFP4, UNIT_SPAN, WEIGHT_FORMATS, PackedTensor, RawTensor
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
@@ -182,6 +182,7 @@ _PACKED: Final = {
     "gptq": (4, 64, True),
     "awq": (4, 64, True),
     FP8: (8, 128, False),
+    MXFP4: (8, 32, False),
 }
 
 
@@ -205,12 +206,16 @@ def packed_weight(
     rng = generator(out, inputs, bits, seed)
     low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
     values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
+    if kind == MXFP4:
+        values = FP4_HALVES[values & 15]
     if kind == FP8:
         values = np.where((values & 127) == 127, np.int8(0), values)  # no NaN
     # In half precision, as in files.
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     scales *= rng.choice([-1, 1], scales.shape).astype(np.float16)
     scales[1::16] = 0  # rows of zeros, or of their minima
+    if kind == MXFP4:
+        scales = np.ldexp(np.float16(scale / 8), rng.integers(-1, 2, scales.shape)).astype(np.float16)
     numbers = scales.astype(np.float32)
     lowest = (scale * rng.uniform(-1.5, 1.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
     units = None

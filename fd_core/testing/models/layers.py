@@ -57,6 +57,7 @@ class Geometry:
     """The window is the size of chunks."""
     causal: bool = True
     softcap: float | None = None
+    sinks: bool = False
     head_norms: bool = False
     norms_rotated: bool = False
     """Norms of heads follow rope."""
@@ -83,6 +84,10 @@ class Geometry:
     expert_groups: int = 1
     """Groups of experts; those of a token are in the best half of them."""
     weight_scale: float = 1.0
+    expert_biases: bool = False
+    """The router and the experts have biases."""
+    clamped: bool = False
+    """The activation of experts is `clamped_swiglu`."""
     scale: float = 1.0
     """Scale of scores as a multiple of d ** -0.5."""
     eps: float = 1e-5
@@ -107,6 +112,11 @@ class Geometry:
     """Value of `StepInput.uniform`."""
     host_copy: bool = False
     """Set `StepInput.host`."""
+
+    @property
+    def expert_activation(self) -> Activation:
+        """Activation of experts."""
+        return "clamped_swiglu" if self.clamped else self.activation
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -194,6 +204,8 @@ class LayerOn:
             causal=g.causal,
             chunked=g.chunked,
             query_rope=rope(1 + np.arange(longest)[:, None] / longest) if g.query_rope else None,
+            # Some exceed all scores, some are far below.
+            sinks=ops.prepare_vector(make(g.heads, scale=4.0)) if g.sinks else None,
         )
         self.output = linear((g.hidden, g.heads * g.d))
         self.post_norm = norm(g.hidden) if g.post_norm else None
@@ -243,15 +255,24 @@ class LayerOn:
             tables[row, :blocks] = tables[first, :blocks]
 
     def _parts(
-        self, make: Values, *shapes: tuple[int, int], kind: str | None = None, back: bool | None = None
+        self,
+        make: Values,
+        *shapes: tuple[int, int],
+        kind: str | None = None,
+        back: bool | None = None,
+        size: float = 1.0,
     ) -> list[Weight]:
         """Return random weights, or this rank's shards of those from the inner width `back`, or to it."""
         kind, group, stored = kind or self.g.packed, self.g.packed_group, self.g.stored
         parts: list[Weight]
         if kind is not None:
-            parts = [packed_weight(kind, *shape, group, shape[1] ** -0.5, stored, make.seed()) for shape in shapes]
+            parts = [
+                packed_weight(kind, *shape, group, size * shape[1] ** -0.5, stored, make.seed()) for shape in shapes
+            ]
         else:
-            parts = [stored_weight(make(*shape, scale=shape[1] ** -0.5), self.g.source, stored) for shape in shapes]
+            parts = [
+                stored_weight(make(*shape, scale=size * shape[1] ** -0.5), self.g.source, stored) for shape in shapes
+            ]
         if back is None or self.ops.parallel.size == 1:
             return parts
         rows, columns = (self._outs, self._ins) if back else (self.inner, slice(None))
@@ -294,13 +315,21 @@ class LayerOn:
         def shared(*shapes: tuple[int, int], back: bool) -> Any:
             return ops.prepare_linear(self._parts(make, *shapes, back=back), gated=not back)
 
+        def stacked(*shapes: tuple[int, int], back: bool, kind: str | None = None) -> Any:
+            size = 4.0 if g.clamped and not back else 1.0  # so that some values exceed the limit
+            parts = [self._parts(make, *shapes, kind=kind, back=back, size=size) for _ in range(g.experts)]
+            if not g.expert_biases:
+                return ops.prepare_experts(parts, gated=not back)
+            rows = self._outs if back else self.inner
+            biases = [[raw(make(shape[0], scale=0.5)).take_rows(rows) for shape in shapes] for _ in parts]
+            elsewhere = back and ops.parallel.rank and not ops.parallel.gathers
+            return ops.prepare_experts(parts, None if elsewhere else biases, gated=not back)
+
         return Experts(
             # Scores of similar size, so that all chosen experts matter.
             router=ops.prepare_vector(make(g.experts, g.hidden, scale=g.hidden**-0.5)),
-            gate_up=ops.prepare_experts([self._parts(make, up, up, back=False) for _ in range(g.experts)], gated=True),
-            down=ops.prepare_experts(
-                [self._parts(make, down, kind=g.packed_down, back=True) for _ in range(g.experts)], gated=False
-            ),
+            gate_up=stacked(up, up, back=False),
+            down=stacked(down, back=True, kind=g.packed_down),
             top_k=g.top_k,
             normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
@@ -313,6 +342,7 @@ class LayerOn:
             groups=g.expert_groups,
             top_groups=half_of(g.expert_groups),
             weight_scale=g.weight_scale,
+            router_bias=ops.prepare_vector(make(g.experts, scale=0.5)) if g.expert_biases else None,
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:
@@ -323,6 +353,8 @@ class LayerOn:
         experts = self.experts
         assert experts is not None
         scores = x @ experts.router.T
+        if experts.router_bias is not None:
+            scores = scores + experts.router_bias
         if experts.scoring == "sigmoid":
             scores = 1 / (1 + np.exp(-scores))
         else:
@@ -384,7 +416,7 @@ class LayerOn:
         a = result(call("attention", q, self.heads, self.kv, self.step))
         y = result(call("project_residual", a, self.output, x, self.post_norm, output))
         if self.experts is not None:
-            result(call("moe_residual", y, self.norm, self.experts, self.g.activation))
+            result(call("moe_residual", y, self.norm, self.experts, self.g.expert_activation))
         else:
             name = "plain_mlp_inputs" if self.g.ungated else "mlp_inputs"
             inner = result(call(name, y, norm, self.gate_up, self.g.ungated or self.g.activation, gate_up))

@@ -85,6 +85,8 @@ class CudaOps(TorchOps):
     chunks = False
     any_experts = True
     latents = False
+    biased_experts = True
+    sinks = True
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""
@@ -219,7 +221,7 @@ class CudaOps(TorchOps):
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks of a `CudaLayer` in place."""
         planned = self._kernels.planned_attention
-        if planned is not None and step.host is not None and not layer.quantized:
+        if planned is not None and step.host is not None and not layer.quantized and heads.sinks is None:
             return planned(q, layer, heads, step)
         if self._kernels.attention is None:
             return super().paged_attention(q, *widened_layer(layer, heads, step, q.dtype))
@@ -256,11 +258,14 @@ class CudaOps(TorchOps):
             found.prepare(cache)
         return found
 
-    def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
+    def prepare_experts(
+        self, parts: Sequence[Sequence[Weight]], biases: Sequence[Sequence[RawTensor]] | None = None, *, gated: bool
+    ) -> Any:
         """Stack the experts; they stay packed if all have the same format."""
         weights = [weight for expert in parts for weight in expert]
         packed = pack_stack(weights, self.device, self._multiplies_8_bits)
-        return StackedExperts(self._stack(weights) if packed is None else packed, len(parts))
+        bias = None if biases is None else self._stack([part for expert in biases for part in expert])
+        return StackedExperts(self._stack(weights) if packed is None else packed, len(parts), bias)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """Run each expert on its tokens.

@@ -74,6 +74,8 @@ class StackedExperts(Sequence[Any]):
     weight: PackedPart | Array
     """[experts * out, in]"""
     experts: int
+    bias: Array | None = None
+    """[experts * out] in the pack's dtype."""
 
     @property
     def out(self) -> int:
@@ -88,10 +90,12 @@ class StackedExperts(Sequence[Any]):
         if not 0 <= expert < self.experts:
             raise IndexError(expert)
         rows, weight = slice(expert * self.out, (expert + 1) * self.out), self.weight
+        bias = None if self.bias is None else self.bias[rows]
         if not isinstance(weight, PackedPart):
-            return TorchLinear(weight[rows], None)
+            return TorchLinear(weight[rows], bias)
         minima = None if weight.minima is None else weight.minima[rows]
-        return PackedLinear((replace(weight, values=weight.values[rows], scales=weight.scales[rows], minima=minima),))
+        own = replace(weight, values=weight.values[rows], scales=weight.scales[rows], minima=minima)
+        return PackedLinear((replace(own, bias=None if bias is None else bias.float()),))
 
 
 def pack_linear(

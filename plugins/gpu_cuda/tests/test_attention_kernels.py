@@ -125,6 +125,15 @@ def test_every_kind_of_step(batch: str, options: dict[str, Any]) -> None:
     Batch(BATCHES[batch], **options).check(attention())
 
 
+@pytest.mark.parametrize("rows", [[(1, 9), (1, 1300), (3, 600)], [(37, 40), (20, 2100)]], ids=["decodes", "prompts"])
+@pytest.mark.parametrize("options", [{}, {"window": 300, "softcap": 5.0}], ids=str)
+def test_sinks_count_once_however_keys_are_divided(rows: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    sinks = np.array([4.0, -2.0, 0.5, 60.0], np.float32)
+    batch = Batch(rows, sinks=sinks, **options)
+    batch.heads = replace(batch.heads, sinks=torch.from_numpy(sinks))
+    batch.check(attention())
+
+
 @pytest.mark.parametrize(
     "heads",
     [

@@ -124,6 +124,26 @@ def test_packed_experts_stay_packed(kind: str) -> None:
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
 
 
+@pytest.mark.parametrize("kind", [None, "MXFP4"])
+def test_biases_and_the_clamped_activation_of_gpt_oss(kind: str | None) -> None:
+    x, results = 3 * tokens(20), []
+    for ops in (NumpyOps(), make_ops()):
+        make = Values(4)
+        parts, count = block(ops, kind, count=16, top_k=4), 16
+        ups = [[weight(kind, INNER, HIDDEN, make) for _ in range(2)] for _ in range(count)]
+        downs = [[weight(kind, HIDDEN, INNER, make)] for _ in range(count)]
+        biases = [[raw(4 * make(INNER)), raw(4 * make(INNER))] for _ in range(count)]
+        given = replace(
+            parts,
+            gate_up=ops.prepare_experts(ups, biases, gated=True),
+            down=ops.prepare_experts(downs, [[raw(make(HIDDEN))] for _ in range(count)], gated=False),
+            router_bias=ops.prepare_vector(make(count)),
+        )
+        y = ops.moe(ops.from_host(x), given, "clamped_swiglu")
+        results.append(np.asarray(ops.to_host(y)))
+    np.testing.assert_allclose(*results, rtol=0, atol=2e-5 * np.abs(results[0]).max())
+
+
 def test_experts_that_are_packed_in_different_ways_are_expanded() -> None:
     ops, make = make_ops(), Values(1)
     parts = [[weight("int4", INNER, HIDDEN, make), weight(kind, INNER, HIDDEN, make)] for kind in ("int8", "int4")]

@@ -87,6 +87,8 @@ def _online_attention(q: Any, k: Any, v: Any, heads: Any) -> Any:
     place = np.arange(context - count, context)[:, None]
     peak = np.full((*grouped.shape[1:3], count, 1), -1e30, np.float32)
     total, sums = np.zeros_like(peak), np.zeros((*peak.shape[:3], heads.head_dim), np.float32)
+    if heads.sinks is not None:
+        peak, total = peak * 0 + heads.sinks.reshape(heads.num_kv_heads, -1, 1, 1), total + 1
     for begin in range(0, context, 5):
         part = slice(begin, begin + 5)
         scores = np.einsum("qhgd,lhd->hgql", grouped, k[part]) * np.float32(heads.scale)

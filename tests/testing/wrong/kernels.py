@@ -697,6 +697,36 @@ class LosesTheLastSplit(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, context_len=contexts.astype(np.int32)))
 
 
+@shown_by("layer", sinks=True, chunk=0)
+class IgnoresSinks(NumpyOps):
+    """The softmax is over the keys alone."""
+
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, replace(heads, sinks=None), step)
+
+
+@shown_by("layer", sinks=True, context=4097)
+class AddsTheSinkOfEachSplit(NumpyOps):
+    """Keys are split at 2,048, and the kernel adds the sink to the sum of each of the two parts."""
+
+    def paged_attention(self, q, layer, heads, step):
+        once = super().paged_attention(q, layer, heads, step)
+        if heads.sinks is None:
+            return once
+        twice = super().paged_attention(q, layer, replace(heads, sinks=heads.sinks + np.float32(np.log(2))), step)
+        split = np.repeat(step.context_len > 2048, np.diff(step.query_start))
+        return np.where(split[:, None], twice, once)
+
+
+@shown_by("layer", sinks=True, scale=0.5)
+class ScalesSinks(NumpyOps):
+    """A sink is the score of a key before the scale."""
+
+    def paged_attention(self, q, layer, heads, step):
+        sinks = None if heads.sinks is None else heads.sinks * np.float32(heads.scale)
+        return super().paged_attention(q, layer, replace(heads, sinks=sinks), step)
+
+
 @shown_by("kv", kv_dtype="int8", spare_blocks=255)
 class ReadsBlocksFromBeforeAnImport(NumpyOps):
     """Blocks in 8 bits are dequantized once, and again after `write_kv`, but not after `import_blocks`."""
@@ -1088,9 +1118,9 @@ class NormalizesTheBatchByItsLargest(NumpyOps):
 class AssumesTheUsualGroupOfExperts(NumpyOps):
     """Scales of experts are read with the stride of the usual group."""
 
-    def prepare_experts(self, parts, *, gated):
+    def prepare_experts(self, parts, biases=None, *, gated):
         usual = AssumesTheUsualGroup.usual
-        return super().prepare_experts([[usual(self, part) for part in each] for each in parts], gated=gated)
+        return super().prepare_experts([[usual(self, part) for part in each] for each in parts], biases, gated=gated)
 
 
 class _SharingCache(NumpyKVCache):
@@ -1236,22 +1266,22 @@ class ReadsHalvesThroughAPointer(NumpyOps):
 class TakesFloat16ExpertsForBfloat16(NumpyOps):
     """Experts are stacked by bits: all of 2 bytes are read as bfloat16."""
 
-    def prepare_experts(self, parts, *, gated):
+    def prepare_experts(self, parts, biases=None, *, gated):
         def read(part):
             is_half = isinstance(part, RawTensor) and part.data.itemsize == 2
             return RawTensor("BF16", part.data.view(np.uint16)) if is_half else part
 
-        return super().prepare_experts([[read(part) for part in expert] for expert in parts], gated=gated)
+        return super().prepare_experts([[read(part) for part in expert] for expert in parts], biases, gated=gated)
 
 
 @shown_by("moe", packed="int8")
 class ReadsTheFirstPackedExpert(NumpyOps):
     """The stride between packed experts is 0: all have the weights of the first."""
 
-    def prepare_experts(self, parts, *, gated):
+    def prepare_experts(self, parts, biases=None, *, gated):
         if isinstance(parts[0][0], PackedTensor):
             parts = [parts[0] for _ in parts]
-        return super().prepare_experts(parts, gated=gated)
+        return super().prepare_experts(parts, biases, gated=gated)
 
 
 @shown_by("moe", packed_down="Q6_K")
@@ -1262,12 +1292,12 @@ class ReadsDownInTheFormatOfUp(NumpyOps):
         super().__init__()
         self.up = None
 
-    def prepare_experts(self, parts, *, gated):
+    def prepare_experts(self, parts, biases=None, *, gated):
         if gated:
             self.up = parts[0][0]
         elif isinstance(self.up, PackedTensor) and isinstance(parts[0][0], PackedTensor):
             parts = [[self.read(part) for part in each] for each in parts]
-        return super().prepare_experts(parts, gated=gated)
+        return super().prepare_experts(parts, biases, gated=gated)
 
     def read(self, part):
         shape = part.shape[0], part.shape[1] // min(self.up.group, part.shape[1])
@@ -1335,18 +1365,45 @@ class MultipliesTheKeyBeforeTheWindowByZero(NumpyOps):
         return output
 
 
+@shown_by("moe", expert_biases=True)
+class DropsBiasesOfExperts(NumpyOps):
+    """The grouped product has no bias."""
+
+    def prepare_experts(self, parts, biases=None, *, gated):
+        return super().prepare_experts(parts, gated=gated)
+
+
+@shown_by("moe", expert_biases=True, normalize=False)
+class DropsTheBiasOfTheRouter(NumpyOps):
+    """Experts are chosen by the products alone."""
+
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, router_bias=None), activation)
+
+
+@shown_by("moe", clamped=True)
+class ClampsNothing(NumpyOps):
+    """Gate and up of gpt-oss are not limited."""
+
+    def gate(self, gate_up, activation):
+        if activation != "clamped_swiglu":
+            return super().gate(gate_up, activation)
+        gate, up = np.split(gate_up, 2, axis=-1)
+        return self.activate(gate, "quick_gelu") * (up + 1)
+
+
 @shown_by("moe", packed="int8", stored="sliced")
 class ReadsExpertsThroughAPointer(NumpyOps):
     """Packed experts are copied from their first byte on; a rank's share of the columns of `down` is not contiguous."""
 
-    def prepare_experts(self, parts, *, gated):
+    def prepare_experts(self, parts, biases=None, *, gated):
         def read(part):
             if not isinstance(part, PackedTensor):
                 return part
             out, ins = part.values.shape
             return replace(part, values=np.lib.stride_tricks.as_strided(part.values, (out, ins), (ins, 1)).copy())
 
-        return super().prepare_experts([[read(part) for part in expert] for expert in parts], gated=gated)
+        return super().prepare_experts([[read(part) for part in expert] for expert in parts], biases, gated=gated)
 
 
 @shown_by("logits_of", tied=True, source="F16")

@@ -51,7 +51,9 @@ void pack_values(Linear& w, int part, int first_column, const int8_t* values, co
             if (minima) std::memcpy(panel + scales_bytes(w) + c * item, minima + from, item);
             uint8_t* bytes = reinterpret_cast<uint8_t*>(panel + (w.minima ? 2 : 1) * scales_bytes(w));
             for (int i = 0; i < w.group && k + i < w.k; i++) {
-                const int value = values[size_t(r) * w.k + k + i] + w.offset, place = byte_of(dot_parts(w), c % kLanes, i % kDotK);
+                int value = values[size_t(r) * w.k + k + i] + w.offset;
+                if (w.fp4) value = int(std::find(kFp4, kFp4 + 15, value) - kFp4);
+                const int place = byte_of(dot_parts(w), c % kLanes, i % kDotK);
                 uint8_t* to = bytes + i / kDotK * step + place;
                 if (w.type == Type::u4)
                     *to |= uint8_t((value & 15) << 4 * v);
@@ -194,10 +196,11 @@ void fd_linear_pack(void* linear, int part, int first_column, const void* source
 }
 
 /// What the values of a packed linear are: for each `group` consecutive k (16, a multiple of 32, or k) there is a scale, and
-/// a minimum if there are minima, both stored as `scales`; values are from -offset to 2^bits - 1 - offset.
+/// a minimum if there are minima, both stored as `scales`; values are from -offset to 2^bits - 1 - offset, or those of FP4.
 struct PackedForm {
     int bits, group, offset, minima;
     Scales scales;
+    int fp4;
 };
 
 void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form, int has_bias) {
@@ -212,6 +215,7 @@ void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form
         w->offset = form->offset;
         w->minima = form->minima;
         w->scales = form->scales;
+        w->fp4 = form->fp4;
         w->vecs = round_up(round_up(n, kLanes) / kLanes * (gated ? 2 : 1), kWeightVecs);
         w->data = static_cast<Arena*>(arena)->allocate(w->vecs / kWeightVecs * packed_panel_bytes(*w));
         w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
@@ -610,7 +614,7 @@ struct MoeGeometry {
 };
 
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
-                        const float* router, const float* bias, const float* shared_gate, const void* const* gate_up,
+                        const float* router, const float* router_bias, const float* bias, const float* shared_gate, const void* const* gate_up,
                         const void* const* down,
                         const void* shared_gate_up, const void* shared_down, int activation, void* group,
                         const int* hidden_starts, const int* shared_starts, const int* starts, int residual) {
@@ -619,6 +623,7 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         Recording& r = recording(program);
         ExpertWeights w{};
         w.router = router;
+        w.router_bias = router_bias;
         w.bias = bias;
         w.shared_gate = shared_gate;
         for (int i = 0; i < g->experts; i++) {

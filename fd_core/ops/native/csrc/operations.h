@@ -283,7 +283,7 @@ void store_gated(const Linear& w, Activation kind, const Block& block, int r, E*
     for (int v = 0; v < block.vecs; v += 2) {
         const V gate = with_bias(w, block.vec + v, vload(block.at(r, v)));
         const V up = with_bias(w, block.vec + v + 1, vload(block.at(r, v + 1)));
-        vstore(out + (block.vec + v) / 2 * kLanes, activate(gate, kind) * up);
+        vstore(out + (block.vec + v) / 2 * kLanes, gated(gate, up, kind));
     }
 }
 

@@ -125,8 +125,10 @@ class FamilySuite:
             unused |= {field: values[field] for field in read if field not in repeated}
             for field in read:
                 others = [_without(values, other) for other in read]
+                value = values[field]
+                refusable = 2 * value if isinstance(value, float) and value else None if value else True
                 if any(_described(target, _without(each, field)) != _described(target, each) for each in others) or (
-                    not values[field] and _refuses(target, {**values, field: True})
+                    refusable is not None and _refuses(target, {**values, field: refusable})
                 ):
                     used.add(field)
         listed = ", ".join(f"{field}={value!r}" for field, value in unused.items() if field not in used)
@@ -446,7 +448,7 @@ def _described(target: FamilyTarget, values: Mapping[str, Any]) -> DecoderSpec |
 
 
 def _refuses(target: FamilyTarget, values: Mapping[str, Any]) -> bool:
-    """Return True if the family calls `ModelConfig.refuse` for a field that is set."""
+    """Return True if the family refuses a field that is set, as `ModelConfig.refuse` does."""
     try:
         target.describe(values)
     except ModelError as error:

@@ -102,20 +102,24 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
 
     Raises `NamelessTensor`, and `AssertionError` if the GGUF reader of `transformers` does not revert the changes.
     """
-    kind = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
-    assert kind is not None, f"the gguf package has no architecture {arch}"
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
+    assert known is not None, f"the gguf package has no architecture {arch}"
+    names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     tensors = _rope_factors(config)
     experts: dict[str, dict[int, Floats]] = defaultdict(dict)
     for name in original.names():
         value = original.read(name).to_float32()
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            block, _, part = name.rpartition(".")
-            turned = np.ascontiguousarray(value.swapaxes(1, 2))
-            named = zip(part.split("_")[:-1], np.split(turned, part.count("_"), axis=1), strict=True)
-            tensors |= {f"{names.get_name(f'{block}.{each}_proj')}.weight": half for each, half in named}
+        whole = name.removesuffix("_bias")
+        if whole.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            block, _, part = whole.rpartition(".")
+            kind, rows = ("weight", value.swapaxes(1, 2)) if name == whole else ("bias", value)
+            count = part.count("_")
+            alternating = [rows[:, index::count] for index in range(count)]
+            halves = alternating if arch == "gpt-oss" else np.split(rows, count, axis=1)
+            for each, half in zip(part.split("_")[:-1], halves, strict=True):
+                tensors[f"{names.get_name(f'{block}.{each}_proj')}.{kind}"] = np.ascontiguousarray(half)
             continue
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
@@ -129,6 +133,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         given = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), _SUFFIXES)
         if given is None:
             raise NamelessTensor(f"llama.cpp has no name for {name} in {arch}")
+        given += "" if given.endswith(_SUFFIXES) else ".weight"
         tensors[given] = changed = _changed(stored, name, value, config)
         _require_reverted(arch, given, value, changed, config)
     for name, parts in experts.items():

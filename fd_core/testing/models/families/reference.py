@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from fd_core.models.families.contract import Family
 from fd_core.testing.models.arrays import Floats, Values
 from fd_core.testing.models.checkpoints import SIZES, write_config
@@ -90,7 +92,7 @@ def _halved(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight(values: Values, name: str, shape: tuple[int, ...], initial: Floats) -> Floats:
-    """Return weights whose logits vary between tokens, and norms and biases around their initial values."""
+    """Return weights whose logits vary between tokens, and norms and biases around their initial values, 1 or 0."""
     if len(shape) == 1:
-        return initial + values(*shape, scale=0.2)
+        return np.rint(initial) + values(*shape, scale=0.2)
     return values(*shape, scale=0.5 if "embed" in name else 0.25 if "lm_head" in name else shape[-1] ** -0.5)

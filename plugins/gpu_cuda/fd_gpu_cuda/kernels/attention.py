@@ -177,6 +177,7 @@ def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
 
 LOG2_E = 1.4426950408889634
 """Factor that turns a score into an exponent of base 2."""
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -262,6 +263,15 @@ def fold(largest, total, sums, more_largest, more_total, more_sums):
     return higher, total, sums
 
 
+@triton.jit
+def averaged(largest, total, sums, sinks_at, head):
+    """Divide the sums [m, d] over all keys by their weights; a sink is one more, whose value is 0. `head`: [m]."""
+    if sinks_at is not None:
+        # Infinite if it exceeds all keys by 2^128: then their share is 0.
+        total += tl.exp2(tl.load(sinks_at + head) * _LOG2_E - largest)
+    return sums / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
 _PROGRAMS: Final = 2
 """Shares per multiprocessor, which keep enough loads in flight."""
 _SUMS_BYTES: Final = 2**20
@@ -341,7 +351,7 @@ def _whole_chunks(key):
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _decode(
-    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sinks_at, sums_at, counters_at,
     query_start_at, context_at, tables_at, table_stride,
     rows, tiles, most, capacity, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
@@ -449,13 +459,12 @@ def _decode(
                     for token in range(tl.minimum(tile, count - begin)):
                         token_line = (start + begin + token) * kv_heads + kv_head
                         _fold_chunks(
-                            chunks_at + token * (shared * (d + 4)), output_at,
-                            chunks, lines, token_line.to(tl.int64) * (shared * width),
+                            chunks_at + token * (shared * (d + 4)), output_at, sinks_at,
+                            chunks, lines, kv_head, token_line.to(tl.int64) * (shared * width),
                             shared, width, d, few, folded,
                         )  # fmt: skip
             else:
-                result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-                result = result.to(output_at.dtype.element_ty)
+                result = averaged(all_largest, all_total, all_sums, sinks_at, head).to(output_at.dtype.element_ty)
                 tl.store(output_at + q_line[:, None] + column[None, :], result, mask=q_mask)
         row += 1
         row_begin = row_end
@@ -464,7 +473,7 @@ def _decode(
 
 @triton.jit
 def _fold_chunks(
-    chunks_at, output_at, chunks, lines, output_line,
+    chunks_at, output_at, sinks_at, chunks, lines, kv_head, output_line,
     shared: tl.constexpr, width: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr,
 ):  # fmt: skip
     """Fold the chunks of one token in order, with several loads at once, and write the result."""
@@ -483,7 +492,8 @@ def _fold_chunks(
             more_largest = tl.load(line_at + d, mask=there, other=-float("inf"))
             more_total = tl.load(line_at + (d + 1), mask=there, other=0.0)
             largest, total, sums = fold(largest, total, sums, more_largest, more_total, more)
-    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    head = kv_head * shared + tl.minimum(line, shared - 1)
+    result = averaged(largest, total, sums, sinks_at, head)
     at = output_line + line[:, None] * width + column[None, :]
     mask = live[:, None] & (column < width)[None, :]
     tl.store(output_at + at, result.to(output_at.dtype.element_ty), mask=mask)
@@ -603,7 +613,7 @@ def _walk(
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _prefill(
-    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sinks_at, sums_at, counters_at,
     query_start_at, context_at, tables_at, table_stride,
     rows, least, share, most, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
@@ -686,8 +696,9 @@ def _prefill(
             all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
         if programs == 1:
             _write_prompt(
-                output_at, query_start_at, row, begin, kv_head, all_total, all_sums, kv_heads, shared, width, tile, m, d
-            )
+                output_at, sinks_at, query_start_at, row, begin, kv_head, all_largest, all_total, all_sums,
+                kv_heads, shared, width, tile, m, d,
+            )  # fmt: skip
         elif is_last(counters_at, unit, programs):
             all_largest = tl.full((m,), -float("inf"), tl.float32)
             all_total = tl.zeros((m,), tl.float32)
@@ -699,13 +710,14 @@ def _prefill(
                 total = tl.load(at + m * (d + 1) + line)
                 all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
             _write_prompt(
-                output_at, query_start_at, row, begin, kv_head, all_total, all_sums, kv_heads, shared, width, tile, m, d
-            )
+                output_at, sinks_at, query_start_at, row, begin, kv_head, all_largest, all_total, all_sums,
+                kv_heads, shared, width, tile, m, d,
+            )  # fmt: skip
 
 
 @triton.jit
 def _write_prompt(
-    output_at, query_start_at, row, begin, kv_head, total, sums,
+    output_at, sinks_at, query_start_at, row, begin, kv_head, largest, total, sums,
     kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, m: tl.constexpr,
     d: tl.constexpr,
 ):  # fmt: skip
@@ -714,7 +726,7 @@ def _write_prompt(
     column = tl.arange(0, d)
     head = kv_head * shared + tl.arange(0, m) % shared
     line = (token * (kv_heads * shared) + head).to(tl.int64) * width
-    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    result = averaged(largest, total, sums, sinks_at, head)
     mask = live[:, None] & (column < width)[None, :]
     tl.store(output_at + line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=mask)
 
@@ -741,7 +753,7 @@ class PagedAttention:
         output = torch.empty_like(q)
         shared, item = heads.num_heads // heads.num_kv_heads, layer.keys.element_size()
         sizes = HeadSizes(shared, heads.head_dim, item, q.element_size(), heads.window is not None)
-        arrays = q, *layer.arrays, output
+        arrays = q, *layer.arrays, output, heads.sinks
         rows = step.query_start, step.context_len, step.block_tables, step.block_tables.stride(0)
         count, prompts = len(step.context_len), step.max_query > MOST_DRAFTED
         if not prompts or count > 1:

@@ -20,7 +20,7 @@ from fd_core.ops.contract import Activation, Array, Experts
 
 from fd_gpu_cuda.kernel_table import ExpertsKernel
 from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
-from fd_gpu_cuda.kernels.norms import activated
+from fd_gpu_cuda.kernels.norms import gated
 from fd_gpu_cuda.kernels.products import (
     EVERY_TILE,
     MOST_TOKENS,
@@ -201,6 +201,8 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         gate_up, down = experts.gate_up, experts.down
         logits = x.new_empty((len(x), gate_up.experts), dtype=experts.router.dtype)
         product(x, experts.router, logits)
+        if experts.router_bias is not None:
+            logits += experts.router_bias
         chosen, weights = choose(logits, experts)
         pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
         inputs, order = x, pairs
@@ -233,7 +235,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
             compiled.add(key)
             every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
             tiles = [*dict.fromkeys(every), *tiles]
-        given = *operand.arrays, order, counts, y, y.stride(0), weight.experts, weight.out, *operand.sizes
+        given = *operand.arrays, weight.bias, order, counts, y, y.stride(0), weight.experts, weight.out, *operand.sizes
         choice = {"activation": activation, "top_k": top_k, "size": next_power_of_2(weight.experts)}
         for tile in tiles:
             grid = (cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
@@ -246,7 +248,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
 
 @kernel
 def _multiply_pairs(
-    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at,
+    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at, bias_at,
     order_at, counts_at, y_at, y_stride,
     experts, out, inputs, groups,
     bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
@@ -294,12 +296,13 @@ def _multiply_pairs(
             if not grouped:
                 total *= tl.load(scales_rows).to(tl.float32)[None, :]
             total *= tl.load(x_scales_at + x_row)[:, None]
+        if bias_at is not None:
+            total += tl.load(bias_at + line).to(tl.float32)[None, :]
         result = total.to(y_at.dtype.element_ty)
         width = out
         if activation is not None:
             gate, up = tl.split(tl.reshape(result, (m, n // 2, 2)))
-            gate = activated(gate.to(tl.float32), activation, y_at.dtype.element_ty)
-            result = (gate.to(tl.float32) * up.to(tl.float32)).to(y_at.dtype.element_ty)
+            result = gated(gate.to(tl.float32), up.to(tl.float32), activation, y_at.dtype.element_ty)
             output = tl.program_id(0) * (n // 2) + tl.arange(0, n // 2)
             width = out // 2
         at = y_at + y_row[:, None] * y_stride + output[None, :]

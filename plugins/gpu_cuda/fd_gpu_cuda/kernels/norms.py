@@ -35,8 +35,7 @@ def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, til
     element = gate_up_at.dtype.element_ty
     x = tl.load(gate_up_at + row * (2 * inner) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_at + row * (2 * inner) + inner + column, mask=inside, other=0.0).to(tl.float32)
-    x = activated(x, activation, element).to(tl.float32)
-    tl.store(out_at + row * inner + column, (x * up).to(element), mask=inside)
+    tl.store(out_at + row * inner + column, gated(x, up, activation, element), mask=inside)
 
 
 @triton.jit
@@ -50,6 +49,18 @@ def activated(x, activation: tl.constexpr, element: tl.constexpr):
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x.to(element)
+
+
+@triton.jit
+def gated(x, up, activation: tl.constexpr, element: tl.constexpr):
+    """Return activation(x) * up of float32, rounded as the separate operations do."""
+    if activation == "clamped_swiglu":
+        x = tl.where(x > 7.0, 7.0, x)  # NaN remains
+        up = (tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0).to(element).to(tl.float32)
+        x = (x / (1.0 + tl.exp(-1.702 * x))).to(element)
+    else:
+        x = activated(x, activation, element)
+    return (x.to(tl.float32) * up).to(element)
 
 
 def add_ranks(parts: Array) -> Array:

@@ -182,7 +182,7 @@ def test_chatglm_file_with_stacked_queries_is_the_model_with_separate_ones(tmp_p
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("kind", [*PACKED_TYPES, "Q3_K"])
+@pytest.mark.parametrize("kind", [*(kind for kind in PACKED_TYPES if kind != "MXFP4"), "Q3_K"])
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
 def test_non_finite_scales_are_rejected_by_name(tmp_path: Path, kind: str, damage: float) -> None:
     quantization = GGMLQuantizationType[kind]
@@ -204,8 +204,8 @@ def test_duplicate_tensor_name_is_rejected(tmp_path: Path) -> None:
 
 
 def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tensors={**llama_tensors(), "blk.0.attn_sinks.weight": np.zeros(4, "f4")})
-    with pytest.raises(ModelError, match=r"attn_sinks"):
+    path = write_gguf(tmp_path / "m.gguf", tensors={**llama_tensors(), "blk.0.attn_noise.weight": np.zeros(4, "f4")})
+    with pytest.raises(ModelError, match=r"attn_noise"):
         open_checkpoint(path)
 
 

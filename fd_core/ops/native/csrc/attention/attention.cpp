@@ -259,7 +259,12 @@ void Attention<E>::put_rows(const Context& context, const QueryTile& tile, int h
         const float* total = sums.total + row * layer_.layout->d_v;
         const int token = plan_->queries[tile.first + row / group].token;
         E* out = context.row<E>(out_, token) + (head * group + row % group) * d;
-        const float inverse = 1.0f / sums.sum[row];
+        float inverse = 1.0f / sums.sum[row];
+        if (shape_.sinks) {  // here, where all keys of a row have been added up, once
+            const float sink = shape_.sinks[head * group + row % group] * kLog2e, max = std::max(sums.max[row], sink);
+            const float own = exp2_of(sums.max[row] - max);
+            inverse = own / (sums.sum[row] * own + exp2_of(sink - max));
+        }
         int j = 0;
         for (; j + kLanes <= d; j += kLanes) vstore(out + j, vload(total + j) * vset(inverse));
         for (; j < d; j++) put(out + j, total[j] * inverse);

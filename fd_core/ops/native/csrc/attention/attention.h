@@ -19,6 +19,7 @@ struct AttentionShape {
     int latent;         // as in KvLayout
     float scale;
     float softcap;  // 0 for none
+    const float* sinks;  // [heads], scores of one more key with the value 0; or null
     int group() const { return heads / kv_heads; }
     int value() const { return latent ? latent : d; }  // elements of a head's output
     int key_part() const { return d - latent; }

@@ -25,6 +25,7 @@ inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline V to_float(I x) { return _mm512_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm512_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+inline I lookup(__m128i table, I places) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), places); }
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -35,6 +36,7 @@ inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
 inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 inline V to_float(I x) { return _mm256_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm256_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+inline I lookup(__m128i table, I places) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), places); }
 
 #else
 
@@ -51,6 +53,20 @@ inline V to_float(I x) { return __builtin_convertvector(x, V); }
 inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
 
 #endif
+
+/// Values of FP4 (e2m1) in halves, plus kFp4Offset, in order; a code is a place. The last is none.
+constexpr int kFp4Offset = 12;
+alignas(16) constexpr uint8_t kFp4[16] = {0, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 24, 24};
+inline I fp4_values(I codes) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return lookup(_mm_load_si128((const __m128i*)kFp4), codes);
+#else
+    uint8_t bytes[sizeof(I)];
+    std::memcpy(bytes, &codes, sizeof bytes);
+    for (uint8_t& each : bytes) each = kFp4[each];
+    return iload(bytes);
+#endif
+}
 
 /// Bytes with a sign to bytes without one, 128 larger.
 inline I iflip(I x) { return x ^ iset(int(0x80808080)); }
@@ -123,7 +139,9 @@ inline void sum_halves(const int8_t* q, int32_t (&half)[2]) {
 }
 
 // Dot<Bits>: sums of products for kLanes columns ------------------------------------------------------------------------
-// `begin(start)` and `total(start)` take the same number, which is part of the sum.
+// `begin(start)` and `total(start)` take the same number, which is part of the sum. Bits are 4, 8 or those of kFp4Bits.
+
+constexpr int kFp4Bits = 5;  // what the largest value of kFp4 has; its codes have 4
 
 #if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__))
 
@@ -213,8 +231,17 @@ struct WordDot {
     }
     I total(int) const { return sum; }
 };
+/// Pairs of products of larger values than nibbles, added in 32 bits.
+struct PairDot {
+    using Weights = I;
+    static Weights prepare(I bytes) { return bytes; }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) { sum = iadd(sum, widen_pairs(multiply_pairs(w, x))); }
+    I total(int) const { return sum; }
+};
 template <int Bits>
-using LinearDot = std::conditional_t<Bits == 8, WordDot, Dot<Bits>>;
+using LinearDot = std::conditional_t<Bits == 8, WordDot, std::conditional_t<Bits == kFp4Bits, PairDot, Dot<Bits>>>;
 template <int Bits>
 constexpr int kDotParts = Bits == 8 ? 2 : 1;
 
@@ -265,7 +292,7 @@ inline const char* dot_name() {
 
 /// Bytes of one step (kDotK consecutive k) of a panel.
 template <int Bits>
-constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) * Bits / 8;
+constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) / (Bits == 8 ? 1 : 2);
 
 /// Byte of element k of a column in a vector of a step: each part has its elements of all columns side by side.
 constexpr int byte_of(int parts, int column, int k) {
@@ -273,13 +300,23 @@ constexpr int byte_of(int parts, int column, int k) {
     return k / width * width * kLanes + column * width + k % width;
 }
 
+/// The columns of one step of a panel of nibbles.
+template <int Bits>
+void load_nibbles(const uint8_t* b, I (&x)[kWeightVecs]) {
+    const I both = iload(b);
+    x[0] = low_nibbles(both);
+    x[1] = high_nibbles(both);
+    if constexpr (Bits == kFp4Bits)
+        for (I& each : x) each = fp4_values(each);
+}
+
 /// A part of the columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
 template <int Bits>
 void load_columns(const uint8_t* b, int part, typename LinearDot<Bits>::Weights (&w)[kWeightVecs]) {
-    if constexpr (Bits == 4) {
-        const I x = iload(b);
-        w[0] = Dot<4>::prepare(low_nibbles(x));
-        w[1] = Dot<4>::prepare(high_nibbles(x));
+    if constexpr (Bits != 8) {
+        I x[kWeightVecs];
+        load_nibbles<Bits>(b, x);
+        for (int v = 0; v < kWeightVecs; v++) w[v] = LinearDot<Bits>::prepare(x[v]);
     } else {
         for (int v = 0; v < kWeightVecs; v++, b += sizeof(I)) {
             if constexpr (kDotParts<Bits> == 1)

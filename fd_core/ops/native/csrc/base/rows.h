@@ -78,7 +78,9 @@ void convert(const float* x, int n, E* y) {
     for (; i < n; i++) put(y + i, x[i]);
 }
 
-enum class Activation : int { none = -1, silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4, quick_gelu = 5 };
+enum class Activation : int {
+    none = -1, silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4, quick_gelu = 5, clamped_swiglu = 6
+};
 
 /// log2 of the probability that a normal variable exceeds u, 0 <= u <= 12: u times its power of two is exact to 1e-7.
 inline V log2_of_normal_tail(V u) {
@@ -115,6 +117,13 @@ inline V activate(V x, Activation kind) {
             return vmax(vset(0.0f), x) - u * vexp2(log2_of_normal_tail(u));
         }
     }
+}
+
+/// What a gated layer makes of a gate and up.
+inline V gated(V gate, V up, Activation kind) {
+    if (kind != Activation::clamped_swiglu) return activate(gate, kind) * up;
+    const V most = vset(7.0f), clamped = vmax(vset(-7.0f), vmin(most, up));  // in this order, which keeps NaN
+    return activate(vmin(most, gate), Activation::quick_gelu) * (clamped + vset(1.0f));
 }
 
 inline V softcapped(V x, float cap) { return vset(cap) * vtanh(x * vset(1.0f / cap)); }

@@ -31,6 +31,7 @@ struct Linear {
     int offset;   // of packed weights: added to values, so that they have no sign
     bool minima;  // of packed weights
     Scales scales;  // of packed weights: of minima, too
+    bool fp4;     // of type u4: values are codes of kFp4
 
     bool packed() const { return type == Type::u4 || type == Type::u8; }
 };

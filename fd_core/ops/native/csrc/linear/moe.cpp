@@ -75,6 +75,7 @@ void MoeResidual<E>::route(const Context& context, int token, float* scores) {
     float largest = kExcluded;
     for (int e = 0; e < count; e++) {
         scores[e] = product(experts_.router + size_t(e) * width);
+        if (experts_.router_bias) scores[e] += experts_.router_bias[e];
         largest = std::max(largest, scores[e]);
     }
     float* ranked = scores + count;

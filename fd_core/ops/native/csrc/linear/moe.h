@@ -7,6 +7,7 @@ namespace fd {
 
 struct ExpertWeights {
     const float* router;  // [experts, width]
+    const float* router_bias;  // [experts], or null
     const float* bias;    // [experts], for the choice only; or null
     const float* shared_gate;  // [width], the sigmoid of its product weighs the shared experts; or null
     std::vector<const Linear*> gate_up, down;

@@ -132,9 +132,10 @@ void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
         for (int u = 0; u < units; u++, index++, k += unit) {
             for (int i = 0; i < call.ahead_lines * unit / 16; i++, ahead += kCacheLine) prefetch(ahead);
             const uint8_t* columns = b;
-            if (Bits == 4) {
+            if (Bits != 8) {
                 for (int s = 0; s < unit / kDotK; s++) {
-                    const I x = iload(b + s * kStepBytes<4>), nibbles[] = {low_nibbles(x), high_nibbles(x)};
+                    I nibbles[N];
+                    load_nibbles<Bits>(b + s * kStepBytes<Bits>, nibbles);
                     std::memcpy(unpacked + s * kStep, nibbles, kStep);
                 }
                 columns = unpacked;
@@ -183,7 +184,9 @@ void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
 
 void amx_tile(const Linear& w, int rows, const PackedCall& call) {
     const bool two = rows > amx::kTile;
-    if (w.type == Type::u4)
+    if (w.fp4)
+        two ? amx_tile_of<kFp4Bits, 2>(w, rows, call) : amx_tile_of<kFp4Bits, 1>(w, rows, call);
+    else if (w.type == Type::u4)
         two ? amx_tile_of<4, 2>(w, rows, call) : amx_tile_of<4, 1>(w, rows, call);
     else
         two ? amx_tile_of<8, 2>(w, rows, call) : amx_tile_of<8, 1>(w, rows, call);
@@ -203,7 +206,9 @@ void packed_tile(const Linear& w, int rows, const PackedCall& call) {
 #if defined(FD_AMX)
     if (in_tiles(w, rows)) return amx_tile(w, rows, call);
 #endif
-    if (w.type == Type::u4)
+    if (w.fp4)
+        dispatch<kFp4Bits>(std::make_index_sequence<kDotRows<4>>{}, w, rows, call);
+    else if (w.type == Type::u4)
         dispatch<4>(std::make_index_sequence<kDotRows<4>>{}, w, rows, call);
     else
         dispatch<8>(std::make_index_sequence<kDotRows<8>>{}, w, rows, call);

@@ -2,8 +2,8 @@
 //
 // Weights are value * scale + minimum, `group` values of a column sharing the last two. A panel holds kWeightVecs vectors
 // of columns, group after group: a scale for each column, a minimum for each column if there are minima (see `Scales`), then
-// the values, kDotK consecutive k of each column side by side, stored without a sign (`offset` is added). If scales are
-// multiples, the units of scales, and those of minima, stand before each kUnitSpan k.
+// the values, kDotK consecutive k of each column side by side, stored without a sign (`offset` is added), or the codes of
+// FP4. If scales are multiples, the units of scales, and those of minima, stand before each kUnitSpan k.
 //
 // Rows are quantized to int8 with one scale for each kActivationK values. For each group of both, the integer dot product
 // is exact; its float value is added to the element's one accumulator, in the order of k whatever the number of rows: a
@@ -64,7 +64,7 @@ void unpack_column(const Linear& w, int column, Take&& take) {
         bytes += w.type == Type::u4 ? 0 : v * kLanes * kDotK;
         for (int i = 0; i < w.group && k + i < w.k; i++) {
             const int stored = bytes[i / kDotK * step + byte_of(dot_parts(w), c % kLanes, i % kDotK)];
-            const int value = (w.type == Type::u4 ? stored >> 4 * v & 15 : stored) - w.offset;
+            const int code = w.type == Type::u4 ? stored >> 4 * v & 15 : stored, value = (w.fp4 ? kFp4[code] : code) - w.offset;
             const float product = float(value * scale);
             take(k + i, w.minima ? float(product + minimum) : product);
         }
