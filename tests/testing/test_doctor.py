@@ -20,7 +20,7 @@ from rich.console import Console
 from fd_core.cli.plugins.conformance import _print as print_report
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.axes import layers, parts, pools, products, routing, sampling
+from fd_core.testing.axes import latent, layers, parts, pools, products, routing, sampling
 from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES
 from fd_core.testing.report.doctor.examine import copy_bandwidth, examine, examine_cases
 from fd_core.testing.report.doctor.runs import DoctorReport, OpFinding
@@ -45,9 +45,9 @@ def test_oracle_has_no_findings():
 
 
 def test_every_operation_of_the_contract_is_examined():
-    examined = {name for check in CHECKS for name in check.primitive.split(", ")}
+    examined = {name for check in (*CHECKS, *PART_CHECKS) for name in check.primitive.split(", ")}
     needed_by_others = {"prepare_vector", "prepare_embedding", "prepare_linear", "prepare_experts"}
-    needed_by_others |= {"prepare_lora", "place_loras"}
+    needed_by_others |= {"prepare_lora", "place_loras", "prepare_heads", "absorb", "expand", "latent_inputs"}
     no_operations = {"configure", "fetch", "add_shared", "padded", "compile", "compile_states"}
     no_operations |= {"replaceable_weights", "compile_adapted", "join", "all_reduce", "all_gather"}
     no_operations |= {"cut", "states_from_host", "upload", "fetch_later", "warm_up_steps", "warmed_up"}
@@ -112,7 +112,7 @@ def test_operation_is_examined_in_cases_of_the_kit(monkeypatch):
 
 
 def test_every_operation_of_the_kit_has_cases_in_the_doctor():
-    modules = (layers, pools, products, routing, sampling)
+    modules = (latent, layers, pools, products, routing, sampling)
     found = {part.name for module in modules for part in vars(module).values() if isinstance(part, parts.Part)}
     # These need large memory, or are the operations of other parts.
     assert found - {"pool", "table", "elements"} == {check.part.name for check in PART_CHECKS}
@@ -330,9 +330,10 @@ def running(pid: int) -> bool:
 
 
 def test_healthy_backend_exits_with_0(tmp_path):
-    run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows")
+    run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows", "--only", "from_host, to_host")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all operations are present and correct" in run.stdout
+    assert "from_host, to_host" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ _PHASES: Final = ("all", "shared", "alone")
 _LONG: Final = 500
 """Length of values that are not compared element by element in a message."""
 _COVERAGE: Final[pytest.StashKey[CoverageRun]] = pytest.StashKey()
+_MEASURED: Final = "fdcore-coverage-"
+"""Beginning of the name of the folder with the data of coverage."""
 _EXPECTED: Final = pytest.StashKey[str]()
 """Line that lists a test as an expected failure."""
 
@@ -66,13 +68,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Measure what `--fd-coverage` names, before conftest files import it. Raises `pytest.UsageError`."""
     names: list[str] = early_config.known_args_namespace.fd_coverage
-    if names and "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment
+    # Workers of xdist inherit the environment, and so are measured already.
+    if names and _MEASURED not in os.environ.get("COVERAGE_PROCESS_START", ""):
         from fd_core.testing.kit.coverage import CoverageRun
         from fd_core.testing.kit.requirements import require_packages
 
         try:
             require_packages("coverage")
-            run = CoverageRun(names, Path(tempfile.mkdtemp(prefix="fdcore-coverage-")))
+            run = CoverageRun(names, Path(tempfile.mkdtemp(prefix=_MEASURED)))
         except FdError as error:
             raise pytest.UsageError(str(error)) from error
         early_config.stash[_COVERAGE] = run

@@ -15,7 +15,7 @@ from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
 MEASURE = Path(__file__).resolve().parents[3] / "benchmarks" / "loading.py"
 HIDDEN, INNER = 512, 256
-BYTES = 72 << 20
+BYTES = 96 << 20
 """Approximate size of the table: temporary memory is a few MB."""
 
 

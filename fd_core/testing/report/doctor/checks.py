@@ -15,6 +15,7 @@ from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes import pools, products, routing, sampling
+from fd_core.testing.axes.latent import LATENT
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.models.arrays import (
@@ -111,6 +112,7 @@ PART_CHECKS: Final = (
     PartCheck("verify", sampling.VERIFY, ()),
     PartCheck("add_at", sampling.CELLS),
     PartCheck("attention", LAYERS, ("primitives", "kv_transfer")),
+    PartCheck("latent_attention", LATENT, ("primitives", "latents")),
 )
 """Parts of the kit by operation; `CELLS` also gathers and writes rows, and `LAYERS` calls all fusions."""
 

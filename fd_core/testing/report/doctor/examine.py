@@ -201,7 +201,7 @@ def _events(text: str, begin: int, read_output: HostCalls, only: frozenset[str])
 
 
 def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> None:
-    names = frozenset(filter(None, only.split(",")))
+    names = frozenset(only.splitlines())
     with Path(events).open("ab", buffering=0) as file:
         for event in _events(text, int(begin), _new_words(Path(errors)), only=names):
             file.write(msgspec.json.encode(event) + b"\n")

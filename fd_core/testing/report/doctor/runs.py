@@ -17,7 +17,7 @@ from fd_core.errors import ConfigError
 from fd_core.launching.child import child_command
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
-from fd_core.testing.report.doctor.checks import CHECKS
+from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that are examined; the last one only if a backend has none of the others."""
@@ -132,7 +132,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
     `only` names operations; none for all. Raises `PluginError` if the backend is missing or cannot run here, and
     `ConfigError` for an unknown field or operation.
     """
-    known = dict.fromkeys(check.primitive for check in CHECKS)
+    known = dict.fromkeys([each.primitive for each in CHECKS] + [each.primitive for each in PART_CHECKS])
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(f"{unknown[0]!r} is not one of {', '.join(known)}", field="--only")
     found: list[PackDescribed | OpFinding] = []
@@ -166,7 +166,7 @@ def _examine(
         running: ProbeBegun | None = None
         ended = ""
         path = folder / str(begin)
-        words = (text, str(begin), str(path), str(errors), ",".join(only))
+        words = (text, str(begin), str(path), str(errors), "\n".join(only))
         # The child exits when its standard input closes, that is, when this process is gone.
         command = child_command((), "-m", "fd_core.testing.report.doctor.examine", *words)
         environment = _TALKATIVE | os.environ
