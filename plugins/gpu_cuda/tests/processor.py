@@ -149,7 +149,11 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     scores = torch.einsum("tkgd,tskd->tkgs", grouped, keys) * heads.scale
     if heads.softcap is not None:
         scores = (scores / heads.softcap).tanh() * heads.softcap
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.float().reshape(1, heads.num_kv_heads, -1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : seen.shape[-1]]
     return torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1).to(q.dtype)
 
 
@@ -161,10 +165,17 @@ def plain_experts(x: Array, experts: Experts, activation: Activation, shared: Ar
         (expanded(each.weight) if isinstance(each.weight, PackedPart) else each.weight).to(x.dtype)
         for each in (experts.gate_up, experts.down)
     )
-    both = torch.einsum("th,eoh->teo", x, gate_up.unflatten(0, (-1, experts.gate_up.out)))
+    given, weight = x[:, None].expand(-1, share.shape[1], -1), share[..., None]
+    if experts.weighs_inputs:
+        given, weight = given * weight, (weight != 0).to(x.dtype)
+    both = torch.einsum("teh,eoh->teo", given, gate_up.unflatten(0, (-1, experts.gate_up.out)))
+    if experts.gate_up.bias is not None:
+        both += experts.gate_up.bias.unflatten(0, (-1, experts.gate_up.out)).to(x.dtype)
     inner = TorchOps().gate(both, activation)
     each = torch.einsum("tei,ehi->teh", inner, down.unflatten(0, (-1, experts.down.out)))
-    y = (each * share[..., None]).sum(1)
+    if experts.down.bias is not None:
+        each += experts.down.bias.unflatten(0, (-1, experts.down.out)).to(x.dtype)
+    y = (each * weight).sum(1)
     return y if shared is None else y + shared
 
 
