@@ -71,14 +71,17 @@ def one_torch_thread():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest.
+    """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest, and those of `avx512`.
 
-    Tests of single operations and formats run on every set; each set runs a different sixth of the compositions.
+    Tests of single operations and formats run on every other set; each set runs a different sixth of the compositions.
+    `avx512` computes as `avx512_vnni` does, but products of bytes as `avx2`.
     """
     turns: Counter[tuple[str, str, str]] = Counter()
     for item in items:
         isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
-        if isa in SETS[1:] and item.path.parent == Path(__file__).parent and item.path.name in COMPOSED:
+        if isa == "avx512" != SETS[0]:
+            item.add_marker(pytest.mark.soak)
+        elif isa in SETS[1:] and item.path.parent == Path(__file__).parent and item.path.name in COMPOSED:
             test = item.path.name, item.originalname, isa
             turns[test] += 1
             if turns[test] % 6 != SETS.index(isa) % 6:
