@@ -27,8 +27,8 @@ _BATCH: Final = 64
 class ThreadLoop:
     """A daemon thread with jobs and ZeroMQ sockets. Posting never blocks; an exception is logged and ends only its job.
 
-    A message is handled after the jobs that were posted before it was sent: what the owner of the thread changed before
-    it answered somebody holds for whatever that peer sends next. A job that is stuck does not keep the process alive.
+    A message is handled after the jobs that were posted before it was sent: if a change is posted before a request is
+    answered, the peer's next message meets it. A job that is stuck does not keep the process alive.
     """
 
     def __init__(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None) -> None:

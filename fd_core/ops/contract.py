@@ -831,7 +831,7 @@ class Ops(abc.ABC):
     def absorb(self, q: Array, weight: Array, heads: Heads) -> Array:
         """Bring queries [T, nh * (n + r)] to the form of keys: [T, nh, r + latent], where r is d - latent.
 
-        The last r elements of a head come first, unchanged; its first n are multiplied by its matrix [latent, n].
+        Of each head, the first n elements are multiplied by its matrix [latent, n]; the last r go before the product.
         """
         raise NotImplementedError
 

@@ -75,6 +75,13 @@ def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: boo
     )
 
 
+_DEFAULTS: Final = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _SIZES: Final = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -93,11 +100,7 @@ class DeepSeekV2(Family):
     architectures = ("DeepseekV2ForCausalLM",)
     model_type = "deepseek_v2"
     defaults: ClassVar = {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **_DEFAULTS,
         "first_k_dense_replace": 0,
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
@@ -146,11 +149,7 @@ class DeepSeekV3(Family):
     architectures = ("DeepseekV3ForCausalLM",)
     model_type = "deepseek_v3"
     defaults: ClassVar = {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **_DEFAULTS,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
