@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -100,8 +101,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
-_LINES: Final = 40
-"""Most lines of a get at which a value is deleted."""
+_LINES: Final = 100
+"""Most lines of a call at which a value changes."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 """Lengths of the values that replace each other under a key."""
 
@@ -378,6 +379,7 @@ class StoreSuite:
         except StoreError as error:
             assert error.reason is FailureReason.MALFORMED
         assert store.longest_prefix([B, A], LIMIT, TIMEOUT) == 1
+        assert store.stats(TIMEOUT).values in (None, 1, 2), "stats count more values than there are entries"
         try:
             store.put([(A, [value_of(A)])], TIMEOUT)
             assert back_door.read(A) == value_of(A)
@@ -512,20 +514,47 @@ class StoreSuite:
 
     @pytest.mark.law("5.2")
     def test_a_value_may_be_deleted_at_any_line_of_a_get(self, store: KVStore) -> None:
+        results = self._at_each_line(
+            store, lambda: store.get([A, B, A], LIMIT, TIMEOUT), lambda: store.delete([A], TIMEOUT)
+        )
+        for line, found in results:
+            first, second, third = as_bytes(found)
+            assert {first, third} <= {None, value_of(A)}, f"deleted at line {line}, a value is another one"
+            assert second == value_of(B), f"a value was deleted at line {line}, and another one of the get is wrong"
+
+    @pytest.mark.law("5.4")
+    def test_another_program_may_shorten_a_value_at_any_line_of_a_get(
+        self, store: KVStore, back_door: BackDoor
+    ) -> None:
+        """The caller detects a torn value; other values of the get are whole."""
+        self.sharing.require()
+        shorten = functools.partial(back_door.write, A, value_of(A, 10))
+        for line, found in self._at_each_line(store, lambda: store.get([A, B], LIMIT, TIMEOUT), shorten):
+            assert as_bytes(found)[1:] == [value_of(B)], f"shortened at line {line}, another value is wrong"
+
+    @pytest.mark.law("5.5")
+    def test_another_program_may_delete_a_value_at_any_line_of_stats(self, store: KVStore, back_door: BackDoor) -> None:
+        self.sharing.require()
+        delete = functools.partial(back_door.delete, A)
+        for line, found in self._at_each_line(store, lambda: store.stats(TIMEOUT), delete):
+            assert found.values in (None, 1, 2), (
+                f"deleted at line {line}, one of two values: stats count {found.values}"
+            )
+
+    def _at_each_line(
+        self, store: KVStore, call: Callable[[], Any], change: Callable[[], object]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the number of a line and the result of a call for two values that change before that line."""
         for line in range(_LINES):
             store.put([(A, [value_of(A)]), (B, [value_of(B)])], TIMEOUT)
             lines = itertools.count()
 
-            def delete(line: int = line, lines: Iterator[int] = lines) -> None:
+            def change_once(line: int = line, lines: Iterator[int] = lines) -> None:
                 if next(lines) == line:
-                    store.delete([A], TIMEOUT)
+                    change()
 
             package = type(store).__module__.partition(".")[0]
-            first, second, third = as_bytes(
-                interleaved(lambda: store.get([A, B, A], LIMIT, TIMEOUT), delete, package, patience=0.05)
-            )
-            assert {first, third} <= {None, value_of(A)}, f"deleted at line {line}, a value is another one"
-            assert second == value_of(B), f"a value was deleted at line {line}, and another one of the get is wrong"
+            yield line, interleaved(call, change_once, package, patience=0.05)
             if next(lines) <= line:
                 return
 
@@ -721,6 +750,19 @@ class StoreSuite:
         assert store.get([key_of(3), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
     @pytest.mark.law("5.5")
+    def test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none(
+        self, location: str, make_store: MakeStore
+    ) -> None:
+        store = self._capped(103_424, location, make_store)  # with the blocks of a file system
+        for number in range(4):
+            assert store.put([(key_of(number), [value_of(key_of(number), 100_000)])], TIMEOUT) == 1
+        found = as_bytes(store.get([key_of(number) for number in range(4)], LIMIT, TIMEOUT))
+        assert found == [None, None, None, value_of(key_of(3), 100_000)]
+        smaller = self._capped(1, location, make_store)
+        smaller.open(TIMEOUT)
+        assert smaller.put([(A, [value_of(A)])], TIMEOUT) == 0
+
+    @pytest.mark.law("5.5")
     @pytest.mark.parametrize("size", [1, 100, 4096, 9000])
     def test_space_of_replaced_and_deleted_values_is_free(
         self, location: str, make_store: MakeStore, size: int
@@ -880,6 +922,9 @@ class StoreSuite:
         new = make_store(other or location)
         assert resource_snapshot() == before, "making a store opened something"
         assert other is None or not Path(f"{folder}-new").exists(), "making a store created its folder"
+        found = new.get([A], LIMIT, TIMEOUT), new.longest_prefix([A], LIMIT, TIMEOUT), new.delete([A], TIMEOUT)
+        assert found == ([None], 0, 0), f"before `open`, an empty store returned {found}"
+        assert new.stats(TIMEOUT).values in (None, 0), "before `open`, the statistics of an empty store count values"
         new.open(TIMEOUT)
         new.put([(A, [value_of(A)])], TIMEOUT)
         assert as_bytes(new.get([A, B], LIMIT, TIMEOUT)) == [value_of(A), None]
@@ -897,6 +942,13 @@ class StoreSuite:
     def test_an_unknown_parameter_is_named(self, location: str, make_store: MakeStore) -> None:
         with pytest.raises(ConfigError, match="no_such_thing"):
             make_store(with_parameter(location, "no_such_thing=1"))
+
+    def test_a_zero_byte_in_the_location_is_refused_by_documented_errors(
+        self, location: str, make_store: MakeStore
+    ) -> None:
+        base, mark, parameters = location.partition("?")
+        with contextlib.suppress(ConfigError, StoreError):
+            make_store(f"{base}\0{mark}{parameters}").open(TIMEOUT)
 
     @pytest.mark.law("5.5")
     def test_the_cap_is_a_size_as_users_write_it(self, location: str, make_store: MakeStore) -> None:

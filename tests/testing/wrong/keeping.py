@@ -13,6 +13,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskReservations, DiskStore
@@ -975,3 +976,67 @@ class GivesUpAfterAFailedLookup(GivesUpWriting):
         except StoreError as error:
             self.failed = error
             raise
+
+
+@found_by("test_another_program_may_shorten_a_value_at_any_line_of_a_get")
+class BelievesTheSizeOfAFile(DiskStore):
+    """Reads as many bytes as the file had before."""
+
+    def get(self, keys, limit, timeout):
+        paths = [self.path / key.hex()[:2] / f"{key.hex()}.kv" for key in keys]
+        sizes = [path.stat().st_size for path in paths]
+        found = super().get(keys, limit, timeout)
+        for value, size in zip(found, sizes, strict=True):
+            if value is not None and len(value) < size:
+                raise EOFError
+        return found
+
+
+@found_by("test_another_program_may_delete_a_value_at_any_line_of_stats")
+class CountsFilesByPath(DiskStore):
+    def stats(self, timeout):
+        size = 0
+        for path in list(self.path.glob("??/*.kv")):
+            size += path.stat().st_size
+        return replace(super().stats(timeout), bytes=size)
+
+
+@found_by("test_invalid_value_does_not_affect_others")
+class ReadsEveryEntryToCount(DiskStore):
+    def stats(self, timeout):
+        size = sum(len(path.read_bytes()) for path in self.path.glob("??/*.kv"))
+        return replace(super().stats(timeout), bytes=size)
+
+
+@found_by("test_a_new_store_holds_nothing_and_a_closed_one_neither")
+class CountsOnlyOnceItIsOpened(DiskStore):
+    def stats(self, timeout):
+        _ = [*self.path.iterdir()]
+        return super().stats(timeout)
+
+
+@found_by("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none")
+class EvictsToAShareOfTheLimit(MemoryStore):
+    """Fails if no value may stay."""
+
+    def put(self, values, timeout):
+        size = sum(len(part) for _, parts in values for part in parts)
+        while self._bytes + size > self.limit_bytes * 7 / 8:
+            self._delete(next(iter(self._values)))
+        return super().put(values, timeout)
+
+
+@found_by("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none")
+class WritesAProbe(MemoryStore):
+    def open(self, timeout):
+        if not self.put([(b"probe", [b"probe"])], timeout):
+            raise StoreError(FailureReason.FULL, "there is no space for a probe")
+        self.delete([b"probe"], timeout)
+        return super().open(timeout)
+
+
+@found_by("test_a_zero_byte_in_the_location_is_refused_by_documented_errors")
+class PassesAnyPathOn(MemoryStore):
+    def __init__(self, location):
+        Path("/", location.rest).stat()
+        super().__init__(location)
