@@ -39,7 +39,7 @@ disable_warnings = no-data-collected
 ignore_errors = true
 exclude_lines =
     if TYPE_CHECKING:
-    (^\\s*|: )\\.\\.\\.$
+    ^\\s*(def .*: )?\\.\\.\\.$
 partial_branches = (?!)
 """
 

@@ -97,21 +97,24 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.2")
     def test_another_process_chooses_the_same(self) -> None:
-        """Compare with a process whose hashes of strings differ, and in which no instance has other settings."""
+        """Compare with processes whose hashes of strings differ, and in which no instance has other settings."""
         cls = self.policy_class()
         policy = PolicyUnderTest(cls, self.router_config())
         if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
             lacks("the class of the policy is local, and no other process can import it")
         texts = ["plain", "workers=256,loads=equal,calls=40", "urls=unordered,session=each its own,calls=40"]
         passed = json.dumps([cls.__module__, cls.__qualname__, msgspec.to_builtins(policy.config), texts])
-        with python(f"from {__name__} import print_choices; print_choices()", PYTHONHASHSEED="77") as process:
-            printed, _ = process.communicate(passed.encode())
-        assert process.returncode == 0, "another process cannot use the policy, see its errors"
+        elsewhere = []
+        for seed in ("77", "78"):  # the largest of 256 hashes is the same with two seeds once in some thousand runs
+            with python(f"from {__name__} import print_choices; print_choices()", PYTHONHASHSEED=seed) as process:
+                printed, _ = process.communicate(passed.encode())
+            assert process.returncode == 0, "another process cannot use the policy, see its errors"
+            elsewhere.append(json.loads(printed))
         cases = [ROUTING.case(text).values for text in texts]
         for case in cases:
             choices(policy, {**case, "block_size": 16, "max_sessions": 2})
         here = [choices(policy, case) for case in cases]
-        assert json.loads(printed) == here, "another process with equal calls chose other workers"
+        assert elsewhere == [here, here], "another process with equal calls chose other workers"
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

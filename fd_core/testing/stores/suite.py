@@ -753,7 +753,7 @@ class StoreSuite:
     def test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none(
         self, location: str, make_store: MakeStore
     ) -> None:
-        store = self._capped(103_424, location, make_store)  # with the blocks of a file system
+        store = self._capped(150_000, location, make_store)
         for number in range(4):
             assert store.put([(key_of(number), [value_of(key_of(number), 100_000)])], TIMEOUT) == 1
         found = as_bytes(store.get([key_of(number) for number in range(4)], LIMIT, TIMEOUT))
@@ -943,6 +943,7 @@ class StoreSuite:
         with pytest.raises(ConfigError, match="no_such_thing"):
             make_store(with_parameter(location, "no_such_thing=1"))
 
+    @pytest.mark.law("5.5")
     def test_a_zero_byte_in_the_location_is_refused_by_documented_errors(
         self, location: str, make_store: MakeStore
     ) -> None:
