@@ -35,6 +35,12 @@ _BLOCK = {
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
@@ -251,7 +257,8 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
     head_dim = shape.count("attention.key_length", hidden // heads)
-    if (found := shape.count("attention.value_length", head_dim)) != head_dim:
+    found = shape.count("attention.value_length", head_dim)
+    if found != head_dim and "attention.kv_lora_rank" not in shape.values:
         raise ModelError(
             f"{shape.origin}: {shape.prefix}attention.value_length is {found} and the head size {head_dim}; "
             "only equal values are supported"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
-from fd_core.models.families.contract import Family
-from fd_core.models.families.latent.deepseek import latent_traits
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.latent.deepseek import latent_config, latent_traits
 from fd_core.models.families.spec import Traits
 from fd_core.models.loading.config import ModelConfig
+
+_FACTORS: Final = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
+"""Of the published model; GGUF files do not have them, because llama.cpp has the same constants."""
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return latent_config(shape, tensors) | _FACTORS
 
 
 class MiniCpm3(Family):
@@ -23,9 +30,7 @@ class MiniCpm3(Family):
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "rms_norm_eps": 1e-5,
-        "scale_emb": 12.0,
-        "scale_depth": 1.4,
-        "dim_model_base": 256,
+        **_FACTORS,
         "tie_word_embeddings": True,
     }
     cases: ClassVar = {
@@ -56,6 +61,8 @@ class MiniCpm3(Family):
             "tie_word_embeddings": False,
         },
     }
+
+    gguf: ClassVar = {"minicpm3": Gguf(config=_gguf_config)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; a null leaves out its factor."""

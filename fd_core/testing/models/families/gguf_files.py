@@ -38,6 +38,8 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_shared_count": ("moe_num_shared_experts", "n_shared_experts"),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "expert_weights_norm": ("norm_topk_prob",),
@@ -48,6 +50,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
 _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
+_LATENT: Final = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("llama", "starcoder2"), "sliding_window"),
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), "norm_topk_prob"),
@@ -93,7 +96,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 def written_fields(arch: str) -> set[str]:
     """Return the fields of `config.json` that the converter writes in some form."""
-    fields = {field for names in _KEYS.values() for field in names} | _ROPE | {"tie_word_embeddings"}
+    fields = {field for names in _KEYS.values() for field in names} | _ROPE | _LATENT | {"tie_word_embeddings"}
     return fields - {_UNWRITTEN.get(arch)}
 
 
@@ -193,6 +196,8 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {key: values[0]} if values else {}
     if config.get("sliding_window") and config.get("layer_types"):
         found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if "kv_lora_rank" in config:
+        found |= _latent_metadata(arch, config)
     if "intermediate_size_mlp" in config:
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
@@ -200,6 +205,13 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if (local := (config.get("rope_parameters") or {}).get("sliding_attention")) is not None:
         found["rope.freq_base_swa"] = local["rope_theta"]
     return found | _rope_metadata(_rope(config), config)
+
+
+def _latent_metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated, value = config["qk_rope_head_dim"], config["v_head_dim"]
+    width = config["qk_nope_head_dim"] + rotated
+    sizes = {"key_length": width, "value_length": value}
+    return {f"attention.{name}": size for name, size in sizes.items()} | {"rope.dimension_count": rotated}
 
 
 def _rope_metadata(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
