@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +16,59 @@ from fd_core.models.families.latent.deepseek import DeepSeekV2, DeepSeekV3
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import describe, load_model, spec_of
+from fd_core.ops.contract import Ops
+from fd_core.ops.native import load_native_ops
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.parallel import RankGroup
 from fd_core.ops.weights import FP8
+from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.paged import PagedDriver
 
 V3 = {**SIZES, **DeepSeekV3.defaults, **DeepSeekV3.cases["experts"], "architectures": list(DeepSeekV3.architectures)}
 
 
-def logits(folder: Path) -> np.ndarray:
-    ops = NumpyOps()
+BLOCKS = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 132,
+    "q_lora_rank": 129,
+    "kv_lora_rank": 136,
+    "v_head_dim": 35,
+}
+"""Sizes of several blocks of 128, the last of which is cut off; the halves of two ranks begin inside of a block."""
+
+
+def logits(folder: Path, ops: Ops | None = None) -> np.ndarray:
+    ops = ops or NumpyOps()
     with open_checkpoint(folder) as checkpoint:
         driver = PagedDriver(load_model(checkpoint, ops), ops, [tuple(range(9))], 32)
     driver.generate(3)
     return np.stack(driver.rows[0].logits)
+
+
+def write_fp8(config: dict[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Write a checkpoint with FP8 projections, and the same values in float32; each block of 128 x 128 has a scale."""
+    import torch
+    from safetensors.torch import save_file
+
+    plain, packed = folder / "plain", folder / "packed"
+    wide, stored = {}, {}
+    for name, values in write_config(config, plain, seed=1).items():
+        wide[name] = stored[name] = torch.from_numpy(values)
+        if "proj" in name:
+            down, across = (-(-size // 128) for size in values.shape)
+            scales = wide[name].abs().max() / 448 * torch.linspace(1, 3, down * across).reshape(down, across)
+            each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: values.shape[0], : values.shape[1]]
+            stored[name] = (wide[name] / each).to(torch.float8_e4m3fn)
+            wide[name] = stored[name].float() * each
+            stored[f"{name}_scale_inv"] = scales
+    packed.mkdir()
+    form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": form}))
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    save_file(wide, plain / "model.safetensors", metadata={"format": "pt"})
+    return plain, packed
 
 
 def test_pack_without_latent_attention_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,31 +80,27 @@ def test_pack_without_latent_attention_is_refused_by_name(tmp_path: Path, monkey
 
 def test_fp8_blocks_as_published_are_read(tmp_path: Path) -> None:
     """`kv_b_proj` is dequantized, because it is applied from both sides; the others stay packed."""
-    import torch
-    from safetensors.torch import save_file
-
-    plain, packed = tmp_path / "plain", tmp_path / "packed"
-    stored = {}
-    for name, values in write_config(V3, plain, seed=1).items():
-        stored[name] = torch.from_numpy(values)
-        if "proj" in name:
-            scale = stored[name].abs().max() / 448
-            stored[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
-    packed.mkdir()
-    form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (packed / "config.json").write_text(json.dumps(V3 | {"quantization_config": form}))
-    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
-    for name in [name for name in stored if name.endswith("_scale_inv")]:
-        scale = stored.pop(name)
-        stored[name.removesuffix("_scale_inv")] = stored[name.removesuffix("_scale_inv")].float() * scale
-    save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
+    plain, packed = write_fp8(V3, tmp_path)
     np.testing.assert_allclose(logits(packed), logits(plain), atol=1e-5)
     with open_checkpoint(packed) as checkpoint:
         uses = load_model(checkpoint, NumpyOps()).weights
         spec = spec_of(checkpoint)
     expanded = sum(use.parameters for use in uses if use.stored == FP8 and use.computed != FP8)
     assert expanded == sum(layer.attention.latent.up.outs[0] * 24 for layer in spec.layers)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("pack", [NumpyOps, partial(load_native_ops, "float32", 1)])
+def test_fp8_blocks_are_cut_for_ranks(tmp_path: Path, pack: Callable[[], Ops]) -> None:
+    plain, packed = write_fp8(V3 | BLOCKS, tmp_path)
+
+    def work(group: RankGroup) -> np.ndarray:
+        ops = pack()
+        ops.join(group)
+        return logits(packed, ops)
+
+    expected = logits(plain, pack())
+    for found in [logits(packed, pack()), *on_ranks(2, work)]:
+        np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_adapters_change_the_linears_before_latent_values() -> None:
