@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family, StoredTensors
+from fd_core.models.families.contract import Family
 from fd_core.models.families.spec import (
     LatentTraits,
     MoeSpec,
@@ -48,22 +48,6 @@ def latent_traits(config: ModelConfig, *, interleaved: bool) -> Traits:
             query_rank=config.optional_count("q_lora_rank"),
         ),
     )
-
-
-def latent_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    """Return the sizes of latent attention in a GGUF file that has the sizes of heads."""
-    rotated, heads = shape.count("rope.dimension_count"), shape.count("attention.head_count")
-    return {
-        "num_key_value_heads": heads,
-        "head_dim": rotated,
-        "partial_rotary_factor": 1.0,
-        "q_lora_rank": shape.optional_count("attention.q_lora_rank"),
-        "kv_lora_rank": shape.count("attention.kv_lora_rank"),
-        "qk_nope_head_dim": shape.count("attention.key_length") - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": shape.count("attention.value_length", shape.count("embedding_length") // heads),
-        "attention_bias": "blk.0.attn_q_a.bias" in tensors,
-    }
 
 
 def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: bool, groups: bool = True) -> MoeSpec:

@@ -197,7 +197,12 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("sliding_window") and config.get("layer_types"):
         found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if "kv_lora_rank" in config:
-        found |= _latent_metadata(arch, config)
+        rotated = config["qk_rope_head_dim"]
+        found |= {
+            "rope.dimension_count": rotated,
+            "attention.key_length": config["qk_nope_head_dim"] + rotated,
+            "attention.value_length": config["v_head_dim"],
+        }
     if "intermediate_size_mlp" in config:
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
@@ -205,13 +210,6 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if (local := (config.get("rope_parameters") or {}).get("sliding_attention")) is not None:
         found["rope.freq_base_swa"] = local["rope_theta"]
     return found | _rope_metadata(_rope(config), config)
-
-
-def _latent_metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    rotated, value = config["qk_rope_head_dim"], config["v_head_dim"]
-    width = config["qk_nope_head_dim"] + rotated
-    sizes = {"key_length": width, "value_length": value}
-    return {f"attention.{name}": size for name, size in sizes.items()} | {"rope.dimension_count": rotated}
 
 
 def _rope_metadata(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
