@@ -33,6 +33,11 @@ def in_a_worker(rows):
         rows = 0
     return rows if rows else 1
 
+def changes(found):
+    before = len(found)
+    if len(found) != before:
+        yield before
+
 def in_a_child():
     os._exit(0)
 
@@ -50,7 +55,14 @@ exec("x = 1")
 TEST = """
 import subprocess, sys
 
+import fd_probe
+from fd_core.testing.axes.interleaving import interleaved
 from fd_probe import in_a_worker
+
+def test_change_between_two_lines():
+    found = []
+    assert [*fd_probe.changes(found)] == []
+    assert interleaved(lambda: [*fd_probe.changes(found)], lambda: found.append(1), "fd_probe")
 
 def test_worker():
     assert in_a_worker(7) == 7
@@ -75,11 +87,11 @@ def test_report_names_what_no_worker_or_child_executed(tmp_path: Path) -> None:
     options = ("--fd-coverage=fd-probe", "--fd-expected-failures=known", "--fd-require-coverage", "-n1")
     printed = run(tmp_path, *options, code=1)
     for words in (
-        "not looked at: 1 line of fd-probe never executed by a check: fd_probe.py 13 (7 lines in functions)",
+        "not looked at: 1 line of fd-probe never executed by a check: fd_probe.py 13 (10 lines in functions)",
         "never executed, excused: coverage:fd_probe.py:first = *  # nobody",
         "executed now: remove the line: coverage:*:os._exit(0)  # a child",
         "cannot be measured: fd_probe.py: compiled function kernel",
-        "cannot be measured: fd_probe.py: exec in line 28",
+        "cannot be measured: fd_probe.py: exec in line 33",
         "cannot be measured: fd_probe.py: decisions within lines 14",
     ):
         assert words in printed
