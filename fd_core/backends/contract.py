@@ -222,7 +222,12 @@ class Backend(abc.ABC):
                 if choose_implementation(checkpoint, config.model_impl) == "transformers":
                     require_one_rank(config.num_ranks)
                 else:
-                    require_division(spec_of(checkpoint), config.tensor_parallel_size, config.pipeline_parallel_size)
+                    require_division(
+                        spec_of(checkpoint),
+                        config.tensor_parallel_size,
+                        config.pipeline_parallel_size,
+                        expert_parallel=config.enable_expert_parallel,
+                    )
 
     @classmethod  # noqa: B027 - few backends take long to import
     def import_framework(cls) -> None:

@@ -116,6 +116,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     num_threads: Annotated[int, Range(1, 4096)] | None = None
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
     pipeline_parallel_size: Annotated[int, Range(1, 64)] = 1
+    enable_expert_parallel: bool = False
+    """True if tensor-parallel ranks divide the experts of a block, instead of each expert."""
     distributed_executor_backend: Annotated[str, OneOf("uni", "mp", "ray")] | None = None
     rank_transport: Annotated[str, OneOf("shared_memory", "gloo")] = "shared_memory"
     native_kernels: bool = True

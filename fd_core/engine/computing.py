@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, cast
@@ -130,6 +131,7 @@ class Computing:
                 self.ops.cut(Stage(group.parallel.size - 1 - group.parallel.rank, group.parallel.size))
                 group.require_order()
             else:
+                group.parallel = replace(group.parallel, expert_parallel=config.enable_expert_parallel)
                 self.ops.join(group)
                 if group.parallel.rank == 0 and not self.ops.parallel.gathers:
                     _log.warning(

@@ -18,6 +18,7 @@ from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
     LatentSpec,
+    LayerSpec,
     LinearShare,
     LinearSpec,
     MlpSpec,
@@ -26,6 +27,7 @@ from fd_core.models.families.spec import (
     RopeSpec,
     VectorSpec,
     attention_shares,
+    expert_shares,
     feed_forward_shares,
     head_shares,
     parts_of,
@@ -36,6 +38,7 @@ from fd_core.models.families.spec import (
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Rope
+from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 Change = Callable[[Weight], Weight]
@@ -88,7 +91,7 @@ def build_decoder(
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
     """Read and prepare the weights of a spec, or of the stage of `ops`; return the formats that they are computed
     in."""
-    of_stage = spec.layers[stage_layers(spec, ops.stage)]
+    of_stage = tuple(_held(layer, ops.parallel) for layer in spec.layers[stage_layers(spec, ops.stage)])
     reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
     tied = spec.head is None and spec.causal and tokens is None and ops.stage.last
@@ -113,6 +116,14 @@ def build_decoder(
         embedding_norm=reader.optional_norm(spec.embedding_norm),
     )
     return decoder, summed_uses([reader.uses])
+
+
+def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
+    """Return a layer with the experts of which a rank has a share."""
+    block = layer.feed_forward
+    if isinstance(block, MlpSpec):
+        return layer
+    return replace(layer, feed_forward=replace(block, experts=block.experts[block.held(parallel)]))
 
 
 @dataclass
@@ -296,7 +307,7 @@ class _Reader:
 
     def moe(self, spec: MoeSpec) -> Moe:
         bias, gate = spec.correction_bias, spec.shared_gate
-        rows, columns = feed_forward_shares(*spec.experts[0], self.ops.parallel)
+        rows, columns = expert_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
@@ -316,6 +327,7 @@ class _Reader:
             shared_gate_up=shared[0],
             shared_down=shared[1],
             shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
+            first=spec.held(self.ops.parallel).start,
         )
         return Moe(self.norm(spec.norm), experts)
 

@@ -90,6 +90,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
         "latent attention": (any(layer.attention.latent for layer in spec.layers), ops.latents),
         "experts with biases": (biased, ops.biased_experts),
+        "experts of some ranks": (bool(experts) and ops.parallel.expert_parallel, ops.expert_parallel),
         "attention sinks": (any(layer.attention.sinks for layer in spec.layers), ops.sinks),
     }
     for what in (what for what, (needs, has) in needed.items() if needs and not has):

@@ -276,6 +276,8 @@ class Experts:
     """Factor on the weights, normalized or not."""
     router_bias: Array | None = None
     """[experts] prepared by `prepare_vector`, added to the products that are scored: see `Ops.biased_experts`."""
+    first: int = 0
+    """Index of the first expert of `gate_up` and `down`, which hold those of this rank: see `Ops.expert_parallel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,13 +486,17 @@ class Ops(abc.ABC):
     biased_experts: bool = False
     """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`. A pack that overrides `moe`,
     `moe_residual` or `prepare_experts` must redefine it."""
+    expert_parallel: bool = False
+    """True if it computes `Parallel.expert_parallel`: `moe` adds the outputs of the experts that this rank holds, and
+    its part of the shared ones. A pack that overrides `moe`, `moe_residual` or `prepare_experts` must redefine it."""
     sinks: bool = False
     """True if it computes `Heads.sinks`. A pack that overrides `paged_attention` or a fusion that calls it must
     redefine it."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
-    partial sums over ranks. With `gathers` all of them are sharded by rows."""
+    partial sums over ranks. With `gathers` all of them are sharded by rows. With `expert_parallel` experts are whole,
+    each on one rank; shared experts are sharded."""
 
     def join(self, group: RankGroup) -> None:
         """Become one of several ranks; called before the first weight is prepared.

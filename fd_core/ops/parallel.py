@@ -55,6 +55,8 @@ class Parallel:
     """True if ranks divide the outputs of every linear and gather its inputs. Each sum is then computed on one rank, as
     without tensor parallelism, and no bit depends on the number of ranks. Else the linears into the residual stream are
     divided by their inputs, and their partial products are summed over ranks."""
+    expert_parallel: bool = False
+    """True if ranks divide the experts of a block, instead of each expert."""
 
     def share(self, units: int) -> slice:
         """Return this rank's slice of `units`, divided evenly; the first ranks have one more if necessary."""

@@ -108,6 +108,18 @@ def test_real_model_on_ranks_generates_golden_texts(
     assert warned == (settings["backend"] == "reference")
 
 
+def test_ranks_that_divide_experts_generate_golden_texts(tmp_path: Path) -> None:
+    path = write_checkpoint("qwen3-moe", tmp_path / "model", num_experts=5, hidden_size=128, moe_intermediate_size=64)
+    values: dict[str, Any] = {"model": "tiny", "backend": "cpu", "quantization": "int4", "num_kv_blocks": 24}
+    specs = [greedy(f"r{i}", range(3 + i, 13 + 2 * i), 20) for i in range(4)]
+    texts = []
+    for size, divided in ((1, False), (2, False), (2, True)):
+        config = EngineConfig(**values, tensor_parallel_size=size, enable_expert_parallel=divided, max_num_seqs=4)
+        with contextlib.closing(load_engine(config, path, progress=lambda *_: None)) as engine:
+            texts.append(run(engine, specs).tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_adapters_change_on_all_ranks_between_steps(tmp_path: Path) -> None:
     """Requests with both adapters and with none share each batch; one adapter is unloaded while in use."""
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
@@ -455,6 +467,10 @@ def test_indivisible_model_is_rejected_before_starting_ranks(
     ("settings", "words"),
     [
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni runs one process"),
+        (
+            {"enable_expert_parallel": True, "pipeline_parallel_size": 2},
+            "tensor-parallel ranks, but there is one",
+        ),
     ],
 )
 def test_settings_incompatible_with_ranks_are_rejected(settings: dict[str, Any], words: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.models.decoder import adapters_bytes
+from fd_core.models.decoder import Moe, adapters_bytes
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import head_shares, require_division, width_share
 from fd_core.models.loading.adapter import read_adapter
@@ -17,7 +17,7 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor
-from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.kit.ranks import expert_parallel, on_ranks, shared_memory_ranks
 from fd_core.testing.models import checkpoints
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
@@ -39,18 +39,18 @@ def run(folder, ops, quantization="auto", adapters=()):
     return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
 
 
-def run_on_ranks(folder, make_ops, size, *how):
+def run_on_ranks(folder, make_ops, size, *how, make=shared_memory_ranks):
     def work(group):
         ops = make_ops()
         ops.join(group)
         return run(folder, ops, *how)
 
-    return on_ranks(size, work)
+    return on_ranks(size, work, make=make)
 
 
-def checked(folder, make_ops, size, *how, atol=2e-5):
+def checked(folder, make_ops, size, *how, atol=2e-5, make=shared_memory_ranks):
     texts, logits = run(folder, make_ops(), *how)
-    ranks = run_on_ranks(folder, make_ops, size, *how)
+    ranks = run_on_ranks(folder, make_ops, size, *how, make=make)
     for rank_texts, rank_logits in ranks:
         assert rank_texts == texts
         np.testing.assert_array_equal(rank_logits, ranks[0][1])  # bitwise equal
@@ -65,6 +65,62 @@ def test_joint_norms_and_experts_of_all_kinds_span_the_ranks(name, pack, size, t
     case = next(each.cases["plain"] for each in installed_families().architectures.values() if each.model_type == name)
     monkeypatch.setitem(checkpoints.CASES, name, (name, case))
     checked(write_checkpoint(name, tmp_path / "model"), pack, size, atol=5e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama4_text", "gpt_oss"])
+def test_ranks_divide_experts_of_all_kinds(name, pack, size, tmp_path, monkeypatch):
+    """Uneven numbers, in one tensor or in several, with biases, and with shared experts."""
+    case = next(each.cases["plain"] for each in installed_families().architectures.values() if each.model_type == name)
+    monkeypatch.setitem(checkpoints.CASES, name, (name, case))
+    folder = write_checkpoint(name, tmp_path / "model")
+    checked(folder, pack, size, atol=5e-5, make=expert_parallel(shared_memory_ranks))
+
+
+@pytest.mark.parametrize("form", ["auto", "int4"])
+def test_each_rank_reads_only_its_experts(form, tmp_path):
+    """Of all weights, one rank counts three of five experts, another one the others."""
+    folder = write_checkpoint("qwen3-moe", tmp_path / "model", num_experts=5)
+
+    def work(group):
+        ops = NumpyOps()
+        ops.join(group)
+        with open_checkpoint(folder) as checkpoint:
+            model = load_model(checkpoint, ops, 64, quantization=form)
+        blocks = [layer.feed_forward for layer in model.decoder.layers]
+        held = [block.experts for block in blocks if isinstance(block, Moe)]
+        return sum(use.parameters for use in model.weights), [(each.first, len(each.gate_up)) for each in held]
+
+    with open_checkpoint(folder) as checkpoint:
+        whole = sum(use.parameters for use in load_model(checkpoint, NumpyOps(), 64, quantization=form).weights)
+        experts = spec_of(checkpoint).layers[-1].feed_forward.experts
+    expert = sum(sum(linear.outs) * linear.ins for linear in experts[0])
+    (one, held), (other, others) = on_ranks(2, work, make=expert_parallel(shared_memory_ranks))
+    assert held == [(0, 3)] * len(held) and others == [(3, 2)] * len(held)
+    assert [whole - one, whole - other] == [2 * expert * len(held), 3 * expert * len(held)]
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "ranks", "words", "hint"),
+    [
+        ("llama", {}, 2, "LlamaForCausalLM has no experts", "omit it"),
+        ("qwen3-moe", {"num_experts": 3, "num_experts_per_tok": 2}, 4, "3 experts among 4 ranks", "use 2"),
+    ],
+)
+def test_model_whose_experts_cannot_be_divided_is_rejected(case, sizes, ranks, words, hint, tmp_path):
+    with open_checkpoint(write_checkpoint(case, tmp_path / "model", **sizes)) as checkpoint:
+        spec = spec_of(checkpoint)
+    with pytest.raises(ConfigError, match=words) as refused:
+        require_division(spec, ranks, 1, expert_parallel=True)
+    assert (refused.value.field, refused.value.hint) == ("--enable-expert-parallel", hint)
+
+
+def test_pack_without_expert_parallelism_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(NumpyOps, "expert_parallel", False)
+    folder = write_checkpoint("qwen3-moe", tmp_path / "model")
+    with pytest.raises(ConfigError, match="numpy pack does not compute experts of some ranks"):
+        checked(folder, NumpyOps, 2, make=expert_parallel(shared_memory_ranks))
 
 
 @pytest.mark.parametrize("targets", [None, ("k_proj", "o_proj", "up_proj"), ("q_proj", "v_proj", "down_proj")])

@@ -372,6 +372,10 @@ _PARALLELISM: Final = (
         short="-pp",
     ),
     Flag(
+        "enable_expert_parallel",
+        "Let each tensor-parallel rank hold some experts whole, instead of a share of every expert.",
+    ),
+    Flag(
         "distributed_executor_backend",
         "Launcher of ranks: mp on this machine; ray on nodes, with the plugin launcher_ray; uni for one rank.",
         "HOW",

@@ -30,7 +30,7 @@ FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--pp", "--pp-size"): "use --pipeline-parallel-size",
     ("--dp", "--dp-size"): "use --data-parallel-size",
     ("--api-server-count",): "one process serves HTTP; --data-parallel-size adds engines",
-    ("--enable-expert-parallel", "--ep-size"): "experts are not distributed; use --tensor-parallel-size",
+    ("--ep-size",): "use --enable-expert-parallel with --tensor-parallel-size",
     ("--disable-custom-all-reduce",): "use --rank-transport, which selects the collectives on CPUs",
     ("--threads", "-t"): "use --num-threads",
     ("--device", "--n-gpu-layers", "--gpu-layers", "-ngl"): (

@@ -63,6 +63,12 @@ _Message = TypeVar("_Message", messages.RankLoaded, messages.RankReady, messages
 def require_ranks(config: EngineConfig) -> None:
     """Raise `ConfigError` for settings that contradict several ranks."""
     executor, size = config.distributed_executor_backend, config.num_ranks
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "expert parallelism divides experts among tensor-parallel ranks, but there is one rank",
+            field="--enable-expert-parallel",
+            hint="add --tensor-parallel-size 2, or omit it",
+        )
     if size == 1:
         return
     if executor == "ray" and (name := installed_plugins().choose_backend(config.backend).name) not in _ON_PROCESSORS:

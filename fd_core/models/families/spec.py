@@ -2,9 +2,10 @@
 
 Each model family maps a config to `Traits`, its differences from Llama; `decoder_spec` fills in the rest.
 
-Ranks shard heads and inner width, and with `Parallel.gathers` the outputs into the residual stream; all other tensors
-are replicated. Stages divide the layers. Shards need not be equal: three KV heads on two ranks are two and one. Where
-there are more ranks than KV heads, several ranks hold the same KV head and divide the query heads that share it.
+Ranks shard heads and inner width, with `Parallel.gathers` also the outputs into the residual stream, and with
+`Parallel.expert_parallel` the list of experts instead of their inner width; all other tensors are replicated. Stages
+divide the layers. Shards need not be equal: three KV heads on two ranks are two and one. Where there are more ranks
+than KV heads, several ranks hold the same KV head and divide the query heads that share it.
 """
 
 from __future__ import annotations
@@ -400,6 +401,17 @@ class MoeSpec(_Parts):
     def downs(self) -> tuple[LinearSpec, ...]:
         """Linears whose inputs are the inner widths of one expert and of the shared experts."""
         return tuple(down for _, down in (self.experts[0], *([] if self.shared is None else [self.shared])))
+
+    def held(self, parallel: Parallel) -> slice:
+        """Return the experts of which a rank has a share. Raises `ConfigError` if there are fewer than ranks."""
+        count = self.router.shape[0]
+        if not parallel.expert_parallel:
+            return slice(0, count)
+        if count < parallel.size:
+            raise ConfigError(
+                f"cannot divide {count} experts among {parallel.size} ranks", field="--enable-expert-parallel"
+            )
+        return parallel.share(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -871,6 +883,13 @@ def feed_forward_shares(gate_up: LinearSpec, down: LinearSpec, parallel: Paralle
     return LinearShare(rows=(inner,) * len(gate_up.outs)), _leading_back(down, inner, parallel)
 
 
+def expert_shares(gate_up: LinearSpec, down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
+    """Return a rank's shards of the two linears of an expert that it holds."""
+    if parallel.expert_parallel:
+        return LinearShare(), LinearShare()
+    return feed_forward_shares(gate_up, down, parallel)
+
+
 def _leading_back(linear: LinearSpec, held: slice, parallel: Parallel) -> LinearShare:
     """Return a rank's shard of a linear into the residual stream; the rank has `held` of its inputs."""
     if parallel.gathers:
@@ -926,23 +945,34 @@ def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
     return slice(ends[stage.index], ends[stage.index + 1])
 
 
-def require_division(spec: DecoderSpec, ranks: int, stages: int) -> None:
+def require_division(spec: DecoderSpec, ranks: int, stages: int, *, expert_parallel: bool = False) -> None:
     """Raise `ConfigError`, with sizes that work, if a model cannot be divided among the ranks or stages."""
     stage_layers(spec, Stage(0, stages))
-    refused = _refusal(spec, ranks)
+    if expert_parallel and not any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"{spec.architecture} has no experts to divide among ranks",
+            field="--enable-expert-parallel",
+            hint="omit it",
+        )
+    parallel = Parallel(0, ranks, expert_parallel=expert_parallel)
+    refused = _refusal(spec, parallel)
     if refused is not None:
-        sizes = [size for size in range(2, spec.layers[0].attention.num_heads + 1) if _refusal(spec, size) is None]
+        others = [replace(parallel, size=size) for size in range(2, spec.layers[0].attention.num_heads + 1)]
+        sizes = [each.size for each in others if _refusal(spec, each) is None]
         refused.hint = f"use {_listed(sizes)}" if sizes else "omit it"
         raise refused
 
 
-def _refusal(spec: DecoderSpec, ranks: int) -> ConfigError | None:
-    parallel = Parallel(0, ranks)
+def _refusal(spec: DecoderSpec, parallel: Parallel) -> ConfigError | None:
     try:
         for layer in spec.layers:
             block = layer.feed_forward
+            downs = block.downs
             head_shares(layer.attention, parallel)
-            for down in block.downs:
+            if parallel.expert_parallel and isinstance(block, MoeSpec):
+                block.held(parallel)
+                downs = downs[1:]
+            for down in downs:
                 width_share(down.ins, parallel)
     except ConfigError as error:
         return error

@@ -104,7 +104,7 @@ _REFUSED = -3
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
 _STARTS = POINTER(c_int)
-_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, *(_STARTS,) * 3, c_int)
+_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, *(_STARTS,) * 4, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_instruction_set": (c_char_p, ()),
     "fd_packed_products": (c_char_p, ()),

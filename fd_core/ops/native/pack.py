@@ -490,14 +490,23 @@ class NativeOps(TorchOps):
         self, x: Array, norm: Norm | None, experts: Experts, kind: Activation, residual: Array, *, ranked: bool = False
     ) -> Array:
         width = experts.gate_up[0].inputs
-        gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
-        down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
+        count, divided = len(experts.router), ranked and self.parallel.expert_parallel
+        handles = ctypes.c_void_p * count
+        before, after = (None,) * experts.first, (None,) * (count - experts.first - len(experts.gate_up))
+        gate_up, down = (
+            handles(*before, *[e.handle for e in each], *after) for each in (experts.gate_up, experts.down)
+        )
         sigmoid, weighs_inputs = experts.scoring == "sigmoid", experts.weighs_inputs
         routing = experts.top_k, experts.normalize, sigmoid, weighs_inputs, experts.groups, experts.top_groups
-        geometry = MoeGeometry(len(experts.gate_up), *routing, experts.norm_floor, experts.weight_scale)
+        geometry = MoeGeometry(count, *routing, experts.norm_floor, experts.weight_scale)
         shared = (experts.shared_gate_up, experts.shared_down)
-        gated = [experts.gate_up[0], experts.shared_gate_up]
-        widths = [*(None if part is None else part.width for part in gated), experts.down[0].width]
+        own = experts.down[0].width
+        if divided:  # each rank adds up some columns
+            columns = self.parallel.share(own)
+            own = columns.stop - columns.start if experts.shared_down is None else experts.shared_down.width
+        gated = [None if divided else experts.gate_up[0], experts.shared_gate_up]
+        widths = [*(None if part is None else part.width for part in gated), own]
+        widths.append(len(experts.gate_up) if divided else None)
         with self._call(x) as call:
             call.keep(experts)
             source = call.input(x, width, True if norm is not None else self.runtime.wide)

@@ -77,6 +77,7 @@ class NumpyOps(NumpySampling, Ops):
     chunks = True
     any_experts = True
     biased_experts = True
+    expert_parallel = True
     sinks = True
     weight_formats = WEIGHT_FORMATS
     table_formats = WEIGHT_FORMATS
@@ -222,7 +223,7 @@ class NumpyOps(NumpySampling, Ops):
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
         chosen, weights = _route(x, experts)
         output = np.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
             tokens, places = np.nonzero(chosen == expert)
             if len(tokens):
                 given, weight = x[tokens], weights[tokens, places, None]

@@ -124,6 +124,7 @@ class OnnxOps(NumpyOps):
     dtype = "float32"
     kv_dtypes = ()
     encodes = False
+    expert_parallel = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider

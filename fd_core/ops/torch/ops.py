@@ -77,6 +77,7 @@ class TorchOps(TorchSampling, Ops):
     any_experts = True
     latents = True
     biased_experts = True
+    expert_parallel = True
     sinks = True
     table_formats: Collection[str] = WEIGHT_FORMATS
     _group: RankGroup | None = None
@@ -243,10 +244,10 @@ class TorchOps(TorchSampling, Ops):
         chosen, weights = route(x, experts)
         # Indices of the [T, top_k] choices, grouped by expert; reading the group sizes synchronizes with the device.
         places = chosen.flatten().argsort(stable=True)
-        sizes = torch.bincount(chosen.flatten(), minlength=len(experts.gate_up)).tolist()
+        sizes = torch.bincount(chosen.flatten(), minlength=len(experts.router)).tolist()
         output = torch.zeros_like(x)
-        for expert, mine in enumerate(places.split(sizes)):
-            if sizes[expert]:
+        for expert, mine in enumerate(places.split(sizes), -experts.first):
+            if 0 <= expert < len(experts.gate_up) and len(mine):
                 tokens = mine // experts.top_k
                 given, weight = x[tokens], weights.flatten()[mine, None].to(x.dtype)
                 given = given * weight if experts.weighs_inputs else given

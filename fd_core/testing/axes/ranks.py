@@ -13,7 +13,7 @@ from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.kit.ranks import expert_parallel, on_ranks, shared_memory_ranks
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, Floats, Values, activations, assert_near
@@ -28,7 +28,8 @@ AXES: Final = (
     Axis("biases", (False, True), needs="biases"),
     Axis("post_norm", (False, True)),
     Axis("adapters", (0, 1, 2)),
-    Axis("experts", (0, 2), needs="moe"),
+    Axis("experts", (0, 2, 5), needs="moe"),
+    Axis("expert_parallel", (False, True), needs="expert_parallel"),
     Axis("shared_expert", (False, True), needs="moe"),
     Axis("expert_biases", (False, True), needs="biased_experts"),
 )
@@ -53,6 +54,8 @@ def joined(target: Target, part: RankGroup | Stage) -> Ops:
 def allowed(case: Case) -> bool:
     """Return True if a layer can have the values of a case."""
     sizes = int_of(case, "hidden") % 128 or int_of(case, "inner") % 128
+    if case["expert_parallel"] and int_of(case, "experts") < int_of(case, "ranks"):
+        return False
     return not (case["packed"] and sizes) and not (case["experts"] and case["adapters"])
 
 
@@ -80,7 +83,8 @@ def check_sums(target: Target, case: Case) -> None:
     expected, tolerance = run(NumpyOps()), TOLERANCE[target.ops.dtype]
     if case["packed"]:
         tolerance = max(tolerance, (4 if g.experts else 1) * PACKED_TOLERANCE[str(case["packed"])])
-    for found in on_ranks(int_of(case, "ranks"), lambda group: run(joined(target, group))):
+    make = expert_parallel(shared_memory_ranks) if case["expert_parallel"] else shared_memory_ranks
+    for found in on_ranks(int_of(case, "ranks"), lambda group: run(joined(target, group)), make=make):
         assert_near(target.ops, target.ops.from_host(found), expected, tolerance)
 
 

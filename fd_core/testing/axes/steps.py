@@ -169,6 +169,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "EngineConfig.override_generation_config": _ELSEWHERE,
     "EngineConfig.tensor_parallel_size": "see `test_ranks`",
     "EngineConfig.pipeline_parallel_size": "see `test_ranks`",
+    "EngineConfig.enable_expert_parallel": "see `test_ranks`",
     "EngineConfig.distributed_executor_backend": "see `test_ranks`",
     "EngineConfig.rank_transport": "see `test_ranks`",
     **{

@@ -12,6 +12,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
     "chunks": "attention within chunks",
+    "expert_parallel": "experts that ranks divide among them",
     "encoders": "attention in both directions, and layer norms",
     "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
@@ -39,6 +40,7 @@ OPTIONAL: Final[Mapping[str, str]] = {
     "any_experts": "any_experts",
     "latents": "latents",
     "biased_experts": "biased_experts",
+    "expert_parallel": "expert_parallel",
     "sinks": "sinks",
 }
 """Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from fd_core.ops.parallel import Parallel, RankGroup, SharedMemoryGroup, group_memory
@@ -27,6 +28,18 @@ def gloo_ranks(size: int, timeout: float) -> Sequence[RankGroup]:
 
     first = TorchGroup.open(size, timeout)
     return [first, *(TorchGroup.join(Parallel(rank, size), first.rendezvous, timeout) for rank in range(1, size))]
+
+
+def expert_parallel(make: Callable[[int, float], Sequence[RankGroup]]) -> Callable[[int, float], Sequence[RankGroup]]:
+    """Return a function that makes groups whose ranks divide experts."""
+
+    def made(size: int, timeout: float) -> Sequence[RankGroup]:
+        groups = make(size, timeout)
+        for group in groups:
+            group.parallel = replace(group.parallel, expert_parallel=True)
+        return groups
+
+    return made
 
 
 def on_ranks(

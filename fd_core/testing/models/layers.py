@@ -309,21 +309,24 @@ class LayerOn:
         return Lora([self.ops.prepare_lora(each, given, gated=gated) for each in adapters], self.step)
 
     def _experts(self, make: Values) -> Experts:
-        ops, g = self.ops, self.g
+        ops, g, parallel = self.ops, self.g, self.ops.parallel
         up, down = (g.inner, g.hidden), (g.hidden, g.inner)
+        whole = parallel.expert_parallel
+        held = parallel.share(g.experts) if whole else slice(0, g.experts)
 
         def shared(*shapes: tuple[int, int], back: bool) -> Any:
             return ops.prepare_linear(self._parts(make, *shapes, back=back), gated=not back)
 
         def stacked(*shapes: tuple[int, int], back: bool, kind: str | None = None) -> Any:
             size = 4.0 if g.clamped and not back else 1.0  # so that some values exceed the limit
-            parts = [self._parts(make, *shapes, kind=kind, back=back, size=size) for _ in range(g.experts)]
+            to = None if whole else back
+            parts = [self._parts(make, *shapes, kind=kind, back=to, size=size) for _ in range(g.experts)]
             if not g.expert_biases:
-                return ops.prepare_experts(parts, gated=not back)
-            rows = self._outs if back else self.inner
+                return ops.prepare_experts(parts[held], gated=not back)
+            rows = slice(None) if whole else self._outs if back else self.inner
             biases = [[raw(make(shape[0], scale=0.5)).take_rows(rows) for shape in shapes] for _ in parts]
-            elsewhere = back and ops.parallel.rank and not ops.parallel.gathers
-            return ops.prepare_experts(parts, None if elsewhere else biases, gated=not back)
+            elsewhere = back and parallel.rank and not parallel.gathers and not whole
+            return ops.prepare_experts(parts[held], None if elsewhere else biases[held], gated=not back)
 
         return Experts(
             # Scores of similar size, so that all chosen experts matter.
@@ -343,6 +346,7 @@ class LayerOn:
             top_groups=half_of(g.expert_groups),
             weight_scale=g.weight_scale,
             router_bias=ops.prepare_vector(make(g.experts, scale=0.5)) if g.expert_biases else None,
+            first=held.start,
         )
 
     def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:

@@ -86,6 +86,7 @@ class CudaOps(TorchOps):
     any_experts = True
     latents = False
     biased_experts = True
+    expert_parallel = True
     sinks = True
     queues = True
     compilations: Compilations | None = None
@@ -277,9 +278,9 @@ class CudaOps(TorchOps):
         if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
         chosen, weights = route(x, experts)
-        share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
+        share = weights.new_zeros(len(x), len(experts.router)).scatter_(1, chosen, weights).to(x.dtype)
         output = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
             weight = share[:, expert, None]
             given, weight = (x * weight, (weight != 0).to(x.dtype)) if experts.weighs_inputs else (x, weight)
             output += self.linear(self.gated_linear(given, gate_up, activation), down) * weight

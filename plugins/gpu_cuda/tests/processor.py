@@ -160,7 +160,8 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
 def plain_experts(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
     """Compute every expert on every token; reads no value on the host."""
     chosen, weights = route(x, experts)
-    share = weights.new_zeros(len(x), experts.gate_up.experts).scatter_(1, chosen, weights).to(x.dtype)
+    share = weights.new_zeros(len(x), len(experts.router)).scatter_(1, chosen, weights).to(x.dtype)
+    share = share[:, experts.first : experts.first + experts.gate_up.experts]
     gate_up, down = (
         (expanded(each.weight) if isinstance(each.weight, PackedPart) else each.weight).to(x.dtype)
         for each in (experts.gate_up, experts.down)

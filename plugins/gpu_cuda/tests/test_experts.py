@@ -85,6 +85,21 @@ def test_steps_of_any_size_match_the_oracle(count: int, experts: tuple[Experts, 
     near(make_ops().moe(torch.from_numpy(x), experts[1], "silu"), NumpyOps().moe(x, experts[0], "silu"))
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_ranks_add_up_the_experts_that_they_hold(count: int, experts: tuple[Experts, Experts]) -> None:
+    x, (oracle, whole), end = tokens(count), experts, COUNT // 3
+
+    def held(part: slice) -> Experts:
+        def cut(stack: StackedExperts) -> StackedExperts:
+            rows = slice(part.start * stack.out, part.stop * stack.out)
+            return StackedExperts(stack.weight[rows], part.stop - part.start)
+
+        return replace(whole, gate_up=cut(whole.gate_up), down=cut(whole.down), first=part.start)
+
+    parts = [make_ops().moe(torch.from_numpy(x), held(each), "silu") for each in (slice(0, end), slice(end, COUNT))]
+    near(parts[0] + parts[1], NumpyOps().moe(x, oracle, "silu"))
+
+
 @pytest.mark.parametrize("activation", [pytest.param("gelu", marks=AT_LENGTH), "gelu_tanh"])
 def test_other_activations(activation: Any, experts: tuple[Experts, Experts]) -> None:
     x = tokens(5)

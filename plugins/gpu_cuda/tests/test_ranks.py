@@ -15,7 +15,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.ranks import expert_parallel, gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.models.checkpoints import write_checkpoint
 from processor import OnProcessor, Processor, make_ops
 from test_steps import CASES, LIMITS, MIXED, conversation
@@ -45,6 +45,15 @@ def test_two_ranks_match_one_and_replay_their_decodes(case: str, quantization: s
         for tokens, processor in on_ranks(2, lambda group: steps(tmp_path, group, quantization), make=make):
             np.testing.assert_array_equal(tokens, alone)
             assert processor.replays == 5
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_two_ranks_that_divide_experts_match_one(quantization: str, tmp_path: Path) -> None:
+    write_checkpoint("qwen3-moe", tmp_path)
+    alone, _ = steps(tmp_path, None, quantization)
+    make = expert_parallel(shared_memory_ranks)
+    for tokens, _ in on_ranks(2, lambda group: steps(tmp_path, group, quantization), make=make):
+        np.testing.assert_array_equal(tokens, alone)
 
 
 def test_ranks_hold_shares_of_the_kv_heads(tmp_path: Path) -> None:

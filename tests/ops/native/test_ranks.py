@@ -8,7 +8,7 @@ from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.parallel import RankExchangeError
-from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.ranks import expert_parallel, gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import packed_weight
 from fd_core.testing.models.checkpoints import write_checkpoint
@@ -75,6 +75,22 @@ def test_ranks_are_bitwise_equal_to_one_in_bfloat16(kind, native, tmp_path):
 def test_ranks_are_bitwise_equal_in_every_architecture(case, dtype, quantization, native, tmp_path):
     folder = write_checkpoint(case, tmp_path / "model")
     require_equal(folder, native, 2, dtype=dtype, quantization=quantization)
+
+
+@pytest.mark.parametrize("kind", [None, "MXFP4", "Q4_K", "int4"])
+def test_ranks_that_divide_experts_are_bitwise_equal(kind, native, tmp_path):
+    """Three ranks hold two, two and one of the experts."""
+    sizes = WIDE | {"num_experts": 5, "moe_intermediate_size": 128}
+    folder = write_checkpoint("qwen3-moe", tmp_path / "model", **sizes)
+    require_equal(folder, native, 2 if kind else 3, make=expert_parallel(shared_memory_ranks), kind=kind, threads=2)
+
+
+@pytest.mark.parametrize("make", [shared_memory_ranks, gloo_ranks])
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_ranks_that_divide_experts_share_the_others(quantization, make, native, tmp_path):
+    folder = write_checkpoint("ernie-moe", tmp_path / "model")
+    weights = {"dtype": "bfloat16", "quantization": quantization}
+    require_equal(folder, native, 2, make=expert_parallel(make), **weights)
 
 
 def test_ranks_without_shared_memory_are_bitwise_equal_to_one(native, tmp_path):

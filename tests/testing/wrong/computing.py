@@ -340,6 +340,14 @@ class SubtractsMinimaOnRankZero:
 
 
 @wrong("reference", "ranks:test_sums[*")
+class NumbersTheExpertsOfARank:
+    """Ranks that divide experts take the first of theirs for the first of all."""
+
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, first=0), activation)
+
+
+@wrong("reference", "ranks:test_sums[*")
 class AddsAdaptersAfterAFusedSum:
     """The kernel with a post-norm sums over ranks first, and then adds the term of its own rank's adapter."""
 

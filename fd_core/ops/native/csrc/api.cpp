@@ -617,7 +617,8 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
                         const float* router, const float* router_bias, const float* bias, const float* shared_gate, const void* const* gate_up,
                         const void* const* down,
                         const void* shared_gate_up, const void* shared_down, int activation, void* group,
-                        const int* hidden_starts, const int* shared_starts, const int* starts, int residual) {
+                        const int* hidden_starts, const int* shared_starts, const int* starts,
+                        const int* expert_starts, int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         Recording& r = recording(program);
@@ -641,7 +642,8 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         w.norm_floor = g->norm_floor;
         w.weight_scale = g->weight_scale;
         ExpertColumns columns{r.columns(group, hidden_starts, g->top_k), r.columns(group, shared_starts),
-                              r.columns(group, starts)};
+                              r.columns(group, starts), {}};
+        if (expert_starts) columns.experts.assign(expert_starts, expert_starts + columns.out.group->size + 1);
         return new MoeResidual<E>(r.program, r.norm<E>(in, width, norm, eps), std::move(w), Activation(activation),
                                   std::move(columns), residual);
     });

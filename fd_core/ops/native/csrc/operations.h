@@ -122,6 +122,7 @@ struct RankColumns {
 
     explicit operator bool() const { return group != nullptr; }
     int begin() const { return group ? starts[group->rank] : 0; }
+    int own() const { return starts[group->rank + 1] - begin(); }
     int width() const { return starts.back(); }
     /// Elements of a slot for each row, the same on all ranks.
     size_t stride() const {
@@ -152,7 +153,7 @@ void RankColumns::exchange(const Context& context, int rows, int part, Take&& ta
     // Products are copied to the slot: storing them into lines that another core has read is slower.
     for (int i = mine.begin; i < mine.end; i++)
         std::memcpy((void*)slot(group->rank, i), context.row<T>(part, i),
-                    (starts[group->rank + 1] - starts[group->rank]) * sizeof(T));
+                    own() * sizeof(T));
     context.wait_for_all();
     if (context.thread == 0) group->meet(number, size_t(rows) * stride * sizeof(T));
     context.wait_for_all();

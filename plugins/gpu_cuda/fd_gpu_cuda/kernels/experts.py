@@ -199,11 +199,16 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         if not len(x):
             return x.new_empty(x.shape)
         gate_up, down = experts.gate_up, experts.down
-        logits = x.new_empty((len(x), gate_up.experts), dtype=experts.router.dtype)
+        logits = x.new_empty((len(x), len(experts.router)), dtype=experts.router.dtype)
         product(x, experts.router, logits)
         if experts.router_bias is not None:
             logits += experts.router_bias
         chosen, weights = choose(logits, experts)
+        create = x.new_empty
+        if gate_up.experts < len(experts.router):
+            # Pairs of experts on other ranks belong to an expert after the last one: no product writes them.
+            create, held = x.new_zeros, chosen - experts.first
+            chosen = torch.where((held >= 0) & (held < gate_up.experts), held, gate_up.experts)
         pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
         inputs, order = x, pairs
         if experts.weighs_inputs:
@@ -211,7 +216,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
             weights = torch.ones_like(weights)
         inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
         multiply(inputs, gate_up, order, inner, activation)
-        each = x.new_empty(len(pairs[0]), down.out)
+        each = create(len(pairs[0]), down.out)
         multiply(inner, down, pairs, each, None)
         y = x.new_empty(len(x), down.out)
         grid = len(x), cdiv(down.out, _COLUMNS)

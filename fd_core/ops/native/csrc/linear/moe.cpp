@@ -9,18 +9,23 @@ MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights ex
                             ExpertColumns columns, int residual)
     : norm_(norm), experts_(std::move(experts)), activation_(activation), columns_(std::move(columns)), residual_(residual) {
     const int k = experts_.top_k;
+    auto held = [](const std::vector<const Linear*>& weights) -> const Linear& {
+        return **std::find_if(weights.begin(), weights.end(), [](const Linear* w) { return w != nullptr; });
+    };
+    width_ = columns_.out ? columns_.out.own() : held(experts_.down).n;
     gathered_ = program.add_buffer(norm.width, false, k);
     auto hidden_buffers = [&](const Linear& gate_up, const RankColumns& columns, int rows, int& whole, int& part) {
         whole = part = program.add_buffer(gate_up.n, false, rows);
         if (columns) whole = program.add_buffer(columns.width(), false, rows);
     };
-    hidden_buffers(*experts_.gate_up[0], columns_.hidden, k, hidden_, hidden_part_);
-    result_ = program.add_buffer(experts_.down[0]->n, true, k);
+    hidden_buffers(held(experts_.gate_up), columns_.hidden, k, hidden_, hidden_part_);
+    result_ = program.add_buffer(held(experts_.down).n, true, k);
     if (experts_.shared_gate_up) {
         hidden_buffers(*experts_.shared_gate_up, columns_.shared_hidden, 1, shared_hidden_, shared_hidden_part_);
         shared_result_ = program.add_buffer(experts_.shared_down->n, true);
     }
-    if (columns_.out) part_ = program.add_buffer(experts_.down[0]->n, true);
+    if (columns_.out) part_ = program.add_buffer(width_, true);
+    if (!columns_.experts.empty()) program.exchanging(columns_.out.group, k * program.buffer(result_).stride, 0);
     auto quantized = [&](const std::vector<const Linear*>& weights, int rows) {
         int width = 0;
         for (const Linear* w : weights)
@@ -55,6 +60,7 @@ void MoeResidual<E>::run(const Context& context) {
     context.wait_for_all();
     run_experts(context);
     context.wait_for_all();
+    if (!columns_.experts.empty()) exchange_results(context);
     combine(context);
 }
 
@@ -140,6 +146,7 @@ void MoeResidual<E>::gather(const Context& context) const {
     for (int t = mine.begin; t < mine.end; t++) {
         for (int i = t * experts_.top_k; i < (t + 1) * experts_.top_k; i++) {
             const E* x = context.row<E>(in, t);
+            if (!experts_.gate_up[chosen_[i]]) continue;
             if (experts_.weighs_inputs) {
                 for (int j = 0; j < norm_.width; j++) put(&weighed[j], to_float(x[j]) * weights_[i]);
                 x = weighed.data();
@@ -160,10 +167,10 @@ template <class E>
 void MoeResidual<E>::quantize_hidden(const Context& context) const {
     if (quantized_hidden_ >= 0)
         for (size_t e = 0; e < experts_.down.size(); e++) {
-            const Linear& w = *experts_.down[e];
+            const Linear* w = experts_.down[e];
             const Range mine = context.share(starts_[e + 1] - starts_[e]);
-            for (int i = starts_[e] + mine.begin; w.packed() && i < starts_[e] + mine.end; i++)
-                quantize_row(w, (char*)context.row<float>(quantized_hidden_, i), plain(context.row<E>(hidden_, i)));
+            for (int i = starts_[e] + mine.begin; w && w->packed() && i < starts_[e] + mine.end; i++)
+                quantize_row(*w, (char*)context.row<float>(quantized_hidden_, i), plain(context.row<E>(hidden_, i)));
         }
     if (shared_quantized_hidden_ >= 0) {
         const Range mine = context.share(context.step.tokens);
@@ -198,7 +205,7 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     auto rows_of = [&](size_t e) { return Range{starts_[e], starts_[e + 1]}; };
     const Range all = {0, context.step.tokens};
     for (size_t e = 0; e < experts_.gate_up.size(); e++)
-        gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_part_, rows_of(e));
+        if (experts_.gate_up[e]) gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_part_, rows_of(e));
     if (experts_.shared_gate_up)
         gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_quantized_,
                     shared_hidden_part_, all);
@@ -207,14 +214,43 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     context.wait_for_all();
     quantize_hidden(context);
     for (size_t e = 0; e < experts_.down.size(); e++)
-        down(*experts_.down[e], hidden_, quantized_hidden_, result_, rows_of(e));
+        if (experts_.down[e]) down(*experts_.down[e], hidden_, quantized_hidden_, result_, rows_of(e));
     if (experts_.shared_down) down(*experts_.shared_down, shared_hidden_, shared_quantized_hidden_, shared_result_, all);
+}
+
+template <class E>
+void MoeResidual<E>::exchange_results(const Context& context) {
+    Group& group = *columns_.out.group;
+    const size_t stride = context.stride(result_);
+    const uint64_t number = group.next();
+    auto rows_of = [&](int r) { return Range{starts_[columns_.experts[r]], starts_[columns_.experts[r + 1]]}; };
+    const Range held = rows_of(group.rank), mine = context.share(held.end - held.begin);
+    std::memcpy((void*)(group.slot(group.rank, number) + mine.begin * stride),
+                context.row<float>(result_, held.begin + mine.begin), (mine.end - mine.begin) * stride * sizeof(float));
+    context.wait_for_all();
+    if (context.thread == 0) {
+        int most = 0;
+        results_.resize(experts_.down.size());
+        for (int r = 0; r < group.size; r++) {
+            const Range rows = rows_of(r);
+            most = std::max(most, rows.end - rows.begin);
+            for (int e = columns_.experts[r]; e < columns_.experts[r + 1]; e++)
+                results_[e] = group.slot(r, number) + (starts_[e] - rows.begin) * stride + columns_.out.begin();
+        }
+        group.meet(number, most * stride * sizeof(float));
+    }
+    context.wait_for_all();
 }
 
 template <class E>
 void MoeResidual<E>::combine(const Context& context) const {
     const Range mine = context.share(context.step.tokens);
-    const int width = experts_.down[0]->n;
+    const int width = width_;
+    auto result = [&](int pair) {
+        const int e = chosen_[pair], place = place_[pair];
+        return columns_.experts.empty() ? context.row<float>(result_, place)
+                                        : results_[e] + (place - starts_[e]) * context.stride(result_);
+    };
     for (int t = mine.begin; t < mine.end; t++) {
         float* to = context.row<float>(residual_, t);
         if (columns_.out) {
@@ -223,7 +259,7 @@ void MoeResidual<E>::combine(const Context& context) const {
             std::copy(from, from + width, to);
         }
         for (int i = 0; i < experts_.top_k; i++) {
-            const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
+            const float* y = result(t * experts_.top_k + i);
             const float weight = experts_.weighs_inputs ? 1.0f : weights_[t * experts_.top_k + i];
             for (int j = 0; j < width; j++) to[j] += weight * y[j];
         }

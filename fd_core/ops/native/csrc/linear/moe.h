@@ -10,7 +10,7 @@ struct ExpertWeights {
     const float* router_bias;  // [experts], or null
     const float* bias;    // [experts], for the choice only; or null
     const float* shared_gate;  // [width], the sigmoid of its product weighs the shared experts; or null
-    std::vector<const Linear*> gate_up, down;
+    std::vector<const Linear*> gate_up, down;  // null for those that other ranks hold
     const Linear* shared_gate_up;  // or null
     const Linear* shared_down;
     int top_k;
@@ -23,8 +23,10 @@ struct ExpertWeights {
 };
 
 /// Columns of each rank: of the rows between the two linears of an expert and of the shared one, and of the residual.
+/// Ranks that hold experts whole exchange the results of these instead of `hidden`.
 struct ExpertColumns {
     RankColumns hidden, shared_hidden, out;
+    std::vector<int> experts;  // the first one of each rank, then their number; empty where all ranks hold all
 };
 
 /// residual += moe(norm(x)); the experts of a token are added in the order of their scores.
@@ -43,6 +45,7 @@ class MoeResidual : public Operation {
     void gather(const Context& context) const;
     void quantize_hidden(const Context& context) const;
     void run_experts(const Context& context) const;
+    void exchange_results(const Context& context);
     void combine(const Context& context) const;
 
     NormRows<E> norm_;
@@ -50,6 +53,7 @@ class MoeResidual : public Operation {
     Activation activation_;
     ExpertColumns columns_;
     int residual_;
+    int width_;                              // of the columns of the residual that this rank computes
     int gathered_, hidden_, result_;         // buffers with top_k rows for each token, grouped by expert
     int shared_hidden_, shared_result_;      // one row for each token
     // This rank's columns of the hidden rows and of the residual; of one rank alone, the hidden rows themselves.
@@ -61,6 +65,7 @@ class MoeResidual : public Operation {
     std::vector<float> shared_weights_;      // [tokens]
     std::vector<int> place_;                 // [tokens, top_k], row in the grouped buffers
     std::vector<int> starts_;                // [experts + 1]
+    std::vector<const float*> results_;      // [experts], the first row of each in the slot of its rank
 };
 
 }  // namespace fd
