@@ -78,7 +78,7 @@ _PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("hunyuan", "stablelm2"), _Pre((_QWEN2,))),
     **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), _Pre((_LLAMA3,))),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre((_GPT4O,))),
-    "hunyuan-dense": _Pre(_HUNYUAN),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Pre(_HUNYUAN)),
     "seed-coder": _Pre((_SEED,)),
     "tekken": _Pre((_TEKKEN,), whole_words=True, adds_bos=True),
 }

@@ -42,7 +42,8 @@ def installed_families() -> InstalledFamilies:
         except PluginError as error:
             problems.append(error.message)
             continue
-        claimed = {*family.architectures} & {*architectures} | {*family.gguf} & {*gguf}
+        claimed = {*family.architectures} & {*architectures}
+        claimed |= {known for known, stored in family.gguf.items() if known in gguf and gguf[known][2] != stored}
         if claimed:
             problems.append(f"model family {name} of plugin {offer.origin}: another family has {', '.join(claimed)}")
             continue

@@ -82,12 +82,7 @@ class Checkpoint(ABC):
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: packed if its format is in `formats`, else as `read`."""
         view = self._view(name)
-        if view.joined is not None:
-            stored = view.joined()
-        elif (code := RAW_TYPES.get(view.tensor.dtype)) is not None:
-            stored = RawTensor(view.tensor.dtype, view.tensor.view(code))
-        else:
-            stored = self._decoded(view.tensor)
+        stored = self._stored_weight(view.tensor) if view.joined is None else view.joined()
         ordered = stored if view.rows is None else stored.take_rows(view.rows)
         weight = ordered if view.undo is None else view.undo(ordered)
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
@@ -145,6 +140,10 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stored_weight(self, tensor: StoredTensor) -> Weight:
+        code = RAW_TYPES.get(tensor.dtype)
+        return self._decoded(tensor) if code is None else RawTensor(tensor.dtype, tensor.view(code))
 
     @abstractmethod
     def _decoded(self, tensor: StoredTensor) -> Weight:

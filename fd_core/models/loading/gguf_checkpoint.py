@@ -2,6 +2,7 @@
 
 - Rows of q and k that were permuted for interleaved rope get Hugging Face's order.
 - A number that was added to norm weights is subtracted, because the model adds it as Hugging Face's does.
+- Keys and values of latent attention, which newer files have apart, are joined to one tensor.
 - Experts: one stacked tensor for each projection, of which each expert is a view of its part, or in old files one each.
 """
 
@@ -41,6 +42,8 @@ _BLOCK = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
@@ -162,7 +165,29 @@ class GgufCheckpoint(Checkpoint):
                     f"{path}: tensor {view.tensor.name!r} is stored as {view.tensor.dtype}",
                     hint=f"supported are {', '.join(SUPPORTED_TYPES)}",
                 )
+        for name in [each for each in views if each.endswith(".k_b_proj.weight")]:
+            layer = name.removesuffix("k_b_proj.weight")
+            parts = views.pop(name), views.pop(f"{layer}v_b_proj.weight", None)
+            views[f"{layer}kv_b_proj.weight"] = self._joined_heads(*parts)
         super().__init__(path, config, views, tensors.values())
+
+    def _joined_heads(self, keys: TensorView, values: TensorView | None) -> TensorView:
+        """Return the linear from the latent value to the keys, then the values, of each head."""
+        shapes = keys.shape, () if values is None else values.shape
+        if values is None or [*map(len, shapes)] != [3, 3] or keys.shape[:2] != (shapes[1][0], shapes[1][2]):
+            raise ModelError(
+                f"{keys.tensor.file.path}: tensor {keys.tensor.name!r} of shape {shapes[0]} and attn_v_b of shape "
+                f"{shapes[1]} do not fit; expected (heads, rank, key) and (heads, value, rank)"
+            )
+        heads, rank, key = keys.shape
+        stored = values.tensor
+
+        def joined() -> RawTensor:
+            up = self._stored_weight(keys.tensor).to_float32().swapaxes(1, 2)
+            both = np.concatenate([up, self._stored_weight(stored).to_float32()], axis=1)
+            return RawTensor("F32", both.reshape(-1, rank))
+
+        return TensorView((heads * (key + stored.shape[1]), rank), keys.tensor, joined=joined)
 
     @cached_property
     def tokenizer(self) -> TokenizerSource:
@@ -312,6 +337,9 @@ def _rope_scaling(shape: ModelConfig, tensors: StoredTensors, rotary: int) -> di
         raise ModelError(f"{shape.origin}: rope scaling {kind!r} is not supported")
     if kind == "yarn":
         scaling |= {name: shape.optional_single(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        if (slope := shape.optional_single("rope.scaling.yarn_log_multiplier")) is not None:
+            # The converter writes a tenth of `mscale_all_dim`; llama.cpp takes both to be equal.
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * slope)
     return scaling | {"rope_type": kind, "factor": shape.single("rope.scaling.factor")}
 
 

@@ -23,6 +23,7 @@ from fd_core.ops.parallel import RankGroup
 from fd_core.ops.weights import FP8
 from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.models.checkpoints import SIZES, write_config
+from fd_core.testing.models.families import gguf_files
 from fd_core.testing.models.paged import PagedDriver
 
 V3 = {**SIZES, **DeepSeekV3.defaults, **DeepSeekV3.cases["experts"], "architectures": list(DeepSeekV3.architectures)}
@@ -69,6 +70,72 @@ def write_fp8(config: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
     save_file(wide, plain / "model.safetensors", metadata={"format": "pt"})
     return plain, packed
+
+
+def write_gguf_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Write a checkpoint; return also the metadata and the tensors of its GGUF file."""
+    parts: list[Any] = []
+    write_config(V3, folder, seed=1)
+    with monkeypatch.context() as patched, open_checkpoint(folder) as original:
+        patched.setattr(gguf_files, "write_gguf", lambda *written: parts.extend(written[2:]))
+        config = {**V3, "model_type": "deepseek_v3"}
+        gguf_files.convert(original, "deepseek2", DeepSeekV3.gguf["deepseek2"], config, folder)
+    return folder, dict(parts[0]), dict(parts[1])
+
+
+def test_gguf_files_of_all_ages_are_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2025, keys and values were in one tensor, and the sizes of heads had the usual names."""
+    folder, metadata, tensors = write_gguf_parts(tmp_path, monkeypatch)
+    new = gguf_files.write_gguf(tmp_path / "new.gguf", "deepseek2", metadata, tensors)
+    for side in ("key", "value"):
+        metadata[f"deepseek2.attention.{side}_length"] = metadata.pop(f"deepseek2.attention.{side}_length_mla")
+    with open_checkpoint(folder) as original:
+        for name in [each for each in tensors if "attn_k_b" in each]:
+            del tensors[name], tensors[name.replace("k_b", "v_b")]
+            up = original.read(f"model.layers.{name.split('.')[1]}.self_attn.kv_b_proj.weight")
+            tensors[name.replace("k_b", "kv_b")] = up.to_float32()
+    old = gguf_files.write_gguf(tmp_path / "old.gguf", "deepseek2", metadata, tensors)
+    np.testing.assert_allclose(logits(new), logits(folder), atol=1e-5)
+    np.testing.assert_array_equal(logits(old), logits(new))
+
+
+def test_quantized_parts_of_latent_attention_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 12}
+    monkeypatch.setitem(globals(), "V3", V3 | sizes)
+    _, metadata, tensors = write_gguf_parts(tmp_path, monkeypatch)
+    packed, wide = dict(tensors), dict(tensors)
+    for name in [each for each in tensors if "_b.weight" in each and "attn_q" not in each]:
+        values = gguf.quants.quantize(tensors[name], gguf.GGMLQuantizationType.Q8_0)
+        packed[name] = values, gguf.GGMLQuantizationType.Q8_0
+        wide[name] = gguf.quants.dequantize(values, gguf.GGMLQuantizationType.Q8_0)
+    files = [
+        gguf_files.write_gguf(tmp_path / f"{len(each)}-{each is packed}.gguf", "deepseek2", metadata, each)
+        for each in (packed, wide)
+    ]
+    np.testing.assert_array_equal(*map(logits, files))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("expert_gating_func", 3, "expert_gating_func is 3; supported are 1 and 2"),
+        ("attention.temperature_scale", 0.1, "queries scaled by position are not supported"),
+        ("attn_v_b", None, r"shape \(4, 24, 12\) and attn_v_b of shape \(\) do not fit"),
+    ],
+)
+def test_unsupported_gguf_files_are_refused_by_name(
+    key: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, metadata, tensors = write_gguf_parts(tmp_path, monkeypatch)
+    if value is None:
+        del tensors[f"blk.0.{key}.weight"]
+    else:
+        metadata[f"deepseek2.{key}"] = value
+    path = gguf_files.write_gguf(tmp_path / "model.gguf", "deepseek2", metadata, tensors)
+    with pytest.raises(ModelError, match=words):
+        open_checkpoint(path)
 
 
 def test_pack_without_latent_attention_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LatentTraits,
     MoeSpec,
@@ -48,6 +48,55 @@ def latent_traits(config: ModelConfig, *, interleaved: bool) -> Traits:
             query_rank=config.optional_count("q_lora_rank"),
         ),
     )
+
+
+def latent_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the sizes of latent attention in a GGUF file: newer ones have those of heads under names with `_mla`."""
+    rotated, heads = shape.count("rope.dimension_count"), shape.count("attention.head_count")
+    width = shape.count("attention.key_length_mla", shape.count("attention.key_length"))
+    value = shape.count("attention.value_length", shape.count("embedding_length") // heads)
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": shape.optional_count("attention.q_lora_rank"),
+        "kv_lora_rank": shape.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": width - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": shape.count("attention.value_length_mla", value),
+        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in tensors,
+    }
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    kind = shape.index("expert_gating_func", _SOFTMAX)
+    if kind not in (0, _SOFTMAX, _SIGMOID):
+        raise ModelError(f"{shape.origin}: {shape.prefix}expert_gating_func is {kind}; supported are 1 and 2")
+    shape.refuse("attention.temperature_scale", "queries scaled by position are not supported with latent attention")
+    number, groups = "3" if kind == _SIGMOID else "2", shape.count("expert_group_count", 1)
+    experts = {
+        "n_routed_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
+        "n_shared_experts": shape.count("expert_shared_count"),
+        "routed_scaling_factor": shape.single("expert_weights_scale", 1.0),
+        "norm_topk_prob": shape.flag("expert_weights_norm"),
+        "n_group": groups,
+        "topk_group": shape.count("expert_group_used_count", groups),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+    return latent_config(shape, tensors) | {
+        "architectures": [f"DeepseekV{number}ForCausalLM"],
+        "model_type": f"deepseek_v{number}",
+        "first_k_dense_replace": shape.index("leading_dense_block_count", 0),
+        **(experts if "expert_count" in shape.values else {}),
+    }
+
+
+_SOFTMAX: Final = 1
+_SIGMOID: Final = 2
+_GGUF: Final = {"deepseek2": Gguf(config=_gguf_config)}
+"""Files of all versions; the function of the scores tells them apart."""
 
 
 def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: bool, groups: bool = True) -> MoeSpec:
@@ -130,6 +179,8 @@ class DeepSeekV2(Family):
         },
     }
 
+    gguf: ClassVar = _GGUF
+
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model."""
         config.refuse("norm_topk_prob", "the weights of experts are not normalized")
@@ -173,6 +224,8 @@ class DeepSeekV3(Family):
             "routed_scaling_factor": 1.7,
         },
     }
+
+    gguf: ClassVar = _GGUF
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
-from fd_core.models.families.latent.deepseek import latent_traits
+from fd_core.models.families.latent.deepseek import latent_config, latent_traits
 from fd_core.models.families.spec import Traits
 from fd_core.models.loading.config import ModelConfig
 
@@ -16,18 +16,7 @@ _FACTORS: Final = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    rotated, heads = shape.count("rope.dimension_count"), shape.count("attention.head_count")
-    return _FACTORS | {
-        "num_key_value_heads": heads,
-        "head_dim": rotated,
-        "partial_rotary_factor": 1.0,
-        "q_lora_rank": shape.optional_count("attention.q_lora_rank"),
-        "kv_lora_rank": shape.count("attention.kv_lora_rank"),
-        "qk_nope_head_dim": shape.count("attention.key_length") - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": shape.count("attention.value_length", shape.count("embedding_length") // heads),
-        "attention_bias": "blk.0.attn_q_a.bias" in tensors,
-    }
+    return _FACTORS | latent_config(shape, tensors)
 
 
 class MiniCpm3(Family):

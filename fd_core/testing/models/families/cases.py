@@ -336,11 +336,11 @@ class FamilySuite:
         _require_code(target)
         if not target.family.gguf:
             lacks("it has no GGUF files")
-        from fd_core.testing.models.families.gguf_files import NamelessTensor, written_fields
+        from fd_core.testing.models.families.gguf_files import NamelessTensor, kept_fields, written_fields
 
         for arch, stored in target.family.gguf.items():
             given, written = target.family.cases[case], written_fields(arch)
-            kept = {field: given[field] for field in given if field in written}
+            kept = kept_fields(arch, given)
             try:
                 file = _gguf_file(target, arch, stored, given)[1]
             except NamelessTensor:

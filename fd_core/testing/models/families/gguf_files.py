@@ -100,6 +100,16 @@ def written_fields(arch: str) -> set[str]:
     return fields - {_UNWRITTEN.get(arch)}
 
 
+def kept_fields(arch: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `config.json` among these that a file holds; of DeepSeek's two `mscale` it has one."""
+    written = written_fields(arch)
+    kept = {field: given[field] for field in given if field in written}
+    rope = kept.get("rope_parameters", {})
+    if arch == "deepseek2" and "mscale_all_dim" in rope:
+        kept["rope_parameters"] = rope | {"mscale": rope["mscale_all_dim"]}
+    return kept
+
+
 def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, Any], path: Path) -> Path:
     """Write a GGUF file of a model with this whole config, its values changed as the family declares.
 
@@ -132,6 +142,12 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         if name.endswith(".input_linear.weight"):  # gate and up of all experts
             for part, half in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True):
                 tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+            continue
+        if arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+            layer, key = f"blk.{name.split('.')[2]}", config["qk_nope_head_dim"]
+            heads = value.reshape(config["num_attention_heads"], key + config["v_head_dim"], -1)
+            tensors[f"{layer}.attn_k_b.weight"] = np.ascontiguousarray(heads[:, :key].swapaxes(1, 2))
+            tensors[f"{layer}.attn_v_b.weight"] = np.ascontiguousarray(heads[:, key:])
             continue
         given = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), _SUFFIXES)
         if given is None:
@@ -203,6 +219,17 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "attention.key_length": config["qk_nope_head_dim"] + rotated,
             "attention.value_length": config["v_head_dim"],
         }
+    if arch == "deepseek2":
+        rank, kinds = config["kv_lora_rank"], config.get("mlp_layer_types") or []
+        found |= {f"{key}_mla": found[key] for key in ("attention.key_length", "attention.value_length")}
+        found |= {"attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank}
+        found["expert_gating_func"] = 1 if config["model_type"] == "deepseek_v2" else 2
+        if kinds:
+            found["leading_dense_block_count"] = count = kinds.index("sparse")
+            if "dense" in kinds[count:]:
+                raise NamelessTensor("llama.cpp has no dense layers after those with experts")
+        if (weight := _rope(config).get("mscale_all_dim")) is not None:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * weight
     if "intermediate_size_mlp" in config:
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
@@ -214,7 +241,8 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_metadata(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     found = {"rope.freq_base": rope["rope_theta"]} if "rope_theta" in rope else {}
-    width, kind, original = config["head_dim"], rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    width = config.get("head_dim") or config["qk_rope_head_dim"]
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
     if share := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
         found["rope.dimension_count"] = int(width * share)
     if kind in ("linear", "yarn"):
