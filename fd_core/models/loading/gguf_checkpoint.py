@@ -283,7 +283,7 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     hidden = shape.count("embedding_length")
     head_dim = shape.count("attention.key_length", hidden // heads)
     found = shape.count("attention.value_length", head_dim)
-    if found != head_dim and "attention.kv_lora_rank" not in shape.values:
+    if found != head_dim and "blk.0.attn_kv_a_mqa.weight" not in tensors:
         raise ModelError(
             f"{shape.origin}: {shape.prefix}attention.value_length is {found} and the head size {head_dim}; "
             "only equal values are supported"

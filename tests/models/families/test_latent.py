@@ -122,6 +122,7 @@ def test_quantized_parts_of_latent_attention_are_joined(tmp_path: Path, monkeypa
     [
         ("expert_gating_func", 3, "expert_gating_func is 3; supported are 1 and 2"),
         ("attention.temperature_scale", 0.1, "queries scaled by position are not supported"),
+        ("attention.kv_lora_rank", None, "attention.kv_lora_rank"),
         ("attn_v_b", None, r"shape \(4, 24, 12\) and attn_v_b of shape \(\) do not fit"),
     ],
 )
@@ -129,10 +130,10 @@ def test_unsupported_gguf_files_are_refused_by_name(
     key: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, metadata, tensors = write_gguf_parts(tmp_path, monkeypatch)
-    if value is None:
-        del tensors[f"blk.0.{key}.weight"]
-    else:
+    if value is not None:
         metadata[f"deepseek2.{key}"] = value
+    elif metadata.pop(f"deepseek2.{key}", None) is None:
+        del tensors[f"blk.0.{key}.weight"]
     path = gguf_files.write_gguf(tmp_path / "model.gguf", "deepseek2", metadata, tensors)
     with pytest.raises(ModelError, match=words):
         open_checkpoint(path)
