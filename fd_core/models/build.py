@@ -39,7 +39,7 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Rope
 from fd_core.ops.parallel import Parallel
-from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
+from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 Change = Callable[[Weight], Weight]
 """Change of a weight when it is read."""
@@ -179,7 +179,9 @@ class _Reader:
         elements = math.prod(weight.shape)
         form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):
-            form, nbytes = weight.format, weight.nbytes if table or not self.ops.dequantizes_weights else nbytes
+            form = weight.format
+            if table or not self.ops.dequantizes_weights:
+                nbytes = weight.nbytes + (0 if form != MXFP4 or self.ops.stores_fp4 else elements // 2)
         self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
 
     def table(self, *, tied: bool) -> Array:

@@ -155,8 +155,8 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes with values in 4 or 8 bits each, and scales and minima in float16, or float32 if needed; if they are
-        multiples of units, these in float16 and the multiples in 8 bits."""
+        """Bytes with values in 4 or 8 bits each, those of `MXFP4` in 4, and scales and minima in float16, or float32 if
+        needed; if they are multiples of units, these in float16 and the multiples in 8 bits."""
         values = math.prod(self.shape)
         each = 2 if self.has_minima else 1
         factors, units = values // self.group * each, values // UNIT_SPAN * each if self.has_units else 0

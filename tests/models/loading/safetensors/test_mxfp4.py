@@ -71,6 +71,17 @@ def test_packed_experts_are_those_of_the_float_checkpoint(tmp_path: Path, writte
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bytes_are_those_that_the_pack_stores(
+    bits: int, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumpyOps, "dequantizes_weights", False)
+    monkeypatch.setattr(NumpyOps, "stores_fp4", bits == 4)
+    with open_checkpoint(write(tmp_path, written, written[1])) as checkpoint:
+        (use,) = [use for use in load_model(checkpoint, NumpyOps(), 64).weights if use.computed == MXFP4]
+    assert use.nbytes == use.parameters * bits // 8 + use.parameters // 32 * 2
+
+
 def test_codes_are_halves_of_the_stored_integers() -> None:
     np.testing.assert_array_equal(FP4_HALVES / 2, CODES)
 
