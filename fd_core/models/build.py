@@ -146,6 +146,12 @@ class _Reader:
     def total(self) -> int:
         return sum(map(math.prod, dict(self.spec.tensors()).values()))
 
+    @cached_property
+    def expert_names(self) -> Collection[str]:
+        blocks = [layer.feed_forward for layer in self.spec.layers]
+        pairs = [pair for block in blocks if isinstance(block, MoeSpec) for pair in block.experts]
+        return {linear.tensor(name) for pair in pairs for linear in pair for name in linear.names}
+
     def read(self, name: str, change: Change | None = None) -> Weight:
         """Read a tensor and report progress in bytes of the files, in proportion to its elements."""
         tensor: Weight = self.checkpoint.read(name)
@@ -175,7 +181,9 @@ class _Reader:
             self.progress(whole * self.done // self.total, whole)
 
     def count(self, name: str, weight: Weight, *, table: bool = False) -> None:
-        """Record the stored and the computed format of a weight."""
+        """Record the stored and the computed format of a weight; of ranks that divide experts, 0 records the others."""
+        if self.ops.parallel.expert_parallel and self.ops.parallel.rank and name not in self.expert_names:
+            return
         elements = math.prod(weight.shape)
         form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):

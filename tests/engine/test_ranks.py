@@ -116,7 +116,7 @@ def test_ranks_that_divide_experts_generate_golden_texts(tmp_path: Path) -> None
     for size, divided in ((1, False), (2, False), (2, True)):
         config = EngineConfig(**values, tensor_parallel_size=size, enable_expert_parallel=divided, max_num_seqs=4)
         with contextlib.closing(load_engine(config, path, progress=lambda *_: None)) as engine:
-            texts.append(run(engine, specs).tokens)
+            texts.append((run(engine, specs).tokens, {*engine.info.weights}))
     assert texts[0] == texts[1] == texts[2]
 
 

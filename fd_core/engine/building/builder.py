@@ -182,8 +182,11 @@ class _EngineBuilder:
 
     @property
     def _weights(self) -> tuple[WeightUse, ...]:
-        """Compute formats of the model's weights. Each stage reports its own, other ranks all."""
-        return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
+        """Compute formats of the model's weights. Each stage and ranks with different experts report their own, other
+        ranks all."""
+        config = self._config
+        count = config.num_ranks if config.enable_expert_parallel else config.pipeline_parallel_size
+        return summed_uses([rank.weights for rank in self._loaded[:count]])
 
     @cached_property
     def _kv_shape(self) -> KVShape:
