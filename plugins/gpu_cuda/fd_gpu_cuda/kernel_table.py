@@ -177,15 +177,20 @@ def widened_layer(
     """Return the arguments of the core's attention after queries: keys and values in `dtype`, and a step with their
     blocks.
 
-    With 8 bits, only the blocks of the step are widened, which synchronizes with the device.
+    With 8 bits, only the blocks of the step are widened, which synchronizes with the device; likewise, the two parts of
+    latent keys are joined.
     """
-    if layer.key_scales is None or layer.value_scales is None:
+    if not layer.quantized and not heads.latent:
         return TorchLayer(layer.keys, layer.values, layer.block_size), heads, step
     size = layer.block_size
     # Entries beyond a context are undefined.
     named = step.block_tables.clamp(0, len(layer.keys) // size - 1)
     blocks, places = named.unique(return_inverse=True)
     slots = (blocks.long()[:, None] * size + torch.arange(size, device=blocks.device)).flatten()
-    sides = ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
-    keys, values = ((side[slots].float() * scales[slots][..., None]).to(dtype) for side, scales in sides)
+    sides = (layer.keys[slots], layer.key_scales), (layer.values[slots], layer.value_scales)
+    keys, values = (
+        (side if scales is None else side.float() * scales[slots][..., None]).to(dtype) for side, scales in sides
+    )
+    if heads.latent:
+        keys = torch.cat((keys, values), dim=-1)
     return TorchLayer(keys, values, size), heads, replace(step, block_tables=places.int())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _StagedLane:
-    """A lane and its staging memory for `capacity` blocks of `parts`, each [layers, 2, blocks, heads, width]."""
+    """A lane and its staging memory for `capacity` blocks of `parts`, each [layers, sides, blocks, heads, width]."""
 
     def __init__(self, lane: CopyLane, parts: Sequence[Array], capacity: int) -> None:
         layers, sides, _, heads, _ = parts[0].shape
@@ -88,7 +89,7 @@ class BlockCopies:
     """
 
     def __init__(self, parts: Sequence[Array], block_size: int, cuda: Cuda, staged_bytes: int = STAGED_BYTES) -> None:
-        """`parts`: [layers, 2, slots, heads, width]; a block is `block_size` slots of each layer and side.
+        """`parts`: [layers, sides, slots, heads, width]; a block is `block_size` slots of each layer and side.
 
         In canonical order, a head of a block is the concatenation of its parts.
         """
@@ -161,7 +162,8 @@ def _bytes_of(host: Array) -> npt.NDArray[np.uint8]:
 class CudaLayer(NamedTuple):
     """One layer's keys and values, each [slots, nkv, d] without gaps, and their scales if they are int8.
 
-    Scales are separate, so that 8-bit heads are aligned to 16 bytes.
+    Scales are separate, so that 8-bit heads are aligned to 16 bytes. Of a latent cache, values are the latent ones
+    [slots, 1, latent], and keys only the rotated parts before them [slots, 1, d - latent].
     """
 
     keys: Array
@@ -193,19 +195,21 @@ class CudaKVCache(TorchKVCache):
         super().__init__(shape, num_blocks + 1, dtype, cuda.device)
         self.num_blocks = num_blocks
         self.spare_block = num_blocks
-        self._scales: Array | None = None
-        parts = [self._data]
-        if shape.quantized:
-            # Scales first, float32 [layers, 2, slots, nkv], then all elements int8 [..., d].
-            *heads, stored = self._data.shape
-            first, rest = self._data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
-            self._data, self._scales = rest.view(*heads, stored - SCALE_BYTES), first.view(torch.float32).view(heads)
-            parts = [self._data, self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
-        self._copies = BlockCopies(parts, shape.block_size, cuda)
-        scales: Any = [()] * shape.num_layers if self._scales is None else self._scales
+        layers, sides, *places = self._data.shape[:-1]
+        widths = [shape.head_dim - shape.latent, shape.latent] if shape.latent else [shape.head_dim]
+        # Scales first, float32 [layers, sides, slots, nkv] of each width, then the elements [..., width]: all aligned.
+        count = math.prod((layers, sides, *places))
+        scaled = [SCALE_BYTES] * len(widths) if shape.quantized else []
+        memory = self._data.view(-1).split([count * width for width in (*scaled, *reversed(widths))])
+        parts = [each.view(layers, sides, *places, -1) for each in memory]
+        scales, elements = parts[: len(scaled)], parts[len(scaled) :][::-1]
+        canonical = [*chain.from_iterable(zip(elements, scales, strict=True))] if scales else elements
+        self._copies = BlockCopies(canonical, shape.block_size, cuda)
+        factors = [each.view(torch.float32).squeeze(-1) for each in scales]
+        # Keys and values are the two sides, or the two widths of a latent cache.
+        arrays = (each[:, side] for each in (*elements, *factors) for side in range(sides))
         self._cuda_layers = [
-            CudaLayer(keys, values, shape.block_size, *factors)
-            for (keys, values), factors in zip(self._data, scales, strict=True)
+            CudaLayer(keys, values, shape.block_size, *rest) for keys, values, *rest in zip(*arrays, strict=True)
         ]
 
     def layer(self, index: int) -> CudaLayer:  # type: ignore[override]  # the kernels read another layout

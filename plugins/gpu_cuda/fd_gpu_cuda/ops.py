@@ -84,7 +84,7 @@ class CudaOps(TorchOps):
     encodes = False
     chunks = False
     any_experts = True
-    latents = False
+    latents = True
     biased_experts = True
     expert_parallel = True
     sinks = True
@@ -222,7 +222,8 @@ class CudaOps(TorchOps):
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks of a `CudaLayer` in place."""
         planned = self._kernels.planned_attention
-        if planned is not None and step.host is not None and not layer.quantized and heads.sinks is None:
+        lacking = layer.quantized or heads.sinks is not None or heads.latent
+        if planned is not None and step.host is not None and not lacking:
             return planned(q, layer, heads, step)
         if self._kernels.attention is None:
             return super().paged_attention(q, *widened_layer(layer, heads, step, q.dtype))

@@ -499,12 +499,20 @@ class ModelTrial:
         own, reference = self._caches(layer, num_blocks)
         x = self._normal(len(step.positions), model.spec.embedding.shape[1]) * _SMALL
 
-        q = plain.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, reference, step)
-        yield Compared("queries", ops.attention_inputs(x.clone(), attention.norm, attention.qkv, heads, own, step), q)
+        def queries(pack: Any, cache: CudaLayer) -> Array:
+            given = x.clone(), attention.norm, attention.qkv
+            if attention.latent is None:
+                return pack.attention_inputs(*given, heads, cache, step)
+            return pack.latent_inputs(*given, attention.latent, heads, cache, step)
+
+        q = queries(plain, reference)
+        yield Compared("queries", queries(ops, own), q)
         yield Compared("written keys", own.keys, reference.keys)
         yield Compared("written values", own.values, reference.values)
         a = plain.attention(q, heads, reference, step)
         yield Compared("attention", ops.attention(q.clone(), heads, reference, step), a)
+        if attention.latent is not None:
+            a = plain.expand(a, attention.latent.expand, heads)
         if ops.parallel.size > 1:
             parts = self._normal(ops.parallel.size, q.numel())
             yield Compared("sums of ranks", ops.add_ranks(parts), plain.add_ranks(parts), "exact")
@@ -559,9 +567,10 @@ class ModelTrial:
     def _caches(self, layer: Layer, num_blocks: int) -> tuple[Any, Any]:
         """Return two caches of one layer that hold the same random keys and values."""
         heads, size = layer.attention.heads, self._block_size
-        shape = KVShape(1, heads.num_kv_heads, heads.head_dim, size, self._kv_dtype)
+        shape = KVShape(1, heads.num_kv_heads, heads.head_dim, size, self._kv_dtype, latent=heads.latent)
         caches: list[KVCache] = [self._plain.allocate_kv(shape, num_blocks) for _ in range(2)]
-        k, v = (self._normal(num_blocks * size, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        widths = heads.head_dim - heads.latent, heads.latent or heads.head_dim
+        k, v = (self._normal(num_blocks * size, heads.num_kv_heads, width) for width in widths)
         slots = self._plain.from_host(np.arange(num_blocks * size, dtype=np.int32))
         for cache in caches:
             self._plain.write_kv(cache.layer(0), k, v, slots)

@@ -29,6 +29,7 @@ class Case:
     kv: str = "auto"
     window: int | None = None
     softcap: float | None = None
+    latent: int = 0
 
 
 SMOLLM2_135M = Case(9, 3, 64)
@@ -41,10 +42,20 @@ QWEN3_30B = Case(32, 4, 128, kv="int8")
 GEMMA_2_9B = Case(16, 8, 256, window=4096, softcap=50.0)
 GEMMA_3_4B = Case(8, 4, 256, window=1024)
 MASKED = Case(32, 8, 96, torch.float16, kv="int8")
+DEEPSEEK_V3 = Case(128, 1, 576, latent=512)
+MINICPM3 = Case(40, 1, 288, latent=256)
+LATENT_INT8 = Case(16, 1, 576, kv="int8", latent=512)
+LATENT_EXACT = Case(16, 1, 576, torch.float32, latent=512)
 EXACT = Case(32, 8, 128, torch.float32)
 SAMPLE = {
-    80: ((LLAMA_3_8B, "decode prompt"), (SMOLLM2_135M, "decode"), (EXACT, "decode prompt"), (QWEN3_30B, "prompt")),
-    89: ((GEMMA_2_9B, "decode prompt"), (MASKED, "decode prompt"), (QWEN3_30B, "decode")),
+    80: (
+        (LLAMA_3_8B, "decode prompt"),
+        (SMOLLM2_135M, "decode"),
+        (EXACT, "decode prompt"),
+        (QWEN3_30B, "prompt"),
+        (MINICPM3, "decode prompt"),
+    ),
+    89: ((GEMMA_2_9B, "decode prompt"), (MASKED, "decode prompt"), (QWEN3_30B, "decode"), (LATENT_INT8, "decode")),
     90: (
         (LLAMA_3_8B, "decode prompt"),
         (QWEN3_30B, "decode prompt"),
@@ -53,6 +64,7 @@ SAMPLE = {
         (LLAMA_3_1B, "prompt"),
         (QWEN2_7B, "prompt"),
         (GEMMA_2_9B, "prompt"),
+        (DEEPSEEK_V3, "decode"),
     ),
 }
 """By compute capability, cases and steps."""
@@ -62,7 +74,8 @@ def every_case() -> list[Case]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     shapes = product((1, 4, 8), (64, 80, 96, 128, 192, 256), dtypes, ("auto", "int8"))
     plain = [Case(8 * shared, 8, width, dtype, kv) for shared, width, dtype, kv in shapes]
-    return plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
+    latent = [DEEPSEEK_V3, MINICPM3, LATENT_INT8, LATENT_EXACT]
+    return latent + plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
 
 
 DECODE_SPILLS, PROMPT_SPILLS = 40, 256
@@ -94,7 +107,8 @@ def instruction(capability: int, case: Case, *, prefill: bool) -> str:
     """Return a pattern of the tensor cores' instruction; float32 has none that multiplies all of its bits."""
     if case.dtype == torch.float32:
         return "fma[.]rn"
-    kind = "wgmma[.]mma_async" if capability == 90 and prefill else "mma[.]sync"
+    # Latent values of 512 leave registers for 32 lines, half of what Hopper's instruction takes.
+    kind = "wgmma[.]mma_async" if capability == 90 and prefill and case.latent <= 256 else "mma[.]sync"
     number = {torch.bfloat16: "bf16", torch.float16: "f16"}[case.dtype]
     return f"{kind}[^;]*[.]{number}"
 
@@ -104,10 +118,10 @@ def main(capability: int) -> None:
     attend: Any = PagedAttention(torch.device("cpu"), MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
     every = [(case, "decode prompt") for case in every_case()]
     for case, kinds in every if everything() else SAMPLE[capability]:
-        shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv)
+        shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv, latent=case.latent)
         layer = CudaKVCache(shape, BLOCKS, case.dtype, Processor()).layer(0)
         sizes = (case.num_heads, case.num_kv_heads, case.width)
-        heads = Heads(*sizes, 0.1, Rope(None, None), window=case.window, softcap=case.softcap)
+        heads = Heads(*sizes, 0.1, Rope(None, None), window=case.window, softcap=case.softcap, latent=case.latent)
         compiler.wanted = {
             "_decode": instruction(capability, case, prefill=False),
             "_prefill": instruction(capability, case, prefill=True),
@@ -115,11 +129,13 @@ def main(capability: int) -> None:
         for name in kinds.split():
             compiler.spills = DECODE_SPILLS if name == "decode" else PROMPT_SPILLS
             if name == "prompt" and capability >= 90:
-                compiler.spills = 24 if case.window is not None else 0  # heads of 256, with Triton 3.9
+                # Windowed heads of 256, and latent ones, with Triton 3.9.
+                compiler.spills = 56 if case.latent else 24 if case.window is not None else 0
             compiler.case, step = f"{case}, {name}", step_of(name)
             attend(torch.empty(len(step.kv_slots), case.num_heads, case.width, dtype=case.dtype), layer, heads, step)
-        k = torch.empty(3, case.num_kv_heads, case.width, dtype=case.dtype)
-        write_kv(k, k, layer, torch.zeros(3, dtype=torch.int32))
+        widths = case.width - case.latent, case.latent or case.width
+        k, v = (torch.empty(3, case.num_kv_heads, width, dtype=case.dtype) for width in widths)
+        write_kv(k, v, layer, torch.zeros(3, dtype=torch.int32))
     print("\n".join(compiler.failures))
 
 

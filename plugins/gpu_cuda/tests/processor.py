@@ -146,6 +146,8 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     keys, values = layer.keys[slots].float(), layer.values[slots].float()
     if layer.quantized:
         keys, values = keys * layer.key_scales[slots][..., None], values * layer.value_scales[slots][..., None]
+    if heads.latent:
+        keys = torch.cat((keys, values), dim=-1)
     scores = torch.einsum("tkgd,tskd->tkgs", grouped, keys) * heads.scale
     if heads.softcap is not None:
         scores = (scores / heads.softcap).tanh() * heads.softcap

@@ -20,7 +20,7 @@ from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
 from launches import counted  # noqa: E402
-from processor import make_ops, plain_attention  # noqa: E402
+from processor import PLAIN, make_ops, plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels import attention as kernels  # noqa: E402
 from fd_gpu_cuda.kernels.attention import HeadSizes, PagedAttention, prefill_tile, span_of  # noqa: E402
@@ -58,10 +58,10 @@ class Batch:
         # Table entries beyond a context are undefined: here they point to a block of NaN.
         used = np.array([-(-context // block_size) for _, context in rows])
         self._step = replace(step, block_tables=np.where(np.arange(width) < used[:, None], tables, blocks))
-        slots = blocks * block_size
-        q, k, v = values(len(step.positions), nh, d), values(slots, nkv, d), values(slots, nkv, d)
+        slots, latent = blocks * block_size, self.heads.latent
+        q, k, v = values(len(step.positions), nh, d), values(slots, nkv, d - latent), values(slots, nkv, latent or d)
         everywhere = np.arange(slots, dtype=np.int32)
-        oracle, shape = NumpyOps(), KVShape(1, nkv, d, block_size, kv)
+        oracle, shape = NumpyOps(), KVShape(1, nkv, d, block_size, kv, latent=latent)
         layer = oracle.allocate_kv(shape, blocks).layer(0)
         oracle.write_kv(layer, k, v, everywhere)
         self.expected = oracle.paged_attention(q, layer, self.heads, step)
@@ -123,6 +123,30 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_kind_of_step(batch: str, options: dict[str, Any]) -> None:
     Batch(BATCHES[batch], **options).check(attention())
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("heads", "latent"), [((4, 1, 40), 32), ((17, 1, 29), 24), ((32, 1, 24), 16), ((20, 1, 80), 64)], ids=str
+)
+def test_heads_share_latent_vectors(heads: tuple[int, int, int], latent: int, kv: str) -> None:
+    """With few heads, a prime number of them, two groups of 16, and two of 10."""
+    rows = [(1, 9), (37, 40), (1, 1300), (10, 600), (2, 300)]
+    Batch(rows, heads, latent=latent, kv=kv).check(attention())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
+def test_latent_vectors_in_16_bits(dtype: Any, kv: str) -> None:
+    Batch([(1, 9), (1, 600), (20, 50)], (4, 1, 40), latent=24, kv=kv, dtype=dtype).check(attention())
+
+
+def test_latent_attention_composed_of_torch_operations() -> None:
+    for kv in ("auto", "int8"):
+        Batch([(1, 9), (1, 30), (20, 50)], (4, 1, 40), latent=24, kv=kv).check(
+            make_ops().alone(replace(PLAIN, attention=None)).paged_attention
+        )
 
 
 @pytest.mark.parametrize("rows", [[(1, 9), (1, 1300), (3, 600)], [(37, 40), (20, 2100)]], ids=["decodes", "prompts"])

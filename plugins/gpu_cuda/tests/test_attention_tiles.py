@@ -20,8 +20,9 @@ DEVICES = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
 
 @pytest.mark.parametrize("cut", [decode_tile, prefill_tile])
 def test_device_affects_only_the_number_of_loads_in_flight(cut: Callable[[HeadSizes, int], Tile]) -> None:
-    for shared, width, form, windowed in product((1, 4, 8, 40), (24, 80, 96, 128, 192, 256), FORMS, (False, True)):
-        sizes = HeadSizes(shared, width, *FORMS[form], windowed)
+    widths = [(width, 0) for width in (24, 80, 96, 128, 192, 256)] + [(24, 8), (256, 32), (512, 64)]
+    for shared, (width, rotated), form, windowed in product((1, 4, 8, 40), widths, FORMS, (False, True)):
+        sizes = HeadSizes(shared, width, *FORMS[form], windowed, rotated)
         assert len({cut(sizes, memory)._replace(num_stages=1) for memory in DEVICES}) == 1, sizes
 
 

@@ -24,6 +24,8 @@ SHAPES = {
     "bfloat16": (torch.bfloat16, KVShape(3, 1, 7, 1)),  # a row of 14 bytes
     "float16": (torch.float16, KVShape(2, 2, 6, 3)),
     "int8": (torch.bfloat16, KVShape(2, 3, 10, 2, dtype="int8")),
+    "latent": (torch.bfloat16, KVShape(2, 1, 13, 3, latent=8)),
+    "latent int8": (torch.bfloat16, KVShape(2, 1, 13, 3, dtype="int8", latent=8)),
 }
 
 
@@ -105,12 +107,24 @@ def cache_on(device: Processor, kind: str, blocks_at_once: int) -> CudaKVCache:
 
 
 def every_block(cache: CudaKVCache) -> np.ndarray:
-    """Return the bytes of all blocks [blocks, layers, 2, bytes], gathered by numpy according to the contract."""
-    shape = cache.shape
-    parts = [cache._data] if cache._scales is None else [cache._data, cache._scales]
-    heads = (shape.num_layers, 2, BLOCKS + 1, shape.block_size * shape.num_kv_heads, -1)
-    found = [part.contiguous().view(torch.uint8).numpy().reshape(heads) for part in parts]
-    return np.concatenate(found, axis=-1).transpose(2, 0, 1, 3, 4).copy()
+    """Return the bytes of all blocks [blocks, layers, sides, heads, bytes], gathered according to the contract."""
+    layers = []
+    for index in range(cache.shape.num_layers):
+        keys, values, _, *scales = cache.layer(index)
+        sides = [[keys, scales[0]], [values, scales[1]]]
+        if cache.shape.latent:
+            sides = [[*sides[0], *sides[1]]]
+        layers.append(
+            [np.concatenate([bytes_of_blocks(part) for part in side if part is not None], -1) for side in sides]
+        )
+    return np.array(layers).transpose(2, 0, 1, 3, 4)
+
+
+def bytes_of_blocks(part: Any) -> np.ndarray:
+    """Return what one part of a layer holds of each head: [blocks, block_size * nkv, bytes]."""
+    slots, heads, *_ = part.shape
+    size = slots // (BLOCKS + 1)
+    return part.contiguous().view(torch.uint8).numpy().reshape(BLOCKS + 1, size * heads, -1)
 
 
 def expected(cache: CudaKVCache, blocks: np.ndarray) -> np.ndarray:

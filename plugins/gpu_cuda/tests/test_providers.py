@@ -17,13 +17,14 @@ pytest.importorskip("triton")
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
 from fd_core.errors import PluginError  # noqa: E402
 from fd_core.models.decoder import DecoderModel  # noqa: E402
+from fd_core.models.families.latent.deepseek import DeepSeekV2  # noqa: E402
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402
 from fd_core.ops.parallel import Parallel  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.models.arrays import Values, on_device, step_input  # noqa: E402
-from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.checkpoints import SIZES, write_checkpoint, write_config  # noqa: E402
 from processor import PLAIN, OnProcessor, Processor, make_ops, plain_attention  # noqa: E402
 from test_steps import LIMITS, MIXED, conversation  # noqa: E402
 
@@ -53,7 +54,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def of(case: str) -> DecoderModel:
         if case not in made:
-            folder = write_checkpoint(case, tmp_path_factory.mktemp(case))
+            folder = tmp_path_factory.mktemp(case)
+            if case == "latent":
+                named = {"architectures": [*DeepSeekV2.architectures], "vocab_size": 97}
+                write_config({**SIZES, **DeepSeekV2.defaults, **DeepSeekV2.cases["yarn"], **named}, folder, seed=3)
+            else:
+                write_checkpoint(case, folder)
             backend = OnProcessor(EngineConfig(model=str(folder)))
             made[case] = backend.load_model(folder, make_ops(), lambda done, total: None)
         return made[case]
@@ -100,6 +106,10 @@ def without_softcap(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
     return plain_attention(q, layer, replace(heads, softcap=None), step)
 
 
+def without_rotation(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
+    return plain_attention(q, layer._replace(keys=layer.keys * 0), heads, step)
+
+
 def one_row_wrong(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
     output = plain_attention(q, layer, heads, step)
     output[-1] *= 1.01
@@ -115,6 +125,7 @@ ATTENTION: list[tuple[str, Callable[..., Any], str]] = [
     ("llama", one_row_wrong, "attention of a decode: maximum error "),
     ("gemma3", without_window, "attention of a decode, window "),
     ("llama, softcap", without_softcap, "attention of a decode: maximum error "),
+    ("latent", without_rotation, "attention of a decode: maximum error "),
 ]
 
 
@@ -251,12 +262,13 @@ def test_explicit_flashinfer_without_support_ends_the_start() -> None:
             Providers(operations_on(Device(), "float32", kv_dtype), wanted_providers("flashinfer"))
 
 
-def test_every_field_has_an_operation_and_every_kernel_is_correct(models: Models) -> None:
+@pytest.mark.parametrize("case", ["gemma3", "latent"])
+def test_every_field_has_an_operation_and_every_kernel_is_correct(case: str, models: Models) -> None:
     """Triton's own kernels, in the interpreter."""
     operations = operations_on(Device(), "float32", "auto", ranks=2)
     assert {each.field for each in operations} == {each.name for each in fields(Kernels)}
     providers = Providers(operations)
-    settled(models("gemma3"), providers)
+    settled(models(case), providers)
     assert providers.describe() == "computed by triton"
 
 

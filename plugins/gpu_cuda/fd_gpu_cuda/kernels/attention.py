@@ -25,6 +25,9 @@ visible to all queries need no mask. The order of a row's tiles never depends on
 Keys of a prompt are cut into spans, as those of a decode into chunks. Where a step has few queries for its keys, as in
 a short suffix of a long cached prefix, several programs share the spans of a tile.
 
+Of latent heads, which share one vector for each token, a program computes some as if these had a KV head of their own.
+The vector is two tiles: its rotated part, which only scores use, and the latent value.
+
 The bits are determined by the grouping of keys in sums, which depends only on the model. Device-specific tuning, such
 as loads in flight and programs per row, does not affect them.
 """
@@ -32,6 +35,7 @@ as loads in flight and programs per row, does not affect them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -84,26 +88,43 @@ class Tile(NamedTuple):
     """Pipeline stages: tiles of keys and values in flight, plus the one that is computed."""
 
 
+def _padded(width: int) -> int:
+    return max(_LINES, next_power_of_2(width))
+
+
 class HeadSizes(NamedTuple):
     """Properties that determine a tile."""
 
     shared: int
     """Query heads that share a KV head."""
     width: int
+    """Elements of a value."""
     kv_bytes: int
     """Bytes of an element of a key."""
     q_bytes: int
     windowed: bool = False
+    rotated: int = 0
+    """Elements of a latent key before the value; 0 for other keys."""
 
     @property
     def padded(self) -> int:
-        """Elements of a head in a tile."""
-        return max(_LINES, next_power_of_2(self.width))
+        """Elements of a value in a tile."""
+        return _padded(self.width)
+
+    @property
+    def query(self) -> int:
+        """Elements of a query in tiles."""
+        return self.padded + (_padded(self.rotated) if self.rotated else 0)
+
+    @property
+    def pair(self) -> int:
+        """Elements of a key and its value in tiles."""
+        return self.query if self.rotated else 2 * self.padded
 
     @property
     def masked(self) -> bool:
         """True if a tile has elements beyond the head, whose loads hold a mask in registers."""
-        return self.padded != self.width
+        return self.padded != self.width or (self.rotated > 0 and self.query - self.padded != self.rotated)
 
     @property
     def exact(self) -> bool:
@@ -141,6 +162,8 @@ def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
     lines, wide, masked and widened heads fewer keys.
     """
     lines, keys = _PREFILL_LINES // 2, 32 if sizes.padded > 128 or (sizes.masked and sizes.widened) else 64
+    if sizes.padded > 256:
+        lines = _PREFILL_LINES // 4
     if sizes.exact:
         lines, keys = _LINES, _LINES
     elif sizes.padded > 128 and sizes.widened:
@@ -155,7 +178,7 @@ def _prefill_stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int)
     """Return the number of stages that fit, at most 2 on Hopper: with more, ptxas serializes the products (C7515)."""
     if sizes.exact and (sizes.masked or (sizes.widened and sizes.padded > 128)):
         return 1  # as in `_stages`
-    pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
+    pair, queries = keys * sizes.pair * sizes.kv_bytes, lines * sizes.query * sizes.q_bytes
     free = shared_memory - _RESERVED_BYTES - queries
     if shared_memory >= _HOPPER_BYTES:
         return 2 if 2 * pair <= free else 1
@@ -170,7 +193,7 @@ def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
     """
     if sizes.exact and (sizes.masked or (sizes.widened and sizes.padded > 128)):
         return 1
-    pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
+    pair, queries = keys * sizes.pair * sizes.kv_bytes, lines * sizes.query * sizes.q_bytes
     needed = 3 * pair + queries if shared_memory >= _HOPPER_BYTES else max(2 * pair, queries)
     return _STAGES if needed + _RESERVED_BYTES <= shared_memory else 1
 
@@ -184,49 +207,71 @@ _LOG2_E = tl.constexpr(LOG2_E)
 def load_tile(
     keys_at, values_at, key_scales_at, value_scales_at, table_at,
     key, kv_head,
-    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr, rotated: tl.constexpr,
+    r: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values [n, d] of one KV head at valid positions [n], and their scales [n]."""
+    """Load keys and values [n, d] of one KV head at valid positions [n], and their scales [n].
+
+    Of latent heads, with `rotated` elements before the values, keys are those alone: [n, r].
+    """
     return load_slots(
         keys_at, values_at, key_scales_at, value_scales_at, tl.load(table_at + key // block_size), key, kv_head,
-        block_size, kv_heads, width, d,
+        block_size, kv_heads, width, d, rotated, r,
     )  # fmt: skip
 
 
 @triton.jit
 def load_slots(
     keys_at, values_at, key_scales_at, value_scales_at, block, key, kv_head,
-    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr, rotated: tl.constexpr,
+    r: tl.constexpr,
 ):  # fmt: skip
     """Load as `load_tile` does, from known blocks [n]."""
-    place = (block.to(tl.int64) * block_size + key % block_size) * kv_heads + kv_head
-    column = tl.arange(0, d)
-    at = place[:, None] * width + column[None, :]
-    if width == d:
-        keys = tl.load(keys_at + at)
-        values = tl.load(values_at + at)
+    place = block.to(tl.int64) * block_size + key % block_size
+    if rotated:
+        keys = _load_lines(keys_at, place, rotated, r)
     else:
-        inside = (column < width)[None, :]
-        keys = tl.load(keys_at + at, mask=inside, other=0.0)
-        values = tl.load(values_at + at, mask=inside, other=0.0)
+        place = place * kv_heads + kv_head
+        keys = _load_lines(keys_at, place, width, d)
+    values = _load_lines(values_at, place, width, d)
     key_scale = tl.load(key_scales_at + place) if key_scales_at is not None else 1.0
     value_scale = tl.load(value_scales_at + place) if value_scales_at is not None else 1.0
     return keys, values, key_scale, value_scale
 
 
 @triton.jit
+def _load_lines(at, line, width: tl.constexpr, d: tl.constexpr):
+    """Load lines [n] of `width` elements, as [n, d]."""
+    column = tl.arange(0, d)
+    at += line[:, None] * width + column[None, :]
+    if width == d:
+        return tl.load(at)
+    return tl.load(at, mask=(column < width)[None, :], other=0.0)
+
+
+@triton.jit
 def attend_tile(
-    largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-    masked: tl.constexpr, quantized: tl.constexpr,
+    largest, total, sums, q, turned, keys, values, key_scale, value_scale, seen, factor, cap,
+    masked: tl.constexpr, quantized: tl.constexpr, rotated: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one tile into a running softmax: largest and total [m], sums [m, d].
 
-    q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Scores are products of q and keys times
+    q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Of latent heads, the keys are values, preceded
+    by `keys` [n, r], and the queries q, preceded by `turned` [m, r]. Scores are products of q and keys times
     `factor`, an exponent of base 2. Or, with `cap`, tanh(product * factor) times `cap`, which has the base in it.
     """
-    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
-    if quantized:
-        scores *= key_scale[None, :]
+    if rotated:
+        scores = tl.dot(q, tl.trans(values.to(q.dtype)), input_precision="ieee")
+        if quantized:
+            scores *= value_scale[None, :]
+            more = tl.dot(turned, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+            scores = tl.fma(more, tl.broadcast_to(key_scale[None, :], more.shape), scores)
+        else:
+            scores = tl.dot(turned, tl.trans(keys), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+        if quantized:
+            scores *= key_scale[None, :]
     if cap is not None:
         # tanh(x) = 2 sigmoid(2 x) - 1
         scores = 2.0 * tl.sigmoid(scores * (2.0 * factor)) - 1.0
@@ -301,11 +346,13 @@ def _constants(layer: CudaLayer, heads: Heads, tile: Tile) -> dict[str, int]:
         "block_size": layer.block_size,
         "kv_heads": heads.num_kv_heads,
         "shared": heads.num_heads // heads.num_kv_heads,
-        "width": heads.head_dim,
+        "width": heads.latent or heads.head_dim,
         "tile": tile.queries,
         "m": tile.lines,
         "n": tile.keys,
-        "d": max(16, next_power_of_2(heads.head_dim)),
+        "d": _padded(heads.latent or heads.head_dim),
+        "rotated": heads.head_dim - heads.latent if heads.latent else 0,
+        "r": _padded(heads.head_dim - heads.latent),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -355,7 +402,8 @@ def _decode(
     query_start_at, context_at, tables_at, table_stride,
     rows, tiles, most, capacity, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
-    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr, scanned: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, rotated: tl.constexpr, r: tl.constexpr,
+    few: tl.constexpr, folded: tl.constexpr, scanned: tl.constexpr,
 ):  # fmt: skip
     """Attend with one KV head and tile to one share of the keys. Grid: shares times KV heads times tiles of a row.
 
@@ -408,9 +456,9 @@ def _decode(
             column = tl.arange(0, d)
             inside = column < width
             head = kv_head * shared + line % shared
-            q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+            q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64)
             q_mask = live[:, None] & inside[None, :]
-            q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+            q, turned = _load_queries(q_at, q_line, live, width, d, rotated, r)
 
             # Of all folded chunks, and of the current one.
             all_largest = tl.full((m,), -float("inf"), tl.float32)
@@ -433,14 +481,14 @@ def _decode(
                 known = tl.minimum(tl.maximum(key, first), last - 1)
                 keys, values, key_scale, value_scale = load_tile(
                     keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
-                    block_size, kv_heads, width, d,
+                    block_size, kv_heads, width, d, rotated, r,
                 )  # fmt: skip
                 seen = key[None, :] <= place[:, None]
                 if window is not None:
                     seen = seen & (place[:, None] - key[None, :] < window)
                 largest, total, sums = attend_tile(
-                    largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-                    True, key_scales_at is not None,
+                    largest, total, sums, q, turned, keys, values, key_scale, value_scale, seen, factor, cap,
+                    True, key_scales_at is not None, rotated,
                 )  # fmt: skip
                 stop = base + n
                 if (stop >= to_key) | (stop % tl.where(stop <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
@@ -465,10 +513,23 @@ def _decode(
                         )  # fmt: skip
             else:
                 result = averaged(all_largest, all_total, all_sums, sinks_at, head).to(output_at.dtype.element_ty)
-                tl.store(output_at + q_line[:, None] + column[None, :], result, mask=q_mask)
+                tl.store(output_at + q_line[:, None] * width + column[None, :], result, mask=q_mask)
         row += 1
         row_begin = row_end
         piece = row_end
+
+
+@triton.jit
+def _load_queries(q_at, line, live, width: tl.constexpr, d: tl.constexpr, rotated: tl.constexpr, r: tl.constexpr):
+    """Load the queries of lines int64[m], and the rotated parts [m, r] of latent ones: the rest is [m, d]."""
+    column = tl.arange(0, d)
+    at = q_at + line[:, None] * (rotated + width)
+    q = tl.load(at + rotated + column[None, :], mask=live[:, None] & (column < width)[None, :], other=0.0)
+    turned = q
+    if rotated:
+        column = tl.arange(0, r)
+        turned = tl.load(at + column[None, :], mask=live[:, None] & (column < rotated)[None, :], other=0.0)
+    return q, turned
 
 
 @triton.jit
@@ -579,11 +640,11 @@ def _prompt_lines(query_start_at, row, begin, tile: tl.constexpr, shared: tl.con
 
 @triton.jit
 def _walk(
-    largest, total, sums, q,
+    largest, total, sums, q, turned,
     keys_at, values_at, key_scales_at, value_scales_at, table_at,
     kv_head, place, from_key, to_key, first, last, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, masked: tl.constexpr, n: tl.constexpr,
-    d: tl.constexpr,
+    d: tl.constexpr, rotated: tl.constexpr, r: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
     known = tl.minimum(tl.maximum(from_key + tl.arange(0, n), first), last - 1)
@@ -594,16 +655,17 @@ def _walk(
         if masked and window is not None:
             known = tl.maximum(known, first)
         keys, values, key_scale, value_scale = load_slots(
-            keys_at, values_at, key_scales_at, value_scales_at, block, known, kv_head, block_size, kv_heads, width, d
-        )
+            keys_at, values_at, key_scales_at, value_scales_at, block, known, kv_head,
+            block_size, kv_heads, width, d, rotated, r,
+        )  # fmt: skip
         # One tile ahead, so that loads of keys do not wait for it.
         block = tl.load(table_at + tl.minimum(key + n, last - 1) // block_size)
         seen = key[None, :] <= place[:, None]
         if window is not None:
             seen = seen & (place[:, None] - key[None, :] < window)
         largest, total, sums = attend_tile(
-            largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-            masked, key_scales_at is not None,
+            largest, total, sums, q, turned, keys, values, key_scale, value_scale, seen, factor, cap,
+            masked, key_scales_at is not None, rotated,
         )  # fmt: skip
     return largest, total, sums
 
@@ -617,7 +679,7 @@ def _prefill(
     query_start_at, context_at, tables_at, table_stride,
     rows, least, share, most, factor, cap, window,
     block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
-    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, rotated: tl.constexpr, r: tl.constexpr,
 ):  # fmt: skip
     # The tiles with the most keys start first, so that the last programs are short.
     kv_head = tl.program_id(0)
@@ -638,11 +700,8 @@ def _prefill(
         place = context - count + query
         line = tl.arange(0, m)
         column = tl.arange(0, d)
-        inside = column < width
-        head = kv_head * shared + line % shared
-        q_line = (token * (kv_heads * shared) + head).to(tl.int64) * width
-        q_mask = live[:, None] & inside[None, :]
-        q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+        q_line = (token * (kv_heads * shared) + kv_head * shared + line % shared).to(tl.int64)
+        q, turned = _load_queries(q_at, q_line, live, width, d, rotated, r)
 
         whole = (nearest + 1) // n * n  # up to here all queries see all keys, except for the window
         # From here on every key is in the window of every query.
@@ -672,21 +731,21 @@ def _prefill(
             if window is not None:
                 until = tl.maximum(from_key, tl.minimum(open_key, tl.minimum(whole, to_key)))
                 largest, total, sums = _walk(
-                    largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
-                    place, from_key, until, first, last, factor, cap, window,
-                    block_size, kv_heads, width, True, n, d,
+                    largest, total, sums, q, turned, keys_at, values_at, key_scales_at, value_scales_at, table_at,
+                    kv_head, place, from_key, until, first, last, factor, cap, window,
+                    block_size, kv_heads, width, True, n, d, rotated, r,
                 )  # fmt: skip
                 from_key = until
             until = tl.maximum(from_key, tl.minimum(whole, to_key))
             largest, total, sums = _walk(
-                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
+                largest, total, sums, q, turned, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
                 place, from_key, until, first, last, factor, cap, window,
-                block_size, kv_heads, width, False, n, d,
+                block_size, kv_heads, width, False, n, d, rotated, r,
             )  # fmt: skip
             largest, total, sums = _walk(
-                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
+                largest, total, sums, q, turned, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head,
                 place, until, to_key, first, last, factor, cap, window,
-                block_size, kv_heads, width, True, n, d,
+                block_size, kv_heads, width, True, n, d, rotated, r,
             )  # fmt: skip
             if programs > 1:
                 at = sums_at + (span - first_span) * (m * (d + 2))
@@ -748,11 +807,18 @@ class PagedAttention:
         """Of that step: its layers have few kinds."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Does not synchronize."""
-        q = q.contiguous()
-        output = torch.empty_like(q)
+        """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d], or [T, nh * latent] of latent heads.
+
+        Does not synchronize.
+        """
+        q, width, rotated = q.contiguous(), heads.latent or heads.head_dim, 0
+        if heads.latent:
+            rotated = heads.head_dim - width
+            most = next(count for count in range(_LINES, 0, -1) if heads.num_heads % count == 0)
+            heads = replace(heads, num_kv_heads=heads.num_heads // most)
+        output = q.new_empty(*q.shape[:2], width)
         shared, item = heads.num_heads // heads.num_kv_heads, layer.keys.element_size()
-        sizes = HeadSizes(shared, heads.head_dim, item, q.element_size(), heads.window is not None)
+        sizes = HeadSizes(shared, width, item, q.element_size(), heads.window is not None, rotated)
         arrays = q, *layer.arrays, output, heads.sinks
         rows = step.query_start, step.context_len, step.block_tables, step.block_tables.stride(0)
         count, prompts = len(step.context_len), step.max_query > MOST_DRAFTED
@@ -806,7 +872,7 @@ class PagedAttention:
         ranges = zip(firsts[divided], ends[divided], strict=True)
         spans = max(span_of(end - 1) - span_of(first) + 1 for first, end in ranges)
         total = int(units[divided].sum())
-        elements = total * spans * tile.lines * (max(16, next_power_of_2(heads.head_dim)) + 2)
+        elements = total * spans * tile.lines * (_padded(heads.latent or heads.head_dim) + 2)
         if total > len(self._prompt_counters) or elements > len(self._sums):
             return _UNDIVIDED
         return Division(share, int(programs.max()), int(spans))

@@ -19,33 +19,35 @@ from fd_gpu_cuda.kv_cache import CudaLayer
 
 
 def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
-    """Write k and v [T, nkv, d], with any token and head strides, to slots int32[T]; one launch."""
-    tokens, num_kv_heads, width = k.shape
+    """Write k and v [T, nkv, d], of any widths, token and head strides, to slots int32[T]; one launch."""
+    (tokens, num_kv_heads, width), value_width = k.shape, v.shape[2]
     if not tokens:
         return
     strides = k.stride(0), v.stride(0), k.stride(1), v.stride(1)
-    m, d = next_power_of_2(num_kv_heads), next_power_of_2(width)
-    _write_kv[(tokens, 2)](k, v, *layer.arrays, kv_slots, *strides, kv_heads=num_kv_heads, width=width, m=m, d=d)
+    m, d = next_power_of_2(num_kv_heads), next_power_of_2(max(width, value_width))
+    sizes = {"kv_heads": num_kv_heads, "width": width, "value_width": value_width, "m": m, "d": d}
+    _write_kv[(tokens, 2)](k, v, *layer.arrays, kv_slots, *strides, **sizes)
 
 
 @kernel(do_not_specialize_on_alignment=["slots_at"])
 def _write_kv(
     k_at, v_at, keys_at, values_at, key_scales_at, value_scales_at, slots_at,
     k_stride, v_stride, k_head_stride, v_head_stride,
-    kv_heads: tl.constexpr, width: tl.constexpr, m: tl.constexpr, d: tl.constexpr,
+    kv_heads: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, m: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + token).to(tl.int64)
     head = tl.arange(0, m)
     column = tl.arange(0, d)
     live = head < kv_heads
-    inside = live[:, None] & (column < width)[None, :]
     if tl.program_id(1) == 0:
+        inside = live[:, None] & (column < width)[None, :]
         x = tl.load(k_at + token * k_stride + head[:, None] * k_head_stride + column[None, :], mask=inside, other=0.0)
         store_kv(x.to(tl.float32), keys_at, key_scales_at, slot, head, live, inside, kv_heads, width, d)
     else:
+        inside = live[:, None] & (column < value_width)[None, :]
         x = tl.load(v_at + token * v_stride + head[:, None] * v_head_stride + column[None, :], mask=inside, other=0.0)
-        store_kv(x.to(tl.float32), values_at, value_scales_at, slot, head, live, inside, kv_heads, width, d)
+        store_kv(x.to(tl.float32), values_at, value_scales_at, slot, head, live, inside, kv_heads, value_width, d)
 
 
 @triton.jit
