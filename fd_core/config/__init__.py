@@ -28,6 +28,7 @@ __all__ = [
     "step_budget",
 ]
 
+DEFAULT_BLOCK_SIZE: Final = 32
 CHEAP_TOKENS: Final = 64
 """Tokens below which a step is bound by reading weights, unless a setting overrides it."""
 _MAX_DRAFTS: Final = 16
@@ -99,7 +100,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Slots: largest number of running requests; None selects what suits the backend."""
     max_num_batched_tokens: Annotated[int, Range(1)] | None = None
     """Step token budget; None selects what suits the backend, see `step_budget`."""
-    block_size: Annotated[int, Range(1, 4096)] = 32
+    block_size: Annotated[int, Range(1, 4096)] | None = None
     num_kv_blocks: Annotated[int, Range(1)] | None = None
     kv_cache_memory: Annotated[int, ByteSize()] | None = None
     """Bytes for the KV cache; used if `num_kv_blocks` is None."""
@@ -151,6 +152,11 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """True to report the prefixes in the device cache to a router; None reports nothing."""
     trace: str | None = None
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a KV block, unless a model with recurrent layers needs more."""
+        return self.block_size or DEFAULT_BLOCK_SIZE
 
     @property
     def num_ranks(self) -> int:
@@ -287,7 +293,7 @@ def requested_sizes(
         "max_num_seqs": config.max_num_seqs or default_num_seqs,
         "max_num_batched_tokens": budget,
         "max_model_len": config.max_model_len or 0,
-        "block_size": config.block_size,
+        "block_size": config.block_tokens,
         "max_drafts": max_drafts,
         "pipeline_depth": config.pipeline_depth or max(default_pipeline_depth, config.pipeline_parallel_size),
         "max_loras": config.max_loras if adapted else 0,
@@ -310,7 +316,7 @@ def resolve_limits(
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
     sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
-    budget, max_drafts = sizes["max_num_batched_tokens"], sizes["max_drafts"]
+    budget, max_drafts, block_size = sizes["max_num_batched_tokens"], sizes["max_drafts"], sizes["block_size"]
     if budget < 1 + max_drafts:
         message = (
             f"max_num_batched_tokens={budget} is less than the {1 + max_drafts} tokens of a decode with {max_drafts} "
@@ -333,17 +339,17 @@ def resolve_limits(
                 field="--max-num-batched-tokens",
                 hint=f"use at least {max_len - 1}, or lower --max-model-len",
             )
-    useful = sizes["max_num_seqs"] * groups.blocks(max_len, config.block_size)
+    useful = sizes["max_num_seqs"] * groups.blocks(max_len, block_size)
     # Between a chunk's plan and its output, its blocks are held in addition to the window before it.
-    useful += groups.sliding * -(-budget * sizes["pipeline_depth"] // config.block_size)
+    useful += groups.sliding * -(-budget * sizes["pipeline_depth"] // block_size)
     blocks = _kv_blocks(config, useful, bytes_per_block, free_bytes=max(0, free_bytes))
-    longest = groups.longest(blocks, config.block_size)
+    longest = groups.longest(blocks, block_size)
     if config.max_model_len is None and longest:
         max_len = min(max_len, longest)
     elif longest < max_len:
         layers = "" if groups.count == 1 else f" for one of {groups.count} groups of layers"
         raise ConfigError(
-            f"{blocks} KV blocks of {config.block_size} tokens{layers} hold {longest} tokens, fewer than "
+            f"{blocks} KV blocks of {block_size} tokens{layers} hold {longest} tokens, fewer than "
             f"max_model_len={max_len}",
             field="--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory",
             hint="increase the memory of the KV cache or lower --max-model-len",
@@ -352,7 +358,7 @@ def resolve_limits(
         max_num_seqs=sizes["max_num_seqs"],
         max_num_batched_tokens=budget,
         max_model_len=max_len,
-        block_size=config.block_size,
+        block_size=block_size,
         num_kv_blocks=blocks,
         vocab_size=vocab_size,
         max_drafts=max_drafts,

@@ -251,11 +251,30 @@ class Computing:
     def _shapes_of(self, model: Model) -> dict[str, object]:
         """Return everything in which a model must equal the one that it replaces."""
         names = ("architecture", "vocab_size", "num_parameters", "state_size", "max_positions")
-        return {name: getattr(model, name) for name in names} | {"KV": model.kv_shape(self._config.block_size)}
+        return {name: getattr(model, name) for name in names} | {"KV": model.kv_shape(self.config.block_tokens)}
 
     def _require_changeable(self, refusal: str) -> None:
         if not self.backend.updates_weights:
             raise BadRequest(f"{refusal} on {self._owner} yet; restart the server instead")
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """The settings, with the size of KV blocks that hold the states of recurrent layers, if there are any."""
+        config, drafts = self._config, self.requested["max_drafts"]
+        shape = cache_shape(self.model, 1, config.kv_cache_dtype)
+        least, size = shape.least_block_size(ITEM_BYTES[self.ops.dtype], drafts), config.block_tokens
+        if least <= size:
+            return config
+        if config.block_size is not None:
+            raise ConfigError(
+                f"block_size={size} is less than {least}, the tokens whose KV in one layer takes the memory of a "
+                f"recurrent layer's state with {drafts} drafts",
+                field="--block-size",
+                hint=f"use at least {least}, or omit it",
+            )
+        size = -(-least // size) * size
+        _log.info("KV blocks have %d tokens, because they also hold the states of recurrent layers", size)
+        return msgspec.structs.replace(config, block_size=size)
 
     @property
     def max_positions(self) -> int:
@@ -271,7 +290,7 @@ class Computing:
         chosen = self._plugins.load(DRAFTER, self._config.speculative.method)
         model = self.model
         return make_drafter(
-            chosen, self._config, self.backend, self.ops, model, lambda *parts: self._progress("load", *parts)
+            chosen, self.config, self.backend, self.ops, model, lambda *parts: self._progress("load", *parts)
         )
 
     @cached_property
@@ -300,7 +319,7 @@ class Computing:
     def bytes_per_block(self) -> int:
         """Bytes of a KV block, including the drafter's share."""
         item_bytes = ITEM_BYTES[self.ops.dtype]
-        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype, self.layer_groups)
+        shape = cache_shape(self.model, self.config.block_tokens, self._config.kv_cache_dtype, self.layer_groups)
         size = shape.bytes_per_block(item_bytes)
         if self.drafter is not None and self.drafter.kv_shape is not None:
             size += self.drafter.kv_shape.bytes_per_block(item_bytes)
@@ -310,7 +329,7 @@ class Computing:
     def _rehearsal(self) -> Iterator[None]:
         """Compute the largest steps, to measure their memory."""
         limits = resolve_limits(
-            msgspec.structs.replace(self._config, num_kv_blocks=None, kv_cache_memory=None),
+            msgspec.structs.replace(self.config, num_kv_blocks=None, kv_cache_memory=None),
             model_max_len=self.max_positions,
             vocab_size=self.model.vocab_size,
             bytes_per_block=1,
@@ -327,7 +346,7 @@ class Computing:
         """Load the weights, including those of a draft model, and return the device memory that is left."""
         bytes_per_block = self.bytes_per_block
         self._fit_steps()
-        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype, self.layer_groups)
+        shape = cache_shape(self.model, self.config.block_tokens, self._config.kv_cache_dtype, self.layer_groups)
         share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
         if self._config.pipeline_parallel_size > 1:
             share = (shape.first_layer, shape.first_layer + shape.num_layers)

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
+from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe, Recurrence
 from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
+    Indices,
     LatentSpec,
     LayerSpec,
     LinearShare,
@@ -24,20 +25,23 @@ from fd_core.models.families.spec import (
     MlpSpec,
     MoeSpec,
     NormSpec,
+    RecurrentSpec,
     RopeSpec,
     VectorSpec,
     attention_shares,
+    conv_channels,
     expert_shares,
     feed_forward_shares,
     head_shares,
     parts_of,
+    recurrent_shares,
     rope_tables,
     stage_layers,
     vocabulary_share,
 )
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
-from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Rope
+from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Recurrent, Rope
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
@@ -65,10 +69,10 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     unexpected = sorted(name for name in names if name not in expected and not ignored.search(name))
     if unexpected:
         raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", names=unexpected)
-    for layer in spec.layers:
-        first, other = spec.layers[0].attention, layer.attention
-        if _kv_sizes(first) != _kv_sizes(other):
-            raise ModelError("layers whose keys and values differ in size are not supported")
+    if len({*map(_kv_sizes, spec.attention)}) > 1:
+        raise ModelError("layers whose keys and values differ in size are not supported")
+    if not spec.attention:
+        raise ModelError("models without attention layers are not supported")
     return sum(math.prod(shape) for shape in expected.values())
 
 
@@ -99,7 +103,8 @@ def build_decoder(
     head = reader.head(table if tied else None, tokens) if ops.stage.last else None
     layers = []
     for each in of_stage:
-        attention, block = reader.attention(each.attention), each.feed_forward
+        first, block = each.attention, each.feed_forward
+        attention = reader.recurrence(first) if isinstance(first, RecurrentSpec) else reader.attention(first)
         layers.append(Layer(attention, reader.mlp(block) if isinstance(block, MlpSpec) else reader.moe(block)))
     final_norm = reader.optional_norm(spec.final_norm)
     decoder = Decoder(
@@ -279,14 +284,52 @@ class _Reader:
             latent=0 if spec.latent is None else spec.latent.rank,
             sinks=None if spec.sinks is None else self.ops.prepare_vector(self.values(spec.sinks)[queries]),
         )
+        first, gate = None, None
+        if spec.gated:
+            weights, biases = self.weights(spec.qkv, qkv), self.biases(spec.qkv, qkv)
+            first, gate = (
+                self.ops.prepare_linear([weights[i] for i in of], None if biases is None else [biases[i] for i in of])
+                for of in ((0, 2, 3), (1,))
+            )
         return Attention(
             norm=self.optional_norm(spec.norm),
-            qkv=self.linear(spec.qkv, qkv, after=spec.norm),
+            qkv=self.linear(spec.qkv, qkv, after=spec.norm) if first is None else first,
+            gate=gate,
             heads=heads,
             output=self.linear(spec.output, output, adds=True),
             post_norm=self.optional_norm(spec.post_norm),
             stream_norm=self.optional_norm(spec.stream_norm),
             latent=None if spec.latent is None else self.latent(spec.latent, queries, spec.head_dim),
+        )
+
+    def recurrence(self, spec: RecurrentSpec) -> Recurrence:
+        """Read a block with a recurrence in place of attention."""
+        inputs, output = attention_shares(spec, self.ops.parallel)
+        heads, channels = recurrent_shares(spec, self.ops.parallel)[-1], conv_channels(spec, self.ops.parallel)
+
+        def vector(stored: VectorSpec | None, of: Any = slice(None)) -> Array | None:
+            return None if stored is None else self.ops.prepare_vector(self.values(stored)[of])
+
+        conv = self.values(spec.conv).reshape(-1, spec.conv.shape[-1])[channels]
+        recurrent = Recurrent(
+            rule=spec.rule,
+            conv=self.ops.prepare_vector(np.ascontiguousarray(conv.T)),
+            conv_bias=vector(spec.conv_bias, channels),
+            key_heads=spec.key_heads // self.ops.parallel.size,
+            value_heads=spec.value_heads // self.ops.parallel.size,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            decay=vector(spec.decay, heads),
+            time_bias=vector(spec.time_bias, heads),
+            norm=None if spec.head_norm is None else Norm(vector(spec.head_norm), self.spec.eps),
+        )
+        return Recurrence(
+            norm=self.optional_norm(spec.norm),
+            inputs=self.linear(spec.inputs, inputs, after=spec.norm),
+            recurrent=recurrent,
+            output=self.linear(spec.output, output, adds=True),
+            post_norm=self.optional_norm(spec.post_norm),
+            stream_norm=self.optional_norm(spec.stream_norm),
         )
 
     def latent(self, spec: LatentSpec, heads: slice, head_dim: int) -> Latent:
@@ -415,7 +458,7 @@ class _Reader:
         return self.read(spec.name).to_float32() if spec.name else np.ones(spec.shape, np.float32)
 
 
-def _cut(weight: Any, rows: slice) -> Any:
+def _cut(weight: Any, rows: slice | Indices) -> Any:
     return weight.take_rows(rows)
 
 

@@ -26,9 +26,10 @@ from fd_core.models.families.spec import (
     head_shares,
     parts_of,
     stage_layers,
+    state_sizes_of,
 )
 from fd_core.models.layer_groups import divide_layers, places_of
-from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Latent, Lora, Norm, Ops, StepInput
+from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Latent, Lora, Norm, Ops, Recurrent, StepInput
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
@@ -128,6 +129,20 @@ class Attention:
     stream_norm: Norm | None
     """Of the residual stream after the output is added."""
     latent: Latent | None = None
+    gate: Array | None = None
+    """Linear whose sigmoid multiplies the outputs of the heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Weights of one block with a recurrence in place of attention."""
+
+    norm: Norm | None
+    inputs: Array
+    recurrent: Recurrent
+    output: Array
+    post_norm: Norm | None = None
+    stream_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +167,9 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then feed-forward."""
+    """Attention, or a recurrence in its place, then feed-forward."""
 
-    attention: Attention
+    attention: Attention | Recurrence
     feed_forward: Mlp | Moe
 
 
@@ -227,12 +242,24 @@ class DecoderModel:
 
     def kv_shape(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
-        heads = self.decoder.layers[0].attention.heads
-        _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
+        spec, parallel = self.spec.attention[0], self.ops.parallel
+        _, kv = head_shares(spec, parallel)
+        latent = 0 if spec.latent is None else spec.latent.rank
+        state, journal = zip((0, 0), *(state_sizes_of(each, parallel) for each in self.spec.recurrent), strict=True)
         stages = range(self.ops.stage.index + 1)
         *before, own = (1 + max(index for _, index in self._places(groups, stage)) for stage in stages)
-        sizes = own, heads.num_kv_heads, heads.head_dim, block_size
-        return KVShape(*sizes, first_kv_head=kv.start, first_layer=sum(before), groups=groups, latent=heads.latent)
+        return KVShape(
+            num_layers=own,
+            num_kv_heads=kv.stop - kv.start,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            first_kv_head=kv.start,
+            first_layer=sum(before),
+            groups=groups,
+            latent=latent,
+            state=max(state),
+            journal=max(journal),
+        )
 
     def layer_groups(self, longest: int) -> LayerGroups:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
@@ -299,13 +326,9 @@ class DecoderModel:
             attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
             block = layer.feed_forward
-            q = self._queries(x, attention, kv, step, _of_step(loras.qkv, step))
+            a = self._mixed(x, attention, kv, step, _of_step(loras.qkv, step))
             # An operation that adds to the stream may write into it, so parallel blocks read it before.
             early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
-            if attention.latent is None:
-                a = ops.attention(q, attention.heads, kv, step)
-            else:
-                a = ops.latent_attention(q, attention.latent, attention.heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
             x = _normed(x, attention.stream_norm, ops)
             if isinstance(block, Moe):
@@ -316,12 +339,18 @@ class DecoderModel:
                 x = _normed(x, block.stream_norm, ops)
         return x
 
-    def _queries(self, x: Array, block: Attention, kv: Any, step: StepInput, lora: Lora | None) -> Array:
-        """Return the queries of a block, and write its keys and values."""
-        ops, (x, norm) = self.ops, self._before_fusion(x, block.norm)
+    def _mixed(self, x: Array, block: Attention | Recurrence, kv: Any, step: StepInput, lora: Lora | None) -> Array:
+        """Return the outputs of attention or of a recurrence, and write keys and values, or states."""
+        ops, (given, norm) = self.ops, self._before_fusion(x, block.norm)
+        if isinstance(block, Recurrence):
+            return ops.recurrence(given, norm, block.inputs, block.recurrent, kv, step, lora)
         if block.latent is not None:
-            return ops.latent_inputs(x, norm, block.qkv, block.latent, block.heads, kv, step, lora)
-        return ops.attention_inputs(x, norm, block.qkv, block.heads, kv, step, lora)
+            q = ops.latent_inputs(given, norm, block.qkv, block.latent, block.heads, kv, step, lora)
+            return ops.latent_attention(q, block.latent, block.heads, kv, step)
+        a = ops.attention(
+            ops.attention_inputs(given, norm, block.qkv, block.heads, kv, step, lora), block.heads, kv, step
+        )
+        return a if block.gate is None else ops.gated_attention(a, given, norm, block.gate)
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""

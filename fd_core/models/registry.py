@@ -47,7 +47,7 @@ def load_model(
     spec = spec_of(checkpoint)
     if max_positions is None:
         max_positions = spec.max_positions
-        ropes = {layer.attention.rope for layer in spec.layers}
+        ropes = {each.rope for each in spec.attention}
         pairs = sum(len(rope.inverse_frequencies) * (1 if rope.growth is None else 2) for rope in ropes)
         needed = max_positions * pairs * 8
         if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
@@ -83,15 +83,17 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         each.scoring != "softmax" or each.weighs_inputs or each.groups > 1 or each.weight_scale != 1 for each in experts
     )
     biased = any(each.router_bias or each.experts[0][0].bias for each in experts)
-    chunks = {layer.attention.window or 0 for layer in spec.layers if layer.attention.chunked}
+    chunks = {each.window or 0 for each in spec.attention if each.chunked}
     needed = {
         "encoders": (not spec.causal, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
-        "latent attention": (any(layer.attention.latent for layer in spec.layers), ops.latents),
+        "latent attention": (any(each.latent for each in spec.attention), ops.latents),
         "experts with biases": (biased, ops.biased_experts),
         "experts of some ranks": (bool(experts) and ops.parallel.expert_parallel, ops.expert_parallel),
-        "attention sinks": (any(layer.attention.sinks for layer in spec.layers), ops.sinks),
+        "attention sinks": (any(each.sinks for each in spec.attention), ops.sinks),
+        "recurrent layers": (bool(spec.recurrent), ops.recurs),
+        "gates of attention": (any(each.gated for each in spec.attention), ops.recurs),
     }
     for what in (what for what, (needs, has) in needed.items() if needs and not has):
         raise ConfigError(

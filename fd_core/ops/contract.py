@@ -57,9 +57,11 @@ __all__ = [
     "Ops",
     "PenaltyInput",
     "PlainActivation",
+    "Recurrent",
     "Rope",
     "SampleInput",
     "StepInput",
+    "state_sizes",
 ]
 
 Array = Any
@@ -72,6 +74,9 @@ PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "re
 """Of a feed-forward block without a gate: `quick_gelu` is x / (1 + exp(-1.702 x)), `relu2` the square of relu."""
 SCALE_BYTES: Final = 4
 """Bytes of the float32 scale after the elements of a quantized key or value."""
+FLOAT_BYTES: Final = 4
+MAX_JOURNAL: Final = 16
+"""Limit of tokens whose inputs are stored with a recurrent state, of those that fit into its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,11 @@ class KVShape:
     latent: int = 0
     """Width of the values if they are the last elements of the keys as well, so that a token has one vector in a layer:
     see `Ops.latents`. 0 if values are stored separately."""
+    state: int = 0
+    """float32 elements of the state of a recurrent layer, see `Recurrent`, which a block of its group holds in place of
+    keys and values; 0 without recurrent layers."""
+    journal: int = 0
+    """float32 elements of each token whose state is not computed yet."""
 
     @property
     def quantized(self) -> bool:
@@ -111,6 +121,11 @@ class KVShape:
         """Sizes of a block in canonical order, see `KVCache.export_blocks`."""
         sides = 1 if self.latent else 2
         return (self.num_layers, sides, self.block_size, self.num_kv_heads, self.stored_head)
+
+    def least_block_size(self, itemsize: int, max_drafts: int) -> int:
+        """Return the fewest tokens of a block that holds a recurrent state with as many drafts."""
+        token = replace(self, num_layers=1, block_size=1).bytes_per_block(itemsize)
+        return -(-(self.state + max_drafts * self.journal) * FLOAT_BYTES // token)
 
     def bytes_per_block(self, itemsize: int) -> int:
         """Bytes of one block over all layers, keys and values; `itemsize` is that of the pack's dtype."""
@@ -237,6 +252,65 @@ class Latent:
     """[nh, latent, n] prepared by `prepare_heads`, from a head's query without its rotated part."""
     expand: Array
     """[nh, v, latent] prepared likewise, to a head's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A recurrence in place of attention: a causal convolution of each channel, and with heads a matrix for each.
+
+    `gate`: the inputs are B, C, x; the outputs are C times the convolution of B times x (LFM2).
+
+    `delta`: the inputs are q, k, v, z, b, a of all heads. The channels of q, k, v are convolved and activated with
+    SiLU; queries and keys are normalized, and heads of values share those of keys. For a matrix S of a head, with
+    g = -exp(decay) * softplus(a + time_bias),
+
+        S = exp(g) * S;  S = S + k (sigmoid(b) * (v - k S));  y = q S / sqrt(key_dim)
+
+    and the outputs are silu(z) times the norm of y (Yang et al., "Gated Delta Networks", 2024). All in float32.
+
+    A block of a recurrent layer's group holds, in the bytes of its layer's keys and then values, float32: the number of
+    tokens that the state has consumed, as an integer; the last taps - 1 inputs of the convolution; the matrices [value
+    heads, key_dim, value_dim]; and a journal, the inputs of tokens after that number, as many as fit, at most
+    `MAX_JOURNAL`. Drafts among them may be rejected, so a row's step replays those before its first token. Entry e of a
+    block table is at first the state of its last token, or an earlier one with a journal up to it.
+    """
+
+    rule: Literal["gate", "delta"]
+    conv: Array
+    """[taps, channels] prepared by `prepare_vector`, the oldest first."""
+    conv_bias: Array | None = None
+    """[channels]"""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    decay: Array | None = None
+    """[value heads] prepared by `prepare_vector`."""
+    time_bias: Array | None = None
+    """[value heads] likewise."""
+    norm: Norm | None = None
+    """Of a head's output."""
+
+    @property
+    def channels(self) -> int:
+        """Channels that are convolved."""
+        return int(self.conv.shape[1])
+
+    @property
+    def outputs(self) -> int:
+        """Width of the outputs."""
+        return self.value_heads * self.value_dim or self.channels
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `state_sizes`."""
+        taps, channels = self.conv.shape
+        return state_sizes(int(channels), int(taps), self.value_heads, self.key_dim * self.value_dim)
+
+
+def state_sizes(channels: int, taps: int, heads: int, matrix: int) -> tuple[int, int]:
+    """Return the float32 elements of a recurrent state without its journal, and of each token of the journal."""
+    return 1 + (taps - 1) * channels + heads * matrix, channels + 2 * heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +568,8 @@ class Ops(abc.ABC):
     sinks: bool = False
     """True if it computes `Heads.sinks`. A pack that overrides `paged_attention` or a fusion that calls it must
     redefine it."""
+    recurs: bool = False
+    """True if it computes `recur` and `gate_heads`."""
     parallel: Parallel = Parallel()
     """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
     block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
@@ -847,6 +923,22 @@ class Ops(abc.ABC):
         """Multiply each head of [T, nh * latent] by its matrix [v, latent]: -> [T, nh * v]."""
         raise NotImplementedError
 
+    # Recurrent layers: see `recurs` ----------------------------------------------------------------------
+
+    def recur(self, x: Array, recurrent: Recurrent, layer: Any, step: StepInput) -> Array:
+        """Compute the outputs of a recurrence [T, outputs] for its inputs [T, ...], and write the states of the rows.
+
+        A row at position 0 begins with zeros; any other one with the state in the table entry of the token before it.
+        After the step, the state is that of the row's first token or a later one, with a journal of those after it. It
+        is written to all table entries of these tokens, and that at the end of an earlier block to the entry of that
+        block. No other entry is written, and the outputs of a row whose state does not lead up to it are NaN.
+        """
+        raise NotImplementedError
+
+    def gate_heads(self, x: Array, gate: Array) -> Array:
+        """Multiply the outputs of heads [T, nh * d] by the sigmoid of a gate; may write into either."""
+        raise NotImplementedError
+
     # Sums over ranks --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Array) -> Array:
@@ -956,6 +1048,27 @@ class Ops(abc.ABC):
     def attention(self, q: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
         """Paged attention: q [T, nh, d] -> [T, nh * d]."""
         return self.paged_attention(q, layer, heads, step)
+
+    def recurrence(
+        self,
+        x: Array,
+        norm: Norm | None,
+        inputs: Array,
+        recurrent: Recurrent,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
+    ) -> Array:
+        """Norm, projection to the inputs of a recurrence, and its outputs: [T, H] -> [T, outputs]."""
+        normed = self.normalize(x, norm)
+        projected = self.linear(normed, inputs)
+        if lora is not None:
+            projected = self.lora(projected, normed, lora)
+        return self.recur(projected, recurrent, layer, step)
+
+    def gated_attention(self, a: Array, x: Array, norm: Norm | None, gate: Array) -> Array:
+        """Multiply outputs of attention [T, nh * d] by the sigmoid of a linear of the norm of its inputs x [T, H]."""
+        return self.gate_heads(a, self.linear(self.normalize(x, norm), gate))
 
     def latent_attention(self, q: Array, latent: Latent, heads: Heads, layer: Any, step: StepInput) -> Array:
         """Paged attention and the outputs of its heads: q [T, nh, d] -> [T, nh * v]."""

@@ -80,7 +80,7 @@ class Setup:
         if not given.keys() & {"num_kv_blocks", "kv_cache_memory"}:
             given["num_kv_blocks"] = max(1, own.num_kv_blocks * own.block_size // given["block_size"])
         config = EngineConfig(model=profile.model.name, role=role, structured_output=False, **given)
-        block_bytes = profile.model.kv_bytes_per_token * config.block_size
+        block_bytes = profile.model.kv_bytes_per_token * config.block_tokens
         limits = resolve_limits(
             config,
             model_max_len=own.max_model_len,
@@ -90,7 +90,7 @@ class Setup:
             default_pipeline_depth=own.pipeline_depth,
             default_batched_tokens=own.max_num_batched_tokens,
         )
-        costs = Costs(profile, block_size=config.block_size)
+        costs = Costs(profile, block_size=config.block_tokens)
         spare = profile.spare_processors if self.spare_processors is None else self.spare_processors
         return SimulatedPool(
             config=config,

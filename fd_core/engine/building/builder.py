@@ -192,7 +192,9 @@ class _EngineBuilder:
     def _kv_shape(self) -> KVShape:
         """KV of all ranks."""
         groups = self._computing.layer_groups
-        shape = cache_shape(self._computing.model, self._config.block_size, self._config.kv_cache_dtype, groups)
+        shape = cache_shape(
+            self._computing.model, self._computing.config.block_tokens, self._config.kv_cache_dtype, groups
+        )
         shares = [rank.kv_share for rank in self._loaded]
         return joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
 
@@ -202,12 +204,14 @@ class _EngineBuilder:
         forms = "+".join(sorted({use.computed for use in self._weights}))
         # Stages divide the layers of a group, which decides their order in a block.
         stages = 1 if self._computing.layer_groups == ONE_GROUP else self._config.pipeline_parallel_size
-        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{self._kv_shape}/{stages}")
+        # The states of recurrent layers are stored as each rank has them.
+        ranks = f"/{self._config.tensor_parallel_size} ranks" if self._kv_shape.state else ""
+        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{self._kv_shape}/{stages}{ranks}")
 
     @cached_property
     def _storage(self) -> KVStorage:
         block_bytes = self._kv_shape.bytes_per_block(ITEM_BYTES[self._computing.ops.dtype])
-        return open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
+        return open_kv_storage(self._computing.config, self._plugins, lambda: self._identity, block_bytes)
 
     @cached_property
     def _vectors(self) -> VectorSettings:
@@ -238,7 +242,7 @@ class _EngineBuilder:
             )
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
-            self._config,
+            self._computing.config,
             model_max_len=min(self._computing.max_positions, longest or self._computing.max_positions),
             vocab_size=model.vocab_size,
             bytes_per_block=tightest.bytes_per_block,

@@ -77,7 +77,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         return KVStorage(None)
     if config.kv_store is None:
         # No other process reads the host tier, so block keys need no shared secret.
-        hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
+        hasher = PrefixHasher(block_size=config.block_tokens, identity="", secret=os.urandom(32))
         return KVStorage(hasher, kept_kv(config, stored=False))
     location = parse_location(config.kv_store)
     store = plugins.load(STORE, location.scheme)(location)
@@ -92,7 +92,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         summary = f"{location.shown} is unavailable, KV is recomputed meanwhile: {error}"
         _log.warning("KV store %s", summary)
     return KVStorage(
-        PrefixHasher(block_size=config.block_size, identity=identity(), secret=derive(secret, "block keys")),
+        PrefixHasher(block_size=config.block_tokens, identity=identity(), secret=derive(secret, "block keys")),
         kept_kv(config, stored=True),
         SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
         summary=summary,

@@ -21,11 +21,12 @@ import numpy.typing as npt
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.ops.contract import Activation, Ops, PlainActivation, Rope
+from fd_core.ops.contract import Activation, Ops, PlainActivation, Rope, state_sizes
 from fd_core.ops.parallel import Parallel, Stage
 
 _SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
 Doubles = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,10 @@ class LinearSpec:
     """True if that tensor is [n, in, out], and its name has no `.weight`; biases are in `names[i]_bias` [n, out]."""
     alternating: bool = False
     """True if the rows of the parts alternate in the one tensor that holds them."""
+    counts: tuple[int, ...] = ()
+    """Number of parts under each name, if they are neither one nor all."""
+    groups: int = 1
+    """Equal groups of the rows of each tensor, each of which has the same share of its parts."""
 
     def tensor(self, name: str) -> str:
         """Return the name of the tensor for one of `names`."""
@@ -246,8 +251,14 @@ class LinearSpec:
     @property
     def stored(self) -> tuple[tuple[str, int], ...]:
         """Name and outputs of each stored linear."""
-        sizes = self.outs if len(self.names) == len(self.outs) else (sum(self.outs),)
-        return tuple(zip(self.names, sizes, strict=True))
+        return tuple((name, sum(parts)) for name, parts in zip(self.names, self.held, strict=True))
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Outputs of the parts under each name."""
+        each = (1,) * len(self.outs) if len(self.names) == len(self.outs) else (len(self.outs),)
+        ends = list(accumulate(self.counts or each, initial=0))
+        return tuple(self.outs[begin:end] for begin, end in pairwise(ends))
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from."""
@@ -258,15 +269,23 @@ class LinearSpec:
                 yield self.bias_tensor(name), (out,) if self.stack is None else (self.stack[1], out)
 
 
-def parts_of(linear: LinearSpec, stored: Sequence[_Stored], cut: Callable[[_Stored, slice], _Stored]) -> list[_Stored]:
+def parts_of(
+    linear: LinearSpec, stored: Sequence[_Stored], cut: Callable[[_Stored, slice | Indices], _Stored]
+) -> list[_Stored]:
     """Return the parts of a linear from what is stored under its names, by cutting rows of what holds several parts."""
-    if len(stored) == len(linear.outs):
-        return list(stored)
-    count = len(linear.outs)
-    if linear.alternating:
-        return [cut(stored[0], slice(part, None, count)) for part in range(count)]
-    ends = list(accumulate(linear.outs, initial=0))
-    return [cut(stored[0], slice(begin, end)) for begin, end in pairwise(ends)]
+    parts = list[_Stored]()
+    for whole, outs in zip(stored, linear.held, strict=True):
+        if len(outs) == 1:
+            parts.append(whole)
+        elif linear.alternating:
+            parts += [cut(whole, slice(part, None, len(outs))) for part in range(len(outs))]
+        elif linear.groups > 1:
+            rows = np.arange(sum(outs)).reshape(linear.groups, -1)
+            ends = [end // linear.groups for end in accumulate(outs, initial=0)]
+            parts += [cut(whole, rows[:, begin:end].ravel()) for begin, end in pairwise(ends)]
+        else:
+            parts += [cut(whole, slice(begin, end)) for begin, end in pairwise(accumulate(outs, initial=0))]
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +371,44 @@ class AttentionSpec(_Parts):
     sinks: VectorSpec | None
     """See `Heads.sinks`."""
     latent: LatentSpec | None = None
+    gated: bool = False
+    """True if `qkv` has another part after the queries, whose sigmoid multiplies the outputs of the heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec(_Parts):
+    """One block with a recurrence in place of attention, see `Recurrent`."""
+
+    norm: NormSpec | None
+    inputs: LinearSpec
+    """Its parts: B, C, x of a `gate`; q, k, v, z, b, a of `delta`."""
+    output: LinearSpec
+    rule: Literal["gate", "delta"]
+    conv: VectorSpec
+    """[channels, 1, taps], the oldest tap first."""
+    conv_bias: VectorSpec | None = None
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    decay: VectorSpec | None = None
+    """[value heads], logarithms of the rates."""
+    time_bias: VectorSpec | None = None
+    """[value heads]"""
+    head_norm: VectorSpec | None = None
+    """[value_dim]"""
+    post_norm: NormSpec | None = None
+    stream_norm: NormSpec | None = None
+
+    @property
+    def window(self) -> int:
+        """Tokens that a token reads: the state after the token before it is stored with that one."""
+        return 2
+
+    @property
+    def chunked(self) -> bool:
+        """See `AttentionSpec`."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,17 +473,17 @@ class MoeSpec(_Parts):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec(_Parts):
-    """Attention, then feed-forward."""
+    """Attention, or a recurrence in its place, then feed-forward."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | RecurrentSpec
     feed_forward: MlpSpec | MoeSpec
 
     @property
     def adaptable(self) -> tuple[LinearSpec, ...]:
         """The linears that adapters may change: those of attention first; experts have none."""
-        block = self.feed_forward
+        block, first = self.feed_forward, self.attention
         more = (block.gate_up, block.down) if isinstance(block, MlpSpec) else ()
-        return (self.attention.qkv, self.attention.output, *more)
+        return (first.inputs if isinstance(first, RecurrentSpec) else first.qkv, first.output, *more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +524,16 @@ class DecoderSpec(_Parts):
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
 
     @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The attention blocks."""
+        return tuple(each.attention for each in self.layers if isinstance(each.attention, AttentionSpec))
+
+    @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """The blocks with a recurrence in place of attention."""
+        return tuple(each.attention for each in self.layers if isinstance(each.attention, RecurrentSpec))
+
+    @property
     def num_ids(self) -> int:
         """Token ids that the model takes, of all types."""
         return self.embedding.shape[0] * (1 if self.types is None else self.types.shape[0])
@@ -479,13 +546,15 @@ class DecoderSpec(_Parts):
         linears = []
         for layer in self.layers:
             norms = (layer.attention.norm, None, layer.feed_forward.norm, None)
-            pairs = zip(layer.adaptable, norms, strict=False)  # experts have no adaptable linears
+            pairs = [*zip(layer.adaptable, norms, strict=False)]  # experts have no adaptable linears
+            if isinstance(layer.attention, AttentionSpec) and layer.attention.gated:
+                pairs = pairs[1:]  # the gate is computed separately
             linears += [linear for linear, norm in pairs if norm is None or norm.bias is None]
         return {name: (out, each.ins) for each in linears for name, out in each.stored}
 
     def sizes(self) -> dict[str, int]:
         """Return the largest sizes over all layers, under the names of `OperatingEnvelope`."""
-        attention = [layer.attention for layer in self.layers]
+        attention = self.attention
         experts = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeSpec)]
         return {
             "vocab_size": self.num_ids,
@@ -524,6 +593,10 @@ class Traits:
     """True if these are sizes of chunks, of which a token attends to its own."""
     moe: Callable[[int, str, NormSpec], MoeSpec | None] = lambda layer, prefix, norm: None
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
+    recurrent: Callable[[int, str, NormSpec | None], RecurrentSpec | None] = lambda layer, prefix, norm: None
+    """Likewise: the recurrence of a layer that has one in place of attention."""
+    gated_attention: bool = False
+    """True if each head of the queries is followed by a gate of its output."""
     scale: float | None = None
     """Of attention scores; head_dim ** -0.5 if None."""
     latent: LatentTraits | None = None
@@ -575,8 +648,8 @@ class Traits:
     """Factor on the logits."""
     activation: str = "hidden_act"
     """Field of the config that names the activation, or the activation."""
-    inner: str = "intermediate_size"
-    """Field of the config with the inner width of dense layers."""
+    inner: str | int = "intermediate_size"
+    """Inner width of dense layers, or the field of the config."""
     sinks: bool = False
     """True if attention has `Heads.sinks`."""
     attention_softcap: float | None = None
@@ -703,7 +776,7 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     stream = traits.norms == "stream"
     first = norm("input_layernorm") if before and layer not in traits.unnormed else None
     places = tuple(norm("post_attention_layernorm") if each else None for each in (after, stream))
-    attention = _attention(config, traits, layer, named, first, places)
+    attention = traits.recurrent(layer, prefix, first) or _attention(config, traits, layer, named, first, places)
     second = first
     if not traits.parallel:
         name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
@@ -719,7 +792,7 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
                 f"{len(moe.experts)} experts in {moe.groups} groups do not have them"
             )
         return LayerSpec(attention, moe)
-    inner = config.count(traits.inner)
+    inner = traits.inner if isinstance(traits.inner, int) else config.count(traits.inner)
     parts = ("mlp.gate_proj", "mlp.up_proj") if traits.gated else ("mlp.up_proj",)
     names = (traits.fused["gate_up"],) if "gate_up" in traits.fused else parts
     gate_up = LinearSpec(tuple(map(named, names)), (inner,) * len(parts), hidden, bias=traits.mlp_bias)
@@ -752,9 +825,14 @@ def _attention(
         else None
         for each, width in (("q", nh * d if joint else d), ("k", nkv * d if joint else d))
     )
+    gated = traits.gated_attention
+    qkv = LinearSpec(tuple(map(named, names)), (nh * d, nkv * d, nkv * d), hidden, bias=traits.qkv_bias)
+    if gated:
+        qkv = replace(qkv, outs=(nh * d, *qkv.outs), counts=(2, 1, 1), groups=nh)
     return AttentionSpec(
         norm=norm,
-        qkv=LinearSpec(tuple(map(named, names)), (nh * d, nkv * d, nkv * d), hidden, bias=traits.qkv_bias),
+        qkv=qkv,
+        gated=gated,
         output=LinearSpec((named("self_attn.o_proj"),), (hidden,), nh * d, bias=traits.output_bias),
         num_heads=nh,
         num_kv_heads=nkv,
@@ -865,8 +943,11 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
     )
 
 
-def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
-    """Return a rank's shards of q/k/v and of the output projection."""
+def attention_shares(spec: AttentionSpec | RecurrentSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
+    """Return a rank's shards of q/k/v, or the inputs of a recurrence, and of the output projection."""
+    if isinstance(spec, RecurrentSpec):
+        shares = recurrent_shares(spec, parallel)
+        return LinearShare(rows=shares), _leading_back(spec.output, shares[2], parallel)
     heads, kv_heads = head_shares(spec, parallel)
     if spec.latent is not None:
         first, second = spec.qkv.outs
@@ -874,7 +955,44 @@ def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearSha
         outputs = times(heads, spec.latent.value)
         return LinearShare(rows=(rows, slice(0, second))), _leading_back(spec.output, outputs, parallel)
     queries, kv = (times(each, spec.head_dim) for each in (heads, kv_heads))
-    return LinearShare(rows=(queries, kv, kv)), _leading_back(spec.output, queries, parallel)
+    return LinearShare(rows=(queries,) * (1 + spec.gated) + (kv, kv)), _leading_back(spec.output, queries, parallel)
+
+
+def recurrent_shares(spec: RecurrentSpec, parallel: Parallel) -> tuple[slice, ...]:
+    """Return a rank's rows of each part of `inputs`. Raises `ConfigError` if ranks would have different sizes."""
+    if spec.rule == "gate":
+        share = width_share(spec.inputs.outs[0], parallel)
+        uneven = (share.stop - share.start) * parallel.size != spec.inputs.outs[0]
+        shares: tuple[slice, ...] = (share,) * 3
+    else:
+        uneven = spec.key_heads % parallel.size > 0
+        if not uneven:
+            share = parallel.share(spec.key_heads)
+            heads = times(share, spec.value_heads // spec.key_heads)
+            keys, values = times(share, spec.key_dim), times(heads, spec.value_dim)
+            shares = (keys, keys, values, values, heads, heads)
+    if uneven:
+        raise ConfigError(
+            f"cannot divide a recurrent layer evenly among {parallel.size} ranks", field="--tensor-parallel-size"
+        )
+    return shares
+
+
+def conv_channels(spec: RecurrentSpec, parallel: Parallel) -> Indices:
+    """Return a rank's channels of the convolution."""
+    shares, outs = recurrent_shares(spec, parallel), spec.inputs.outs
+    if spec.rule == "gate":
+        return np.arange(outs[0])[shares[0]]
+    begins = accumulate(outs[:2], initial=0)
+    return np.concatenate(
+        [begin + np.arange(share.start, share.stop) for begin, share in zip(begins, shares, strict=False)]
+    )
+
+
+def state_sizes_of(spec: RecurrentSpec, parallel: Parallel) -> tuple[int, int]:
+    """Return `state_sizes` of a rank."""
+    channels, taps = len(conv_channels(spec, parallel)), spec.conv.shape[-1]
+    return state_sizes(channels, taps, spec.value_heads // parallel.size, spec.key_dim * spec.value_dim)
 
 
 def feed_forward_shares(gate_up: LinearSpec, down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
@@ -957,7 +1075,7 @@ def require_division(spec: DecoderSpec, ranks: int, stages: int, *, expert_paral
     parallel = Parallel(0, ranks, expert_parallel=expert_parallel)
     refused = _refusal(spec, parallel)
     if refused is not None:
-        others = [replace(parallel, size=size) for size in range(2, spec.layers[0].attention.num_heads + 1)]
+        others = [replace(parallel, size=size) for size in range(2, spec.attention[0].num_heads + 1)]
         sizes = [each.size for each in others if _refusal(spec, each) is None]
         refused.hint = f"use {_listed(sizes)}" if sizes else "omit it"
         raise refused
@@ -968,7 +1086,13 @@ def _refusal(spec: DecoderSpec, parallel: Parallel) -> ConfigError | None:
         for layer in spec.layers:
             block = layer.feed_forward
             downs = block.downs
-            head_shares(layer.attention, parallel)
+            attention_shares(layer.attention, parallel)
+            if spec.recurrent and spec.attention[0].num_kv_heads % parallel.size:
+                raise ConfigError(
+                    f"cannot divide {spec.attention[0].num_kv_heads} KV heads evenly among {parallel.size} ranks, which a "
+                    "model with recurrent layers needs",
+                    field="--tensor-parallel-size",
+                )
             if parallel.expert_parallel and isinstance(block, MoeSpec):
                 block.held(parallel)
                 downs = downs[1:]

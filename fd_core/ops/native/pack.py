@@ -97,6 +97,7 @@ class NativeOps(TorchOps):
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     stores_fp4 = True
+    recurs = False
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 64
 

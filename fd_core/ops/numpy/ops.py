@@ -15,17 +15,20 @@ from fd_core.ops.contract import (
     Activation,
     Experts,
     Heads,
+    HostStep,
     KVCache,
     KVShape,
     Norm,
     Ops,
     PlainActivation,
+    Recurrent,
     Rope,
     StepInput,
 )
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, dequantize_latent, quantize_kv, quantize_latent
 from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.ops.recurrence import StateBlocks, recur
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 from fd_core.types import IntArray
 
@@ -84,6 +87,7 @@ class NumpyOps(NumpySampling, Ops):
     dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
     latents = True
+    recurs = True
     _group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
@@ -219,6 +223,15 @@ class NumpyOps(NumpySampling, Ops):
         x = x.reshape(len(x), heads.num_heads, heads.latent)
         expanded: Floats = np.einsum("thl,hvl->thv", x, weight, optimize=True).reshape(len(x), -1)
         return expanded
+
+    def recur(self, x: Floats, recurrent: Recurrent, layer: npt.NDArray[Any], step: StepInput) -> Floats:
+        sides = [side.reshape(len(side), -1).view(np.uint8) for side in layer]
+        host = HostStep(step.query_start, step.context_len, step.block_tables)
+        return recur(x, recurrent, StateBlocks(sides, recurrent), host, layer.shape[2])
+
+    def gate_heads(self, x: Floats, gate: Floats) -> Floats:
+        gated: Floats = x * (np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * gate)))
+        return gated
 
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
         chosen, weights = _route(x, experts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -19,15 +19,18 @@ from fd_core.ops.contract import (
     Array,
     Experts,
     Heads,
+    HostStep,
     KVCache,
     KVShape,
     Norm,
     Ops,
     PlainActivation,
+    Recurrent,
     Rope,
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.ops.recurrence import StateBlocks, recur
 from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
@@ -79,6 +82,7 @@ class TorchOps(TorchSampling, Ops):
     biased_experts = True
     expert_parallel = True
     sinks = True
+    recurs = True
     table_formats: Collection[str] = WEIGHT_FORMATS
     _group: RankGroup | None = None
 
@@ -239,6 +243,20 @@ class TorchOps(TorchSampling, Ops):
 
     def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
         return _each_head(x.unflatten(1, (heads.num_heads, -1)), weight).flatten(1)
+
+    def recur(self, x: Array, recurrent: Recurrent, layer: TorchLayer, step: StepInput) -> Array:
+        """Compute on the host; states are in the memory of the cache."""
+        given = {field.name: getattr(recurrent, field.name) for field in fields(recurrent)}
+        given = {name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+        sides = [layer.keys] if layer.keys.shape != layer.values.shape else [layer.keys, layer.values]
+        size = layer.block_size * layer.keys.shape[1] * layer.keys.shape[2] * layer.keys.itemsize
+        blocks = StateBlocks([side.view(torch.uint8).numpy().reshape(-1, size) for side in sides], Recurrent(**given))
+        host = HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        y = recur(x.float().numpy(), Recurrent(**given), blocks, host, layer.block_size)
+        return torch.from_numpy(y).to(x.dtype)
+
+    def gate_heads(self, x: Array, gate: Array) -> Array:
+        return x.mul_(gate.sigmoid_())
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         chosen, weights = route(x, experts)

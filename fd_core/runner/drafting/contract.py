@@ -179,7 +179,7 @@ def make_drafter(
         DraftContext(
             num_slots=config.max_num_seqs or backend.default_sizes["default_num_seqs"],
             vocab_size=model.vocab_size,
-            block_size=config.block_size,
+            block_size=config.block_tokens,
             cheap_tokens=speculative.cheap_tokens,
             ops=ops,
             model_path=Path(speculative.model or ""),

@@ -83,6 +83,12 @@ class DraftModelDrafter(Drafter):
                 hint="use a draft model with the target's tokenizer",
             )
         self.kv_shape = cache_shape(model, context.block_size, context.kv_cache_dtype)
+        if self.kv_shape.state:
+            raise ConfigError(
+                f"{model.architecture} has recurrent layers, which a draft model cannot have",
+                field=FLAG,
+                hint="use a model without them, or ngram",
+            )
         self._model = model
         self._ops = context.ops
         self._cheap_tokens = context.cheap_tokens

@@ -172,7 +172,7 @@ def _sizes(case: Case) -> dict[str, int]:
 def _of_model(model: DecoderSpec) -> list[Case]:
     """Return some steps over each size of latent attention in a model."""
     sizes: dict[tuple[tuple[str, Value], ...], None] = {}
-    for attention in (layer.attention for layer in model.layers):
+    for attention in model.attention:
         if (latent := attention.latent) is not None:
             case: dict[str, Value] = {
                 "heads": attention.num_heads,

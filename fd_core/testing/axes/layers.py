@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.models.families.spec import DecoderSpec, LayerSpec, MoeSpec
+from fd_core.models.families.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 from fd_core.ops.contract import SCALE_BYTES, Activation, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
@@ -279,12 +279,15 @@ _MAX_MODEL_ELEMENTS: Final = 2e8
 
 def cases_of_model(model: DecoderSpec) -> list[Case]:
     """Return some steps over each kind of layer of a model."""
-    kinds = dict.fromkeys(tuple(_layer_case(model, layer).items()) for layer in model.layers)
+    kinds = dict.fromkeys(
+        tuple(_layer_case(model, layer.attention, layer.feed_forward).items())
+        for layer in model.layers
+        if isinstance(layer.attention, AttentionSpec)
+    )
     return [{**dict(kind), **step} for kind in kinds for step in _MODEL_STEPS]
 
 
-def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
-    attention, block = layer.attention, layer.feed_forward
+def _layer_case(model: DecoderSpec, attention: AttentionSpec, block: MlpSpec | MoeSpec) -> Case:
     rotary = 2 * len(attention.rope.inverse_frequencies)
     case: dict[str, Value] = {
         "kv_heads": attention.num_kv_heads,

@@ -100,7 +100,7 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
 def abilities_of(case: str) -> tuple[str, ...]:
     """Return the abilities of `fd_core.testing.kit.limits` that a case requires."""
     spec = describe(ModelConfig(_config_of(case)))
-    attention = [layer.attention for layer in spec.layers]
+    attention = spec.attention
     needed = {
         "encoders": not spec.causal,
         "biases": any(linear.bias for linear in spec.linears()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,15 @@ import numpy.typing as npt
 from fd_core.backends.contract import GroupedModel, Model, cache_shape, whole_prompts
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.ops.contract import GroupTables, Ops, StepInput
+from fd_core.ops.weights import ITEM_BYTES
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import on_device, step_input
 from fd_core.types import IntArray
 
 BLOCK_SIZE = 4
+"""Tokens in a block, unless the state of a recurrent layer needs a larger one."""
+_DRAFTS: Final = 3
+"""Tokens that follow such a state in its block."""
 
 
 @dataclass
@@ -66,19 +71,21 @@ class PagedDriver:
         if states and not bare:
             self.forward = lambda step, cache: model.head(ops.gather_rows(compute(step, cache), step.logits_rows))
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
-        width = -(-longest // BLOCK_SIZE)
         groups = model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
+        token = cache_shape(model, 1, kv_dtype, groups)
+        self.block_size = max(BLOCK_SIZE, token.least_block_size(ITEM_BYTES[ops.dtype], _DRAFTS))
+        width = -(-longest // self.block_size)
         shape = groups.count, len(prompts), width
         shuffled = np.random.default_rng(0).permutation(math.prod(shape) + 3)[:-3]
         self.tables = shuffled.reshape(shape).astype(np.int32)
-        self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype, groups), math.prod(shape) + 3)
+        self.cache = ops.allocate_kv(cache_shape(model, self.block_size, kv_dtype, groups), math.prod(shape) + 3)
 
     def step(self, work: list[tuple[int, int]]) -> None:
         """Compute (row, number of tokens) pairs; stores their logits."""
         rows, counts = [row for row, _ in work], [count for _, count in work]
         spans = [(count, self.rows[row].computed + count) for row, count in work]
-        slots = [step_input(spans, BLOCK_SIZE, tables[rows]).kv_slots for tables in self.tables]
-        host = step_input(spans, BLOCK_SIZE, self.tables[0, rows])
+        slots = [step_input(spans, self.block_size, tables[rows]).kv_slots for tables in self.tables]
+        host = step_input(spans, self.block_size, self.tables[0, rows])
         row_of = np.repeat(rows, counts)
         tokens = [self.rows[row].tokens[place] for row, place in zip(row_of, host.positions, strict=True)]
         wanted = host.logits_rows if self.last_only else np.arange(len(tokens), dtype=np.int32)

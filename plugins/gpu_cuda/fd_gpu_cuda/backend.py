@@ -280,7 +280,7 @@ class CudaBackend(OnCuda):
 
         if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
             config = self.config
-            trial = ModelTrial(model, ops, providers.composed, config.block_size, config.kv_cache_dtype)
+            trial = ModelTrial(model, ops, providers.composed, config.block_tokens, config.kv_cache_dtype)
             ops.use(providers.settle(trial))
             if providers.rejected and (problem := compiler_problem()):
                 self.warnings = (problem,)

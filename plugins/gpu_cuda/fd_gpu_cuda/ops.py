@@ -85,6 +85,7 @@ class CudaOps(TorchOps):
     chunks = False
     any_experts = True
     latents = True
+    recurs = False
     biased_experts = True
     expert_parallel = True
     sinks = True

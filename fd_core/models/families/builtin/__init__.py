@@ -12,6 +12,7 @@ def fd_register_models() -> list[Entry]:
     """Offer the built-in families."""
     families = "fd_core.models.families.builtin"
     encoders, latent = "fd_core.models.families.encoders", "fd_core.models.families.latent"
+    recurrent = "fd_core.models.families.recurrent"
     return [
         Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
@@ -35,6 +36,7 @@ def fd_register_models() -> list[Entry]:
         Entry("hunyuan", f"{families}.hunyuan:HunyuanDense", "Hunyuan, dense"),
         Entry("hunyuan_moe", f"{families}.hunyuan:HunyuanMoe", "Hunyuan, mixtures of experts"),
         Entry("internlm3", f"{families}.llama:InternLm3", "InternLM 3"),
+        Entry("lfm2", f"{recurrent}.lfm:Lfm2", "LFM2"),
         Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
         Entry("llama4", f"{families}.llama:Llama4", "Llama 4, text"),
         Entry("minimax_m2", f"{families}.experts:MiniMaxM2", "MiniMax-M2"),
@@ -51,6 +53,7 @@ def fd_register_models() -> list[Entry]:
         Entry("qwen2_moe", f"{families}.qwen:Qwen2Moe", "Qwen1.5 and Qwen2, mixtures of experts"),
         Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),
         Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
+        Entry("qwen3_next", f"{recurrent}.qwen:Qwen3Next", "Qwen3-Next"),
         Entry("roberta", f"{encoders}.bert:Roberta", "RoBERTa"),
         Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),
         Entry("smollm3", f"{families}.llama:SmolLm3", "SmolLM3"),

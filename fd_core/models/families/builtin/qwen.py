@@ -124,24 +124,8 @@ class Qwen3Moe(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; each of its layers has experts, or is listed or skipped by the config."""
-        hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size")
-        num_experts = config.optional_count("num_experts") or config.count("num_local_experts")
-        every = config.count("decoder_sparse_step", 1)
-        dense = config.indices("mlp_only_layers")
         window = config.optional_count("sliding_window", 4096) if config.flag("use_sliding_window") else None
-
-        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
-            if layer in dense or (layer + 1) % every:
-                return None
-            return MoeSpec(
-                norm=norm,
-                router=VectorSpec(f"{prefix}.mlp.gate.weight", (num_experts, hidden)),
-                experts=separate_experts(f"{prefix}.mlp.experts", num_experts, hidden, intermediate),
-                top_k=config.count("num_experts_per_tok"),
-                normalize=config.flag("norm_topk_prob"),
-            )
-
-        return replace(Qwen3().traits(config), window=lambda layer: window, moe=moe)
+        return replace(Qwen3().traits(config), window=lambda layer: window, moe=_routed(config))
 
 
 class Qwen2Moe(Family):
@@ -193,17 +177,6 @@ class Qwen2Moe(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; each of its layers has experts, or is listed or skipped by the config."""
-        hidden, shared = config.count("hidden_size"), config.count("shared_expert_intermediate_size")
-        routed = Qwen3Moe().traits(config).moe
-
-        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
-            block = routed(layer, prefix, norm)
-            return block and replace(
-                block,
-                shared=gate_up_down(f"{prefix}.mlp.shared_expert", hidden, shared),
-                shared_gate=VectorSpec(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)),
-            )
-
         count, some = config.count("num_hidden_layers"), config.index("max_window_layers", 28)
         types = config.layer_types(count) or tuple(
             "sliding_attention" if layer < some and layer % 2 == 0 else "full_attention" for layer in range(count)
@@ -213,8 +186,44 @@ class Qwen2Moe(Family):
             Qwen2().traits(config),
             window=lambda layer: window if types[layer] == "sliding_attention" else None,
             qkv_bias=config.flag("qkv_bias", True),
-            moe=moe,
+            moe=gated_experts(config),
         )
+
+
+def _routed(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
+    hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size")
+    num_experts = config.optional_count("num_experts") or config.count("num_local_experts")
+    every = config.count("decoder_sparse_step", 1)
+    dense = config.indices("mlp_only_layers")
+
+    def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+        if layer in dense or (layer + 1) % every:
+            return None
+        return MoeSpec(
+            norm=norm,
+            router=VectorSpec(f"{prefix}.mlp.gate.weight", (num_experts, hidden)),
+            experts=separate_experts(f"{prefix}.mlp.experts", num_experts, hidden, intermediate),
+            top_k=config.count("num_experts_per_tok"),
+            normalize=config.flag("norm_topk_prob"),
+        )
+
+    return moe
+
+
+def gated_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
+    """Describe experts with one shared expert that has a gate."""
+    hidden, shared = config.count("hidden_size"), config.count("shared_expert_intermediate_size")
+    routed = _routed(config)
+
+    def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+        block = routed(layer, prefix, norm)
+        return block and replace(
+            block,
+            shared=gate_up_down(f"{prefix}.mlp.shared_expert", hidden, shared),
+            shared_gate=VectorSpec(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)),
+        )
+
+    return moe
 
 
 def _window(config: ModelConfig) -> Callable[[int], int | None]:

@@ -267,7 +267,7 @@ class FamilySuite:
         for case in target.family.cases:
             folder, _ = target.model(case)
             with open_checkpoint(folder) as checkpoint:
-                found = [layer.attention.window for layer in spec_of(checkpoint).layers]
+                found = [each.window for each in spec_of(checkpoint).attention]
             windows += [window for window in found if window is not None]
         assert min(windows, default=0) < max(_LENGTHS), (
             f"the window {min(windows)} exceeds the kit's contexts; give a case a smaller one"
@@ -403,7 +403,7 @@ def _with_ropes(target: FamilyTarget) -> Iterator[dict[str, Any]]:
     if not usual:
         lacks("it has no rope")
     layers = [name for name, each in usual.items() if isinstance(each, Mapping)]
-    attention = target.describe(values).layers[0].attention
+    attention = target.describe(values).attention[0]
     count = range(len(attention.rope.inverse_frequencies))
     for rope in _ROPES:
         factors = {"long_factor": [1.0 + each for each in count], "short_factor": [1.0 + each / 9 for each in count]}

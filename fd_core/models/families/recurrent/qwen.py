@@ -1,0 +1,124 @@
+"""Qwen3-Next."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from fd_core.models.families.builtin.qwen import gated_experts
+from fd_core.models.families.contract import Family
+from fd_core.models.families.spec import (
+    LinearSpec,
+    NormSpec,
+    RecurrentSpec,
+    Traits,
+    VectorSpec,
+    head_dim_of,
+    rope_spec,
+)
+from fd_core.models.loading.config import ModelConfig
+
+_SIZES: Final = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+class Qwen3Next(Family):
+    """`Qwen3NextForCausalLM`: gated delta nets, every fourth layer with gated attention, and experts."""
+
+    architectures = ("Qwen3NextForCausalLM",)
+    model_type = "qwen3_next"
+    defaults: ClassVar = {
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "intermediate_size": 5632,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+    cases: ClassVar = {
+        "plain": {
+            **_SIZES,
+            "rms_norm_eps": 1e-4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        "biases": {
+            **_SIZES,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model, without the layers that predict further tokens."""
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=config.number("partial_rotary_factor"))
+        layers, every = config.count("num_hidden_layers"), config.count("full_attention_interval")
+        types = config.layer_types(layers, "linear_attention")
+        bias = config.flag("attention_bias")
+
+        def recurrent(layer: int, prefix: str, norm: NormSpec | None) -> RecurrentSpec | None:
+            attends = (layer + 1) % every == 0 if types is None else types[layer] == "full_attention"
+            return None if attends else delta_net(config, f"{prefix}.linear_attn", norm)
+
+        return Traits(
+            rope=lambda layer: rope,
+            recurrent=recurrent,
+            gated_attention=True,
+            moe=gated_experts(config),
+            qkv_bias=bias,
+            output_bias=bias,
+            head_norms="before rope",
+            norm_offset=1.0,
+            ignored=(r"^mtp\.",),
+        )
+
+
+def delta_net(config: ModelConfig, prefix: str, norm: NormSpec | None) -> RecurrentSpec:
+    """Describe a gated delta net; the rows of its inputs are divided by heads of keys."""
+    hidden, taps = config.count("hidden_size"), config.count("linear_conv_kernel_dim")
+    key_heads, value_heads = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    key_dim, value_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    return RecurrentSpec(
+        norm=norm,
+        inputs=LinearSpec(
+            (f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba"),
+            (keys, keys, values, values, value_heads, value_heads),
+            hidden,
+            counts=(4, 2),
+            groups=key_heads,
+        ),
+        output=LinearSpec((f"{prefix}.out_proj",), (hidden,), values),
+        rule="delta",
+        conv=VectorSpec(f"{prefix}.conv1d.weight", (2 * keys + values, 1, taps)),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        decay=VectorSpec(f"{prefix}.A_log", (value_heads,)),
+        time_bias=VectorSpec(f"{prefix}.dt_bias", (value_heads,)),
+        head_norm=VectorSpec(f"{prefix}.norm.weight", (value_dim,)),
+    )
