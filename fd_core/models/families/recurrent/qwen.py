@@ -18,6 +18,7 @@ from fd_core.models.families.spec import (
 from fd_core.models.loading.config import ModelConfig
 
 _SIZES: Final = {
+    "rms_norm_eps": 1e-4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
@@ -38,8 +39,6 @@ class Qwen3Next(Family):
         "head_dim": 256,
         "num_key_value_heads": 2,
         "intermediate_size": 5632,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
@@ -55,7 +54,6 @@ class Qwen3Next(Family):
     cases: ClassVar = {
         "plain": {
             **_SIZES,
-            "rms_norm_eps": 1e-4,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
         "biases": {
@@ -74,8 +72,8 @@ class Qwen3Next(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""
-        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=config.number("partial_rotary_factor"))
-        layers, every = config.count("num_hidden_layers"), config.count("full_attention_interval")
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=0.25)
+        layers, every = config.count("num_hidden_layers"), config.count("full_attention_interval", 4)
         types = config.layer_types(layers, "linear_attention")
         bias = config.flag("attention_bias")
 
