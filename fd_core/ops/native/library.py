@@ -37,6 +37,16 @@ class AttentionShape(Structure):
     )
 
 
+class RecurrentShape(Structure):
+    """`fd::RecurrentShape`: the recurrence of one layer."""
+
+    _fields_ = (
+        *_all(c_int, "delta", "taps", "channels", "key_heads", "value_heads", "key_dim", "value_dim", "table"),
+        ("eps", c_float),
+        *_all(c_void_p, "conv", "bias", "decay", "time_bias", "norm"),
+    )
+
+
 class LoraDelta(Structure):
     """`fd::LoraDelta`: one adapter on one linear."""
 
@@ -158,6 +168,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int,
         (c_void_p, c_int, c_int, *_NORM, POINTER(AttentionShape), *(c_void_p,) * 2, c_int, c_void_p, c_int, c_int),
     ),
+    "fd_add_recur": (c_int, (c_void_p, POINTER(RecurrentShape), c_void_p, c_int, c_int, c_int)),
+    "fd_add_gate_heads": (c_int, (c_void_p, c_int, c_int, c_int, c_int)),
     "fd_add_gather": (c_int, (c_void_p, c_void_p, _STARTS, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, _STARTS, c_int, *_LORA)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),

@@ -23,6 +23,8 @@ _TYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2}
 _SCALE_DTYPES = (np.float32, np.float16, np.int8)
 """Of `fd::Scales`, in its order."""
 _MULTIPLES = 2
+_LORA_PARTS = 3
+"""Most parts of `fd::LoraDelta`."""
 
 
 class Arena:
@@ -89,7 +91,7 @@ def pack_lora(
     ]
     nothing = np.zeros((0, 0), np.float32)
     ups = [_filled(nothing if each is None else each.up, out, rank) for each, out in zip(parts, outs, strict=True)]
-    if not gated and any(end % runtime.lanes for end in np.cumsum(outs)[:-1]):
+    if not gated and (len(outs) > _LORA_PARTS or any(end % runtime.lanes for end in np.cumsum(outs)[:-1])):
         whole = np.zeros((sum(outs), rank * len(there)), np.float32)
         for of_part, start, end in zip(ups, places, np.cumsum(outs), strict=True):
             if start >= 0:

@@ -36,6 +36,7 @@ from fd_core.ops.contract import (
     Norm,
     PenaltyInput,
     PlainActivation,
+    Recurrent,
     SampleInput,
     StepInput,
 )
@@ -46,6 +47,7 @@ from fd_core.ops.native.library import (
     MaskRows,
     MoeGeometry,
     PenaltyRows,
+    RecurrentShape,
     SampleRows,
     invoke,
 )
@@ -97,7 +99,6 @@ class NativeOps(TorchOps):
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     stores_fp4 = True
-    recurs = False
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 64
 
@@ -301,6 +302,37 @@ class NativeOps(TorchOps):
             call.add("heads", source, weight.handles, count, kept, buffer)
         return y
 
+    def recur(self, x: Array, recurrent: Recurrent, layer: Any, step: StepInput) -> Array:
+        norm, delta = recurrent.norm, recurrent.rule == "delta"
+        with self._call(x, step) as call:
+            source = call.input(
+                x, 3 * recurrent.channels if not delta else recurrent.sizes[1] + recurrent.outputs, True
+            )
+            buffer, y = call.output(x, recurrent.outputs, self.runtime.wide)
+            heads = recurrent.key_heads, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim
+            shape = RecurrentShape(
+                delta,
+                *recurrent.conv.shape,
+                *heads,
+                call.table(step),
+                0.0 if norm is None else norm.eps,
+                *(
+                    call.pointer(each)
+                    for each in (recurrent.conv, recurrent.conv_bias, recurrent.decay, recurrent.time_bias)
+                ),
+                None if norm is None else call.pointer(norm.weight),
+            )
+            call.add("recur", ctypes.byref(shape), layer.cache.handle, layer.index, source, buffer)
+        return y
+
+    def gate_heads(self, x: Array, gate: Array) -> Array:
+        width = x.width if isinstance(x, ProgramSymbol) else x.flatten(1).shape[1]
+        with self._call(x) as call:
+            source, gates = call.input(x, width, self.runtime.wide), call.input(gate, width, True)
+            buffer, y = call.output(x, width, self.runtime.wide)
+            call.add("gate_heads", source, gates, width, buffer)
+        return y
+
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         _refuse_symbols("moe", x)
         return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
@@ -438,6 +470,22 @@ class NativeOps(TorchOps):
                 buffer,
             )
         return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+
+    def recurrence(
+        self,
+        x: Array,
+        norm: Norm | None,
+        inputs: NativeLinear,
+        recurrent: Recurrent,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
+    ) -> Array:
+        projected = self._product(x, inputs, norm=norm, lora=lora, of_stream=True, wide=True)
+        return self.recur(projected, recurrent, layer, step)
+
+    def gated_attention(self, a: Array, x: Array, norm: Norm | None, gate: NativeLinear) -> Array:
+        return self.gate_heads(a, self._product(x, gate, norm=norm, of_stream=True, wide=True))
 
     def project_residual(
         self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None

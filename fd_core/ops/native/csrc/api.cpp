@@ -2,6 +2,7 @@
 // function returns null or 0; where an index or a size is out of bounds, kRefused, and `fd_refusal` has the text.
 
 #include "linear/moe.h"
+#include "recurrent.h"
 #include "sampling.h"
 
 namespace fd {
@@ -427,6 +428,14 @@ int add(void* program, F&& make) {
     });
 }
 
+/// Note that an operation reads by the block tables of a group of layers.
+void reads(void* program, const KvLayout& layout, int table) {
+    Limits& limits = recording(program).program.limits;
+    lower(limits.blocks, layout.blocks);
+    limits.block_size = layout.block_size;
+    limits.tables = std::max(limits.tables, table + 1);
+}
+
 /// The layout of a cache, which must be of an operation's heads.
 const KvLayout& layout_of(const void* cache, int layer, const AttentionShape& shape) {
     const KvLayout& l = static_cast<const Cache*>(cache)->layout;
@@ -534,10 +543,7 @@ int fd_add_attention_inputs(void* program, int in, const float* norm, float eps,
 int fd_add_attention(void* program, const AttentionShape* shape, const void* cache, int layer, int q, int out) {
     return add(program, [&](auto e) -> Operation* {
         const KvLayout& layout = layout_of(cache, layer, *shape);
-        Limits& limits = recording(program).program.limits;
-        lower(limits.blocks, layout.blocks);
-        limits.block_size = layout.block_size;
-        limits.tables = std::max(limits.tables, shape->table + 1);
+        reads(program, layout, shape->table);
         AttentionShape of = *shape;
         // Heads that share latent vectors are divided among units, as those of several KV heads are.
         while (of.latent && (of.heads % of.kv_heads || of.group() > kTileRows)) of.kv_heads++;
@@ -569,6 +575,19 @@ int fd_add_write_latent(void* program, int in, int first, const float* norm, flo
         limits.tables = std::max(limits.tables, shape->table + 1);
         return new WriteLatent<E>(*shape, {norm, eps}, {cos, sin}, KvLayer<E>(layout, layer), in, first, q);
     });
+}
+
+int fd_add_recur(void* program, const RecurrentShape* shape, const void* cache, int layer, int in, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        const KvLayout& layout = static_cast<const Cache*>(cache)->layout;
+        check_indices("layer", &layer, 1, layout.layers);
+        reads(program, layout, shape->table);
+        return new Recur<decltype(e)>(*shape, layout, layer, in, out);
+    });
+}
+
+int fd_add_gate_heads(void* program, int in, int gate, int width, int out) {
+    return add(program, [&](auto e) -> Operation* { return new GateHeads<decltype(e)>(in, gate, width, out); });
 }
 
 /// How many operations of a program exchange rows with other ranks.

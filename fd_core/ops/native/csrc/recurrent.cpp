@@ -1,0 +1,294 @@
+#include "recurrent.h"
+
+namespace fd {
+
+namespace {
+
+constexpr int kJournal = 16;    // most tokens of a journal
+constexpr int kChannels = 128;  // of a unit of work without heads
+constexpr int kBatch = 32;      // tokens whose inputs are convolved before their heads are computed
+constexpr float kNormEps = 1e-6f;
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+inline float silu(float x) { return x * sigmoid(x); }
+
+/// One row's tokens for some channels, and with heads for one head of keys with its heads of values. What it computes for
+/// a token depends on nothing but the token's inputs and the state before it, however tokens are divided among steps.
+template <class E>
+struct Walk {
+    struct Piece {
+        int at, count;
+    };
+    const RecurrentShape& s;
+    const StateBlocks& blocks;
+    const Context& context;
+    const int in, out;
+
+    std::vector<Piece> pieces;  // channels
+    int part = 0, width = 0, stride = 0;
+    int begin = 0, start = 0, consumed = 0;  // first row of `in` and position of the step's tokens; position of the state
+    const int heads, lanes;                  // of values of a unit; floats of a row of a matrix
+    std::vector<float> taps, bias, window, active, matrices, replayed, scalars, y, raw;
+
+    Walk(const RecurrentShape& s, const StateBlocks& blocks, const Context& context, int in, int out)
+        : s(s), blocks(blocks), context(context), in(in), out(out), heads(s.delta ? s.shared() : 0),
+          lanes(round_up(s.value_dim, kLanes)) {}
+
+    void select(int of) {
+        part = of;
+        if (s.delta) {
+            const int keys = s.key_heads * s.key_dim, values = heads * s.value_dim;
+            pieces = {{of * s.key_dim, s.key_dim}, {keys + of * s.key_dim, s.key_dim}, {2 * keys + of * values, values}};
+        } else {
+            pieces = {{of * kChannels, std::min(kChannels, s.channels - of * kChannels)}};
+        }
+        width = 0;
+        for (const Piece& p : pieces) width += p.count;
+        stride = round_up(width, kLanes);
+        taps.assign(size_t(s.taps) * stride, 0.0f);
+        for (int t = 0; t < s.taps; t++) gather(s.conv + size_t(t) * s.channels, taps.data() + size_t(t) * stride);
+        bias.assign(stride, 0.0f);
+        if (s.bias) gather(s.bias, bias.data());
+        window.assign(size_t(s.taps - 1 + kBatch) * stride, 0.0f);
+        active.resize(size_t(kBatch) * stride);
+        y.resize(size_t(kBatch) * std::max(1, heads) * lanes);
+        scalars.resize(size_t(kBatch) * 2 * std::max(1, heads));
+        raw.resize(width + 2 * heads);
+    }
+    void gather(const float* row, float* to) const {
+        for (const Piece& p : pieces) {
+            std::memcpy(to, row + p.at, p.count * sizeof(float));
+            to += p.count;
+        }
+    }
+    /// Copy between a row of channels of a block and `values`.
+    template <class Copy>
+    void each_piece(size_t first, float* values, Copy&& copy) const {
+        for (const Piece& p : pieces) {
+            copy(first + p.at, p.count, values);
+            values += p.count;
+        }
+    }
+    /// Copy a state, and the scalars of heads behind the channels of a journal's token.
+    template <class Copy>
+    void each_of_state(Copy&& copy) {
+        for (int t = 0; t < s.taps - 1; t++)
+            each_piece(1 + size_t(t) * s.channels, window.data() + size_t(t) * stride, copy);
+        for (int row = 0; row < heads * s.key_dim; row++)
+            copy(1 + s.conv_state() + (size_t(part) * heads * s.key_dim + row) * s.value_dim, s.value_dim,
+                 matrices.data() + size_t(row) * lanes);
+    }
+    template <class Copy>
+    void each_of_token(int index, float* values, Copy&& copy) const {
+        const size_t first = s.state() + size_t(index) * s.journal();
+        each_piece(first, values, copy);
+        for (int i = 0; i < (heads ? 2 : 0); i++)
+            copy(first + s.channels + i * s.value_heads + part * heads, heads, values + width + i * heads);
+    }
+
+    /// Begin with the state of a block, or with zeros; `position` is that of the state.
+    void load(int block, int position, int first, int first_row) {
+        consumed = position, start = first, begin = first_row;
+        matrices.assign(size_t(heads) * s.key_dim * lanes, 0.0f);
+        replayed.resize(size_t(start - consumed) * raw.size());
+        if (block < 0) return;
+        auto copy = [&](size_t at, size_t count, float* to) { blocks.read(block, at, count, to); };
+        each_of_state(copy);
+        for (int t = consumed; t < start; t++) each_of_token(t - consumed, replayed.data() + (t - consumed) * raw.size(), copy);
+    }
+    /// Write the state after `position` tokens and the journal of those from there to `upto`.
+    void store(int block, int position, int upto) {
+        auto copy = [&](size_t at, size_t count, const float* from) { blocks.write(block, at, count, from); };
+        each_of_state(copy);
+        for (int t = position; t < upto; t++) {
+            inputs(t, raw.data());
+            each_of_token(t - position, raw.data(), copy);
+        }
+        if (part) return;
+        float number;
+        const int32_t count = position;
+        std::memcpy(&number, &count, sizeof number);
+        blocks.write(block, 0, 1, &number);
+    }
+    /// The inputs of the convolution of a token, and of its heads.
+    void inputs(int t, float* to) const {
+        if (t < start) {
+            std::memcpy(to, replayed.data() + (t - consumed) * raw.size(), raw.size() * sizeof(float));
+            return;
+        }
+        const float* x = context.row<float>(in, begin + t - start);
+        gather(x, to);
+        if (s.delta) {
+            const float* b = x + s.channels + s.outputs() + part * heads;
+            std::memcpy(to + width, b, heads * sizeof(float));
+            std::memcpy(to + width + heads, b + s.value_heads, heads * sizeof(float));
+        } else {
+            const float* other = x + 2 * s.channels + pieces[0].at;
+            for (int i = 0; i < width; i++) to[i] *= other[i];
+        }
+    }
+
+    /// Consume the tokens from one position to another.
+    void advance(int from, int to) {
+        for (int t = from; t < to; t += kBatch) batch(t, std::min(kBatch, to - t));
+    }
+    void batch(int t, int count) {
+        for (int i = 0; i < count; i++) {
+            inputs(t + i, raw.data());
+            std::memcpy(window.data() + size_t(s.taps - 1 + i) * stride, raw.data(), width * sizeof(float));
+            for (int h = 0; h < heads; h++) {
+                const int head = part * heads + h;
+                float* scalar = scalars.data() + (size_t(i) * heads + h) * 2;
+                scalar[0] = std::exp(-std::exp(s.decay[head]) * softplus(raw[width + heads + h] + s.time_bias[head]));
+                scalar[1] = sigmoid(raw[width + h]);
+            }
+            float* x = active.data() + size_t(i) * stride;
+            for (int c = 0; c < stride; c += kLanes) {
+                V sum = vload(bias.data() + c);
+                for (int tap = 0; tap < s.taps; tap++)
+                    sum = vfma(vload(taps.data() + size_t(tap) * stride + c),
+                               vload(window.data() + size_t(i + tap) * stride + c), sum);
+                vstore(x + c, s.delta ? activate(sum, Activation::silu) : sum);
+            }
+            if (s.delta) {
+                unit(x, 1.0f / std::sqrt(float(s.key_dim)));
+                unit(x + s.key_dim, 1.0f);
+            }
+        }
+        for (int h = 0; h < heads; h++)
+            for (int v = 0; v < lanes; v += kLanes) columns(h, v, count);
+        std::memmove(window.data(), window.data() + size_t(count) * stride, size_t(s.taps - 1) * stride * sizeof(float));
+        for (int i = 0; i < count; i++)
+            if (t + i >= start) put_outputs(i, begin + t + i - start);
+    }
+    void unit(float* x, float scale) const {
+        float sum = 0;
+        for (int i = 0; i < s.key_dim; i++) sum += x[i] * x[i];
+        scale /= std::sqrt(sum + kNormEps);
+        for (int i = 0; i < s.key_dim; i++) x[i] *= scale;
+    }
+    /// Some columns of a head's matrix, which stay in the nearest cache for all tokens.
+    void columns(int h, int v, int count) {
+        float* matrix = matrices.data() + size_t(h) * s.key_dim * lanes + v;
+        alignas(64) float value[kLanes] = {};
+        const int held = std::min(kLanes, s.value_dim - v), last = s.key_dim / 4 * 4;
+        for (int i = 0; i < count; i++) {
+            const float *q = active.data() + size_t(i) * stride, *k = q + s.key_dim;
+            const float* scalar = scalars.data() + (size_t(i) * heads + h) * 2;
+            std::memcpy(value, k + s.key_dim + h * s.value_dim + v, held * sizeof(float));
+            const V decay = vset(scalar[0]);
+            V sums[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
+            auto each = [&](auto&& take) {
+                for (int r = 0; r < last; r += 4)
+                    for (int j = 0; j < 4; j++) take(r + j, sums[j]);
+                for (int r = last; r < s.key_dim; r++) take(r, sums[0]);
+                return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            };
+            const V known = each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * lanes), sum); });
+            const V change = vset(scalar[1]) * (vload(value) - decay * known);
+            for (V& sum : sums) sum = vset(0.0f);
+            const V result = each([&](int r, V& sum) {
+                const V x = vfma(vset(k[r]), change, decay * vload(matrix + size_t(r) * lanes));
+                vstore(matrix + size_t(r) * lanes, x);
+                sum = vfma(vset(q[r]), x, sum);
+            });
+            vstore(y.data() + (size_t(i) * heads + h) * lanes + v, result);
+        }
+    }
+    void put_outputs(int i, int row) {
+        const float* x = context.row<float>(in, row);
+        E* to = context.row<E>(out, row);
+        if (!s.delta) {
+            const float *made = active.data() + size_t(i) * stride, *gate = x + s.channels + pieces[0].at;
+            for (int c = 0; c < width; c++) put(to + pieces[0].at + c, gate[c] * made[c]);
+            return;
+        }
+        for (int h = 0; h < heads; h++) {
+            float* made = y.data() + (size_t(i) * heads + h) * lanes;
+            rms_norm(made, s.norm, s.value_dim, s.eps, made);
+            const int at = (part * heads + h) * s.value_dim;
+            for (int c = 0; c < s.value_dim; c++) put(to + at + c, made[c] * silu(x[s.channels + at + c]));
+        }
+    }
+    /// Mark the outputs of a row whose state is not there.
+    void refuse(int from, int to) const {
+        const int at = s.delta ? part * heads * s.value_dim : pieces[0].at, count = s.delta ? heads * s.value_dim : width;
+        for (int row = from; row < to; row++)
+            for (int c = 0; c < count; c++) put(context.row<E>(out, row) + at + c, NAN);
+    }
+};
+
+}  // namespace
+
+StateBlocks::StateBlocks(const KvLayout& l, int layer)
+    : head_bytes_(l.head_bytes() * l.blocks), block_bytes_(l.head_bytes()), heads_(l.latent ? 1 : l.heads),
+      data_(l.data + size_t(layer) * l.layer_bytes()) {
+    auto add = [&](size_t at, size_t bytes) {
+        if (!runs_.empty() && runs_.back().at + runs_.back().bytes == at)
+            runs_.back().bytes += bytes;
+        else
+            runs_.push_back({at, bytes, bytes_});
+        bytes_ += bytes;
+    };
+    const size_t unit = size_t(l.step) * l.item_bytes;  // remainders of units are not used
+    for (int i = 0; i < l.d / l.step; i++) add(unit * i * l.block_k, unit * l.block_size);
+    for (int i = 0; i < (l.latent ? 0 : l.block_size / l.step); i++)
+        add(l.key_elements() * l.item_bytes + unit * i * l.d_v, unit * l.d);
+    for (int i = 0; i < (l.quantized ? 2 : 0); i++)
+        add(l.head_elements() * l.item_bytes + (i ? l.block_k : 0) * sizeof(float), l.block_size * sizeof(float));
+    bytes_ -= bytes_ % sizeof(float);
+}
+
+template <class E>
+Recur<E>::Recur(const RecurrentShape& shape, const KvLayout& layout, int layer, int in, int out)
+    : shape(shape), blocks(layout, layer), block_size(layout.block_size), in(in), out(out) {
+    check_at_most("elements of a recurrent state", shape.state(), int64_t(blocks.floats()));
+    drafts = int(std::min<size_t>(kJournal, (blocks.floats() - shape.state()) / shape.journal()));
+}
+
+template <class E>
+void Recur<E>::run(const Context& context) {
+    const Step& step = context.step;
+    std::vector<int> consumed(step.rows, -1);  // before any thread writes
+    auto table = [&](int row) { return step.block_tables + size_t(row) * step.max_blocks; };
+    auto start_of = [&](int row) { return step.context_len[row] - (step.query_start[row + 1] - step.query_start[row]); };
+    for (int row = 0; row < step.rows; row++) {
+        const int start = start_of(row);
+        float number = 0;  // the bits of an integer
+        if (start > 0) blocks.read(table(row)[(start - 1) / block_size], 0, 1, &number);
+        int32_t count;
+        std::memcpy(&count, &number, sizeof count);
+        if (count <= start && start - count <= drafts) consumed[row] = count;
+    }
+    context.wait_for_all();
+    const int parts = shape.delta ? shape.key_heads : ceil_div(shape.channels, kChannels);
+    Walk<E> walk(shape, blocks, context, in, out);
+    for (int unit; (unit = context.counter().fetch_add(1)) < step.rows * parts;) {
+        const int row = unit / parts, begin = step.query_start[row], end = step.query_start[row + 1];
+        if (begin == end) continue;
+        walk.select(unit % parts);
+        if (consumed[row] < 0) {
+            walk.refuse(begin, end);
+            continue;
+        }
+        const int start = start_of(row), upto = step.context_len[row];
+        walk.load(start > 0 ? table(row)[(start - 1) / block_size] : -1, consumed[row], start, begin);
+        // The first token is certain; those that may be drafts go to the journal.
+        const int settled = std::max(start + 1, upto - drafts);
+        int at = consumed[row];
+        for (int next = round_up(start + 1, block_size); next < settled; next += block_size) {
+            walk.advance(at, next);
+            walk.store(table(row)[next / block_size - 1], at = next, next);
+        }
+        walk.advance(at, settled);
+        for (int entry = (settled - 1) / block_size; entry <= (upto - 1) / block_size; entry++)
+            walk.store(table(row)[entry], settled, upto);
+        walk.advance(settled, upto);
+    }
+}
+
+template struct Recur<float>;
+template struct Recur<bf16>;
+
+}  // namespace fd
