@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fd_core.errors import ConfigError
 from fd_core.ops.contract import (
     Activation,
     Array,
@@ -177,6 +178,16 @@ class NativeOps(TorchOps):
         return with_bias(self.runtime, embedding, bias)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
+        # States are in whole units of up to this number of tokens, or of elements.
+        unit = 4 if shape.quantized else 1 if self.runtime.wide else 2
+        for name, size in (("block_size", shape.block_size), ("head_dim", shape.head_dim)):
+            if shape.state and size % unit:
+                raise ConfigError(
+                    f"{name}={size} is not a multiple of {unit}, which the {self.name} pack needs for the states of "
+                    "recurrent layers",
+                    field="--block-size" if name == "block_size" else "--backend",
+                    hint=f"use a multiple of {unit}" if name == "block_size" else "use --no-native-kernels",
+                )
         return NativeKVCache(self.runtime, shape, num_blocks)
 
     def embedding(self, table: NativeLinear, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:

@@ -73,7 +73,7 @@ class PagedDriver:
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         groups = model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP
         token = cache_shape(model, 1, kv_dtype, groups)
-        self.block_size = max(BLOCK_SIZE, token.least_block_size(ITEM_BYTES[ops.dtype], _DRAFTS))
+        self.block_size = -(-max(BLOCK_SIZE, token.least_block_size(ITEM_BYTES[ops.dtype], _DRAFTS)) // 4) * 4
         width = -(-longest // self.block_size)
         shape = groups.count, len(prompts), width
         shuffled = np.random.default_rng(0).permutation(math.prod(shape) + 3)[:-3]
