@@ -29,7 +29,8 @@ struct Walk {
     int part = 0, width = 0, stride = 0;
     int begin = 0, start = 0, consumed = 0;  // first row of `in` and position of the step's tokens; position of the state
     const int heads, lanes;                  // of values of a unit; floats of a row of a matrix
-    std::vector<float> taps, bias, window, active, matrices, replayed, scalars, y, raw;
+    std::vector<float> taps, bias, window, active, whole, replayed, scalars, y, raw;
+    std::vector<float> matrices;  // [heads][vectors of a row][key_dim][kLanes], so that the lines of a vector have other sets
 
     Walk(const RecurrentShape& s, const StateBlocks& blocks, const Context& context, int in, int out)
         : s(s), blocks(blocks), context(context), in(in), out(out), heads(s.delta ? s.shared() : 0),
@@ -75,10 +76,17 @@ struct Walk {
     void each_of_state(Copy&& copy) {
         for (int t = 0; t < s.taps - 1; t++)
             each_piece(1 + size_t(t) * s.channels, window.data() + size_t(t) * stride, copy);
-        for (int row = 0; row < heads * s.key_dim; row++)
-            copy(1 + s.conv_state() + (size_t(part) * heads * s.key_dim + row) * s.value_dim, s.value_dim,
-                 matrices.data() + size_t(row) * lanes);
     }
+    size_t matrix_at(int h) const { return 1 + s.conv_state() + (size_t(part) * heads + h) * s.key_dim * s.value_dim; }
+    /// Hand each part of a row of a head's matrix to `take(in the order of the state, in the order of this, count)`.
+    template <class Take>
+    void each_vector(int h, Take&& take) {
+        for (int v = 0; v < lanes; v += kLanes)
+            for (int r = 0; r < s.key_dim; r++)
+                take(whole.data() + size_t(r) * s.value_dim + v, matrix(h, v) + size_t(r) * kLanes,
+                     std::min(kLanes, s.value_dim - v) * sizeof(float));
+    }
+    float* matrix(int h, int v) { return matrices.data() + (size_t(h) * lanes + v) * s.key_dim; }
     template <class Copy>
     void each_of_token(int index, float* values, Copy&& copy) const {
         const size_t first = s.state() + size_t(index) * s.journal();
@@ -91,16 +99,25 @@ struct Walk {
     void load(int block, int position, int first, int first_row) {
         consumed = position, start = first, begin = first_row;
         matrices.assign(size_t(heads) * s.key_dim * lanes, 0.0f);
+        whole.resize(size_t(s.key_dim) * s.value_dim);
         replayed.resize(size_t(start - consumed) * raw.size());
         if (block < 0) return;
         auto copy = [&](size_t at, size_t count, float* to) { blocks.read(block, at, count, to); };
         each_of_state(copy);
+        for (int h = 0; h < heads; h++) {
+            blocks.read(block, matrix_at(h), whole.size(), whole.data());
+            each_vector(h, [](const float* from, float* to, size_t bytes) { std::memcpy(to, from, bytes); });
+        }
         for (int t = consumed; t < start; t++) each_of_token(t - consumed, replayed.data() + (t - consumed) * raw.size(), copy);
     }
     /// Write the state after `position` tokens and the journal of those from there to `upto`.
     void store(int block, int position, int upto) {
         auto copy = [&](size_t at, size_t count, const float* from) { blocks.write(block, at, count, from); };
         each_of_state(copy);
+        for (int h = 0; h < heads; h++) {
+            each_vector(h, [](float* to, const float* from, size_t bytes) { std::memcpy(to, from, bytes); });
+            blocks.write(block, matrix_at(h), whole.size(), whole.data());
+        }
         for (int t = position; t < upto; t++) {
             inputs(t, raw.data());
             each_of_token(t - position, raw.data(), copy);
@@ -170,7 +187,7 @@ struct Walk {
     }
     /// Some columns of a head's matrix, which stay in the nearest cache for all tokens.
     void columns(int h, int v, int count) {
-        float* matrix = matrices.data() + size_t(h) * s.key_dim * lanes + v;
+        float* matrix = this->matrix(h, v);
         alignas(64) float value[kLanes] = {};
         const int held = std::min(kLanes, s.value_dim - v), last = s.key_dim / 4 * 4;
         for (int i = 0; i < count; i++) {
@@ -185,12 +202,12 @@ struct Walk {
                 for (int r = last; r < s.key_dim; r++) take(r, sums[0]);
                 return (sums[0] + sums[1]) + (sums[2] + sums[3]);
             };
-            const V known = each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * lanes), sum); });
+            const V known = each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * kLanes), sum); });
             const V change = vset(scalar[1]) * (vload(value) - decay * known);
             for (V& sum : sums) sum = vset(0.0f);
             const V result = each([&](int r, V& sum) {
-                const V x = vfma(vset(k[r]), change, decay * vload(matrix + size_t(r) * lanes));
-                vstore(matrix + size_t(r) * lanes, x);
+                const V x = vfma(vset(k[r]), change, decay * vload(matrix + size_t(r) * kLanes));
+                vstore(matrix + size_t(r) * kLanes, x);
                 sum = vfma(vset(q[r]), x, sum);
             });
             vstore(y.data() + (size_t(i) * heads + h) * lanes + v, result);
