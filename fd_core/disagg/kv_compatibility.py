@@ -27,6 +27,8 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     groups: LayerGroups = ONE_GROUP
     latent: int = 0
+    state_ranks: int = 0
+    """Ranks that divide the states of recurrent layers; 0 without such layers."""
 
 
 _NAMES: Final = {
@@ -38,6 +40,7 @@ _NAMES: Final = {
     "head_dim": "the size of a head",
     "groups": "the division of layers by window",
     "latent": "the width of latent values",
+    "state_ranks": "the number of ranks that divide recurrent states",
     "model": "the model (tokenizer, dtype or layout of the KV)",
     "weights": "the version of the weights",
 }

@@ -16,6 +16,7 @@ OTHER: dict[str, object] = {
     "head_dim": 7,
     "groups": LayerGroups(1, 2, window=9),
     "latent": 3,
+    "state_ranks": 2,
 }
 
 

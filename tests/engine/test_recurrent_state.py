@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from fd_core.config import SpeculativeConfig
 from fd_core.config.layer_groups import LayerGroups
@@ -110,6 +111,20 @@ def test_pair_transfers_states(model: Path, secrets: dict[str, str]) -> None:
         assert "transferred" in pair.outcomes.values()
 
 
+@pytest.mark.law("6.2")
+def test_pair_with_other_ranks_computes_states_again(model: Path, secrets: dict[str, str], caplog: Any) -> None:
+    settings = settings_of(backend="cpu", **secrets)
+    with (
+        engine_of(model, role="prefill", tensor_parallel_size=2, **settings) as prefill,
+        engine_of(model, role="decode", **settings) as decode,
+    ):
+        pair = Pair(prefill, decode)
+        pair.run(*SPECS[:2])
+        assert pair.texts.tokens == {spec.request_id: golden(model)[spec.request_id] for spec in SPECS[:2]}
+        assert "transferred" not in pair.outcomes.values()
+    assert "the number of ranks that divide recurrent states is 2 at the prefill worker and 1 at" in caplog.text
+
+
 @pytest.mark.law("4")
 @pytest.mark.parametrize("pack", ["reference", "cpu"])
 def test_rejected_drafts_leave_no_trace(model: Path, pack: str) -> None:
@@ -132,3 +147,29 @@ def test_block_holds_a_state(model: Path) -> None:
     ):
         pass
     assert refused.value.field == "--block-size"
+
+
+@pytest.mark.law("5.2")
+def test_states_survive_in_a_store_for_as_many_ranks(model: Path, secrets: dict[str, str], tmp_path: Path) -> None:
+    """A later turn of a conversation begins with the text that was stored, and is computed after a restart."""
+    store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets}
+    first = golden(model)
+    turns = [replace(spec, prompt=(*spec.prompt, *first[spec.request_id], 7, 8, 9)) for spec in SPECS]
+    with engine_of(model, **settings_of()) as engine:
+        later = run(engine, turns).tokens
+    loaded = []
+    for ranks, specs, expected in ((1, SPECS, first), (1, turns, later), (2, turns, later)):
+        with engine_of(model, **settings_of(backend="cpu", tensor_parallel_size=ranks), **store) as engine:
+            assert run(engine, specs).tokens == expected
+            wait_until_stored(engine)
+            loaded.append(engine.stats().scheduler.offload.loaded_tokens)
+    assert loaded[1] > loaded[0] == loaded[2] == 0
+
+
+def test_draft_model_with_recurrent_layers_is_refused(model: Path) -> None:
+    speculative = SpeculativeConfig(method="draft_model", model=str(model))
+    with (
+        pytest.raises(ConfigError, match="recurrent layers, which a draft model cannot have"),
+        engine_of(model, **settings_of(speculative=speculative, block_size=12)),
+    ):
+        pass

@@ -196,6 +196,7 @@ def open_kv_transfer(
         head_dim=shape.head_dim,
         groups=shape.groups,
         latent=shape.latent,
+        state_ranks=config.tensor_parallel_size if shape.state else 0,
     )
     envelope = Envelope(transfer_key(config.transfer_secret_file))
     make_store: Callable[[], KVStore] | None = None

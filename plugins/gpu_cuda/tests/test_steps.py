@@ -226,7 +226,7 @@ def test_kv_cache_is_sized_from_free_memory(folder: Path) -> None:
     backend = OnProcessor(config)
     model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
     kept = calculated(config, model, backend.default_sizes)
-    shape = model.kv_shape(config.block_size)
+    shape = model.kv_shape(config.block_tokens)
     bytes_per_block = shape.bytes_per_block(4)
     backend.processor.free = kept.total + 5 * bytes_per_block + 1
     limits = resolve_limits(

@@ -1,0 +1,69 @@
+"""Models with recurrent layers beyond the kit of families: sizes, refusals, adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fd_core.backends.contract import cache_shape
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.families.recurrent.lfm import Lfm2
+from fd_core.models.families.recurrent.qwen import Qwen3Next
+from fd_core.models.families.spec import require_division, state_sizes_of
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import describe, load_model
+from fd_core.ops.contract import KVShape
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.parallel import Parallel
+from fd_core.testing.models.checkpoints import SIZES, write_config
+
+NEXT = {**Qwen3Next.defaults, **SIZES, **Qwen3Next.cases["plain"], "architectures": list(Qwen3Next.architectures)}
+
+
+def test_pack_without_recurrent_layers_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(NEXT, tmp_path, seed=1)
+    monkeypatch.setattr(NumpyOps, "recurs", False)
+    with (
+        pytest.raises(ConfigError, match=r"the numpy pack does not compute recurrent layers.*Qwen3NextForCausalLM"),
+        open_checkpoint(tmp_path) as checkpoint,
+    ):
+        load_model(checkpoint, NumpyOps())
+
+
+def test_published_sizes_need_the_documented_blocks() -> None:
+    """2 heads of 256 elements in bfloat16, and 8 forced tokens, the default."""
+    config = {**Qwen3Next.defaults, "hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 4}
+    config |= {"vocab_size": 100, "max_position_embeddings": 100, "architectures": list(Qwen3Next.architectures)}
+    spec = describe(ModelConfig(config))
+    state, journal = state_sizes_of(spec.recurrent[0], Parallel())
+    least = KVShape(1, 2, 256, 1, state=state, journal=journal).least_block_size(2, 8)
+    assert -(-least // 32) * 32 == 1216
+    assert len(spec.recurrent) == 3
+
+
+def test_state_is_divided_by_ranks(tmp_path: Path) -> None:
+    spec = describe(ModelConfig(NEXT))
+    assert state_sizes_of(spec.recurrent[0], Parallel(1, 2)) == (1 + 3 * 40 + 2 * 8 * 12, 40 + 2 * 2)
+    with pytest.raises(ConfigError, match="cannot divide 2 KV heads evenly among 4 ranks") as refused:
+        require_division(describe(ModelConfig(NEXT | {"linear_num_key_heads": 4})), 4, 1)
+    assert refused.value.hint == "use 2"
+    with pytest.raises(ConfigError, match="cannot divide a recurrent layer evenly among 2 ranks"):
+        require_division(describe(ModelConfig(NEXT | {"linear_num_key_heads": 1})), 2, 1)
+    write_config(NEXT, tmp_path, seed=1)
+    with open_checkpoint(tmp_path) as checkpoint:
+        shape = cache_shape(load_model(checkpoint, NumpyOps()), 4, "auto")
+    assert (shape.state, shape.journal) == state_sizes_of(spec.recurrent[0], Parallel())
+
+
+def test_model_without_attention_is_refused(tmp_path: Path) -> None:
+    config = {**Lfm2.defaults, **SIZES, "layer_types": ["conv"] * 3, "architectures": list(Lfm2.architectures)}
+    write_config(config, tmp_path, seed=1)
+    with pytest.raises(ModelError, match="without attention layers"), open_checkpoint(tmp_path) as checkpoint:
+        load_model(checkpoint, NumpyOps())
+
+
+def test_adapters_change_the_inputs_of_recurrent_layers_but_not_gated_queries() -> None:
+    names = {name.rpartition(".")[2] for name in describe(ModelConfig(NEXT)).adaptable()}
+    assert names == {"in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"}
