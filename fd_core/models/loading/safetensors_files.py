@@ -10,6 +10,7 @@ buffer that the tensors cover without gaps or overlaps.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -102,6 +103,11 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
+def _of_text(name: str) -> str:
+    """Return the name of a tensor of a multimodal model in its text model."""
+    return re.sub(r"^(model\.)?language_model\.", lambda found: found[1] or "", name)
+
+
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors mapped from the shards of the index, or from a single file."""
 
@@ -117,7 +123,7 @@ class SafetensorsCheckpoint(Checkpoint):
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
         if "text_config" in whole:
-            views = {name.removeprefix("language_model."): view for name, view in views.items()}
+            views = {_of_text(name): view for name, view in views.items()}
         table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
         if table is not None:  # an encoder, whose names have the prefix of its output layer, or not
             prefix = table.partition("embeddings.")[0]

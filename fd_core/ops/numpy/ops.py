@@ -26,9 +26,9 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, dequantize_latent, quantize_kv, quantize_latent
+from fd_core.ops.numpy.recurrence import StateBlocks, recur
 from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.parallel import RankGroup, Stage
-from fd_core.ops.recurrence import StateBlocks, recur
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 from fd_core.types import IntArray
 

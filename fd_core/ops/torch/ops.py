@@ -29,8 +29,8 @@ from fd_core.ops.contract import (
     Rope,
     StepInput,
 )
+from fd_core.ops.numpy.recurrence import StateBlocks, recur
 from fd_core.ops.parallel import RankGroup, Stage
-from fd_core.ops.recurrence import StateBlocks, recur
 from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from fd_core.backends.contract import cache_shape
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.families.recurrent.lfm import Lfm2
-from fd_core.models.families.recurrent.qwen import Qwen3Next
+from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35
 from fd_core.models.families.spec import require_division, state_sizes_of
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
@@ -67,3 +71,21 @@ def test_model_without_attention_is_refused(tmp_path: Path) -> None:
 def test_adapters_change_the_inputs_of_recurrent_layers_but_not_gated_queries() -> None:
     names = {name.rpartition(".")[2] for name in describe(ModelConfig(NEXT)).adaptable()}
     assert names == {"in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"}
+
+
+def test_text_part_of_qwen3_5_is_served(tmp_path: Path) -> None:
+    """Of published files, whose text model is inside of one with images, and which have layers that draft."""
+    fields = {**Qwen35.defaults, **SIZES, **Qwen35.cases["plain"]}
+    tensors = write_config(fields | {"architectures": list(Qwen35.architectures[:1])}, tmp_path, seed=1)
+    with open_checkpoint(tmp_path) as checkpoint:
+        expected = load_model(checkpoint, NumpyOps())
+    whole = {name.replace("model.", "model.language_model.", 1): values for name, values in tensors.items()}
+    whole |= {"model.visual.pos_embed.weight": np.zeros(3, np.float32), "mtp.fc.weight": np.zeros(3, np.float32)}
+    save_file(whole, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": list(Qwen35.architectures[1:]), "text_config": fields})
+    )
+    with open_checkpoint(tmp_path) as checkpoint:
+        model = load_model(checkpoint, NumpyOps())
+    assert replace(model.spec, architecture=expected.architecture) == expected.spec
+    assert model.num_parameters == expected.num_parameters

@@ -1,7 +1,8 @@
-"""Qwen3-Next."""
+"""Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from fd_core.models.families.builtin.qwen import gated_experts
@@ -28,6 +29,11 @@ _SIZES: Final = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+_SHARED: Final = {
+    *(name for name in _SIZES if name.startswith(("linear_", "rms"))),
+    *("linear_conv_kernel_dim", "partial_rotary_factor", "attention_bias", "num_hidden_layers", "layer_types"),
+}
+"""Fields of cases that are not about experts."""
 
 
 class Qwen3Next(Family):
@@ -72,6 +78,10 @@ class Qwen3Next(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""
+        return replace(self.dense(config), moe=gated_experts(config))
+
+    def dense(self, config: ModelConfig) -> Traits:
+        """Describe a model without experts."""
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=0.25)
         layers, every = config.count("num_hidden_layers"), config.count("full_attention_interval", 4)
         types = config.layer_types(layers, "linear_attention")
@@ -79,13 +89,12 @@ class Qwen3Next(Family):
 
         def recurrent(layer: int, prefix: str, norm: NormSpec | None) -> RecurrentSpec | None:
             attends = (layer + 1) % every == 0 if types is None else types[layer] == "full_attention"
-            return None if attends else delta_net(config, f"{prefix}.linear_attn", norm)
+            return None if attends else self.delta_net(config, f"{prefix}.linear_attn", norm)
 
         return Traits(
             rope=lambda layer: rope,
             recurrent=recurrent,
             gated_attention=True,
-            moe=gated_experts(config),
             qkv_bias=bias,
             output_bias=bias,
             head_norms="before rope",
@@ -93,30 +102,55 @@ class Qwen3Next(Family):
             ignored=(r"^mtp\.",),
         )
 
+    def delta_net(self, config: ModelConfig, prefix: str, norm: NormSpec | None) -> RecurrentSpec:
+        """Describe a gated delta net."""
+        hidden, taps = config.count("hidden_size"), config.count("linear_conv_kernel_dim")
+        key_heads, value_heads = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+        key_dim, value_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        return RecurrentSpec(
+            norm=norm,
+            inputs=self.inputs(prefix, (keys, keys, values, values, value_heads, value_heads), hidden, key_heads),
+            output=LinearSpec((f"{prefix}.out_proj",), (hidden,), values),
+            rule="delta",
+            conv=VectorSpec(f"{prefix}.conv1d.weight", (2 * keys + values, 1, taps)),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            decay=VectorSpec(f"{prefix}.A_log", (value_heads,)),
+            time_bias=VectorSpec(f"{prefix}.dt_bias", (value_heads,)),
+            head_norm=VectorSpec(f"{prefix}.norm.weight", (value_dim,)),
+        )
 
-def delta_net(config: ModelConfig, prefix: str, norm: NormSpec | None) -> RecurrentSpec:
-    """Describe a gated delta net; the rows of its inputs are divided by heads of keys."""
-    hidden, taps = config.count("hidden_size"), config.count("linear_conv_kernel_dim")
-    key_heads, value_heads = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
-    key_dim, value_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
-    keys, values = key_heads * key_dim, value_heads * value_dim
-    return RecurrentSpec(
-        norm=norm,
-        inputs=LinearSpec(
-            (f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba"),
-            (keys, keys, values, values, value_heads, value_heads),
-            hidden,
-            counts=(4, 2),
-            groups=key_heads,
-        ),
-        output=LinearSpec((f"{prefix}.out_proj",), (hidden,), values),
-        rule="delta",
-        conv=VectorSpec(f"{prefix}.conv1d.weight", (2 * keys + values, 1, taps)),
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        decay=VectorSpec(f"{prefix}.A_log", (value_heads,)),
-        time_bias=VectorSpec(f"{prefix}.dt_bias", (value_heads,)),
-        head_norm=VectorSpec(f"{prefix}.norm.weight", (value_dim,)),
-    )
+    def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
+        """Describe the linears to q, k, v, z, b, a, whose rows are divided by heads of keys."""
+        names = (f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba")
+        return LinearSpec(names, outs, hidden, counts=(4, 2), groups=key_heads)
+
+
+class Qwen35(Qwen3Next):
+    """`Qwen3_5ForCausalLM`: as Qwen3-Next without experts, other linears.
+
+    `Qwen3_5ForConditionalGeneration` is the same model with images, whose text part is served.
+    """
+
+    architectures = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    model_type = "qwen3_5_text"
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        **{name: Qwen3Next.defaults[name] for name in Qwen3Next.defaults if name.startswith(("linear_", "head_dim"))},
+    }
+    cases: ClassVar = {
+        name: {field: case[field] for field in case if field in _SHARED} for name, case in Qwen3Next.cases.items()
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model; images and videos, whose positions have several parts, are not served."""
+        return replace(self.dense(config), ignored=(r"^mtp\.", r"^model\.visual\."))
+
+    def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
+        """Describe the linears to q, k, v, to z, to b and to a."""
+        names = tuple(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+        return LinearSpec(names, outs, hidden, counts=(3, 1, 1, 1))
