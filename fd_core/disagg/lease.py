@@ -101,10 +101,15 @@ def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
     """Return the reason why `Open` is invalid, as text; None if it is valid."""
     job, compatibility = opening.job, opening.compatibility
     fields = msgspec.structs.asdict(compatibility)
-    latent, numbers = fields.pop("latent"), [value for value in fields.values() if isinstance(value, int)]
+    latent, ranks = fields.pop("latent"), fields.pop("state_ranks")
+    numbers = [value for value in fields.values() if isinstance(value, int)]
     if not LEASE_NAME.fullmatch(job.lease):
         return "the lease id is not 32 hexadecimal digits"
-    if not (0 <= latent < compatibility.head_dim and all(0 < number <= MAX_NUMBER for number in numbers)):
+    if not (
+        0 <= latent < compatibility.head_dim
+        and 0 <= ranks <= MAX_NUMBER
+        and all(0 < number <= MAX_NUMBER for number in numbers)
+    ):
         return "a field of the KV description is out of range"
     groups = compatibility.groups
     if not 1 <= groups.count <= MAX_GROUPS or min(msgspec.structs.astuple(groups)) < 0 or groups.window > MAX_NUMBER:
