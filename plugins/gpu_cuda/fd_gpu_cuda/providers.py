@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from fd_core.backends.probing import missing
 from fd_core.errors import PluginError
-from fd_core.models.decoder import DecoderModel, Layer, Moe
+from fd_core.models.decoder import Attention, DecoderModel, Mlp, Moe, Recurrence
 from fd_core.ops.contract import Array, Heads, HostStep, KVCache, KVShape, Lora, PenaltyInput, SampleInput, StepInput
 from fd_core.ops.weights import LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -483,20 +483,22 @@ class ModelTrial:
     def _of_layers(self, ops: CudaOps) -> Iterator[Compared]:
         seen = []
         for layer in self._model.decoder.layers:
-            if (form := _form(layer)) in seen:
+            attention = layer.attention
+            if isinstance(attention, Recurrence) or (form := _form(layer)) in seen:
                 continue
             seen.append(form)
-            window = layer.attention.heads.window
+            window = attention.heads.window
             for kind, rows in kinds_of_steps(self._model.max_positions, window):
                 where = kind if window is None else f"{kind}, window {window}"
-                for each in self._of_layer(ops, layer, rows):
+                for each in self._of_layer(ops, attention, layer.feed_forward, rows):
                     yield each._replace(what=f"{each.what} of {where}")
 
-    def _of_layer(self, ops: CudaOps, layer: Layer, rows: Sequence[tuple[int, int]]) -> Iterator[Compared]:
-        plain, model, attention = self._plain, self._model, layer.attention
-        heads, block = attention.heads, layer.feed_forward
+    def _of_layer(
+        self, ops: CudaOps, attention: Attention, block: Mlp | Moe, rows: Sequence[tuple[int, int]]
+    ) -> Iterator[Compared]:
+        plain, model, heads = self._plain, self._model, attention.heads
         step, num_blocks = random_step(plain, rows, self._block_size, model.vocab_size, self._random)
-        own, reference = self._caches(layer, num_blocks)
+        own, reference = self._caches(heads, num_blocks)
         x = self._normal(len(step.positions), model.spec.embedding.shape[1]) * _SMALL
 
         def queries(pack: Any, cache: CudaLayer) -> Array:
@@ -564,9 +566,9 @@ class ModelTrial:
             for one, other in zip(found, expected, strict=True):
                 yield Compared(name, one, other, law)
 
-    def _caches(self, layer: Layer, num_blocks: int) -> tuple[Any, Any]:
+    def _caches(self, heads: Heads, num_blocks: int) -> tuple[Any, Any]:
         """Return two caches of one layer that hold the same random keys and values."""
-        heads, size = layer.attention.heads, self._block_size
+        size = self._block_size
         shape = KVShape(1, heads.num_kv_heads, heads.head_dim, size, self._kv_dtype, latent=heads.latent)
         caches: list[KVCache] = [self._plain.allocate_kv(shape, num_blocks) for _ in range(2)]
         widths = heads.head_dim - heads.latent, heads.latent or heads.head_dim

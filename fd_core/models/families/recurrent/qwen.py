@@ -39,7 +39,7 @@ _SHARED: Final = {
 class Qwen3Next(Family):
     """`Qwen3NextForCausalLM`: gated delta nets, every fourth layer with gated attention, and experts."""
 
-    architectures = ("Qwen3NextForCausalLM",)
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     model_type = "qwen3_next"
     defaults: ClassVar = {
         "head_dim": 256,
