@@ -11,7 +11,6 @@ constexpr float kNormEps = 1e-6f;
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-inline float silu(float x) { return x * sigmoid(x); }
 
 /// One row's tokens for some channels, and with heads for one head of keys with its heads of values. What it computes for
 /// a token depends on nothing but the token's inputs and the state before it, however tokens are divided among steps.
@@ -225,7 +224,11 @@ struct Walk {
             float* made = y.data() + (size_t(i) * heads + h) * lanes;
             rms_norm(made, s.norm, s.value_dim, s.eps, made);
             const int at = (part * heads + h) * s.value_dim;
-            for (int c = 0; c < s.value_dim; c++) put(to + at + c, made[c] * silu(x[s.channels + at + c]));
+            const float* z = x + s.channels + at;
+            for (int c = 0; c < s.value_dim; c += kLanes) {
+                vstore(made + c, vload(made + c) * activate(vload(z + c), Activation::silu));  // rows are padded
+                convert(made + c, std::min(kLanes, s.value_dim - c), to + at + c);
+            }
         }
     }
     /// Mark the outputs of a row whose state is not there.

@@ -81,7 +81,10 @@ struct GateHeads : Operation {
             const float* g = context.row<float>(gate, t);
             const E* x = context.row<E>(in, t);
             E* y = context.row<E>(out, t);
-            for (int i = 0; i < width; i++) put(y + i, to_float(x[i]) / (1.0f + std::exp(-g[i])));
+            int i = 0;
+            for (; i + kLanes <= width; i += kLanes)
+                vstore(y + i, vload(x + i) / (vset(1.0f) + vexp(vset(0.0f) - vload(g + i))));
+            for (; i < width; i++) put(y + i, to_float(x[i]) / (1.0f + std::exp(-g[i])));
         }
     }
 };
