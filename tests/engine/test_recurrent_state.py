@@ -112,6 +112,7 @@ def test_pair_transfers_states(model: Path, secrets: dict[str, str]) -> None:
 
 
 @pytest.mark.law("6.2")
+@pytest.mark.parametrize("model", ["lfm2"], indirect=True)
 def test_pair_with_other_ranks_computes_states_again(model: Path, secrets: dict[str, str], caplog: Any) -> None:
     settings = settings_of(backend="cpu", **secrets)
     with (
@@ -150,6 +151,7 @@ def test_block_holds_a_state(model: Path) -> None:
 
 
 @pytest.mark.law("5.2")
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 def test_states_survive_in_a_store_for_as_many_ranks(model: Path, secrets: dict[str, str], tmp_path: Path) -> None:
     """A later turn of a conversation begins with the text that was stored, and is computed after a restart."""
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets}
