@@ -68,7 +68,7 @@ def test_model_without_attention_is_refused(tmp_path: Path) -> None:
         load_model(checkpoint, NumpyOps())
 
 
-def test_adapters_change_the_inputs_of_recurrent_layers_but_not_gated_queries() -> None:
+def test_adapters_change_recurrent_inputs_but_not_gated_queries() -> None:
     names = {name.rpartition(".")[2] for name in describe(ModelConfig(NEXT)).adaptable()}
     assert names == {"in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"}
 
