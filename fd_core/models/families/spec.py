@@ -1089,8 +1089,8 @@ def _refusal(spec: DecoderSpec, parallel: Parallel) -> ConfigError | None:
             attention_shares(layer.attention, parallel)
             if spec.recurrent and spec.attention[0].num_kv_heads % parallel.size:
                 raise ConfigError(
-                    f"cannot divide {spec.attention[0].num_kv_heads} KV heads evenly among {parallel.size} ranks, which "
-                    "a model with recurrent layers needs",
+                    f"cannot divide {spec.attention[0].num_kv_heads} KV heads evenly among {parallel.size} ranks, "
+                    "which a model with recurrent layers needs",
                     field="--tensor-parallel-size",
                 )
             if parallel.expert_parallel and isinstance(block, MoeSpec):
