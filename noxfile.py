@@ -18,9 +18,11 @@ os.environ.setdefault("PIP_NO_COMPILE", "no")
 # Otherwise each of the thousands of processes that the tests start would compile all its imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
-"""Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
-in the order in which they were collected: tests/conftest.py puts the slow ones first."""
+WORKERS = min((os.cpu_count() or 1) + 1, 8)
+"""Processes of tests: one more than cores, because many tests wait for other processes."""
+SIDE_BY_SIDE = ("-n", f"{WORKERS}", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Options of pytest: the tests of one file share a worker, and so what they set up. Files begin in the order in which
+they were collected: tests/conftest.py puts the slow ones first."""
 
 
 def fresh_seed() -> int:
