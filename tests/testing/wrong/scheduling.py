@@ -530,6 +530,15 @@ class NeverLoads(Changed):
         self._admission_planner._offloading = Declining()
 
 
+@breaks("5.4", "storage:test_keys_of_kv_depend_on_the_nonce_of_the_weights")
+class CountsItsWeights(Changed):
+    version = 0
+
+    def change_weights(self, nonce):
+        self.version += 1
+        return super().change_weights(b"version %d" % self.version)
+
+
 @breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again[BADLY]")
 class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):

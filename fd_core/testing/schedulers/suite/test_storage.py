@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, NotStored, PrefillPaceMeasured, Save
+from fd_core.errors import BadRequest
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
@@ -113,3 +114,29 @@ def test_values_that_the_store_lost_are_stored_again(target: SchedulerTarget) ->
     run_ending(driver, OperationEnd.WELL, 1)
     lost = saved - {key for each in driver.begun(Save) for key in each.keys}
     require(not lost, "5.4", f"the store lost {len(saved)} blocks, of which {len(lost)} are not stored again")
+
+
+@pytest.mark.law("5.4")
+def test_keys_of_kv_depend_on_the_nonce_of_the_weights(target: SchedulerTarget) -> None:
+    """Let engines share a store: their KV may be exchanged where their weights had the same nonces."""
+
+    def keys_after(*nonces: bytes) -> set[bytes]:
+        driver = drive(target, keep=OffloadSelection(True, True, True))
+        for nonce in nonces:
+            driver.scheduler.pause()
+            effects = driver.scheduler.change_weights(nonce)
+            driver.auditor.forgot(effects, new_weights=True)
+            driver.tiers.perform(effects.operations)
+            driver.scheduler.resume()
+        driver.submit(greedy("first", prompt_of(29), 1))
+        run_ending(driver, OperationEnd.WELL, 1)
+        return {key for each in driver.begun(Save) for key in each.keys}
+
+    try:
+        first, same, other = keys_after(b"a"), keys_after(b"a"), keys_after(b"b")
+    except BadRequest:
+        lacks("the scheduler cannot change weights")
+    if not first:
+        lacks("the scheduler stores nothing here")
+    require(first == same, "5.4", "after the same change of weights in two engines, equal prompts have other keys")
+    require(not first & other, "5.4", "KV of other weights has the same keys: change_weights ignores its nonce")
