@@ -14,7 +14,7 @@ import pytest
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
-from fd_core.router.policies import Candidate, RequestNum, RouterPolicy, SessionAffinity
+from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
@@ -212,6 +212,31 @@ class ForgetsAllSessions(SessionAffinity):
         super().sweep(now + 1e9)
 
 
+class ReadsMinutesAsSeconds(SessionAffinity):
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes = Expiring(duration=config.eviction_duration_mins, capacity=config.max_sessions)
+
+
+class RemembersPositions(RequestNum):
+    """Until the number of workers changes."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes = Expiring(duration=config.eviction_duration, capacity=config.max_sessions)
+        self._positions = {}
+
+    def choose(self, context):
+        seen = context.candidates
+        if len(seen) != len(self._positions):
+            self._positions = {each.worker.url: position for position, each in enumerate(seen)}
+        home = self._homes.get(context.session, context.now) if context.session else None
+        chosen = seen[self._positions[home]] if home in self._positions else super().choose(context)
+        if context.session:
+            self._homes.put(context.session, chosen.worker.url, context.now)
+        return chosen
+
+
 class SweepsEarly(SessionAffinity):
     def sweep(self, now):
         super().sweep(now + self.config.eviction_duration / 2)
@@ -402,6 +427,8 @@ OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
 ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
+ORDER = "test_the_order_of_workers_means_nothing_later_if_it_means_nothing_at_first"
+DURATION = "test_a_session_that_it_keeps_is_kept_for_the_configured_duration"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -431,6 +458,8 @@ def without_shrinking(monkeypatch):
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
         (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
         (HashesUrls, OTHER, ()),
+        (RemembersPositions, ORDER, ()),
+        (ReadsMinutesAsSeconds, DURATION, ()),
         (ComparesIdentities, "workers=64", ()),
         (CountsIn8Bits, "workers=257,loads=one idle", ()),
         (PacksLoadsIn32Bits, "loads=near 2^32", ()),

@@ -116,6 +116,50 @@ class RouterPolicySuite:
         here = [choices(policy, case) for case in cases]
         assert elsewhere == [here, here], "another process with equal calls chose other workers"
 
+    @pytest.mark.law("7.2")
+    def test_the_order_of_workers_means_nothing_later_if_it_means_nothing_at_first(self) -> None:
+        """Show them in one order and, to another instance, in a new one for each request, without equal loads."""
+        draw, first = random.Random(5), set()  # noqa: S311 - not for cryptography
+        for _ in range(20):
+            first.add(self.new_policy().choose(self._ordered(0, draw.sample(range(5), 5))).worker)
+        if len(first) > 1:
+            lacks("the choice depends on the order of workers")
+        alike, other = self.new_policy(), self.new_policy()
+        for number in range(60):
+            order = draw.sample(range(5), 5)
+            expected = alike.choose(self._ordered(number, range(5))).worker
+            found = other.choose(self._ordered(number, order)).worker
+            assert found == expected, (
+                f"request {number}: chose {found.url} of the workers {order}, but {expected.url} in ascending order; "
+                "it may have remembered the position of a worker instead of its address"
+            )
+
+    def _ordered(self, number: int, order: Sequence[int]) -> RoutingContext:
+        """Return five workers with different loads and hits in this order; a session comes back after seven others."""
+        loads = {at: (at * 3 + number) % 5 for at in range(5)}
+        there = [(_worker(at, at), WorkerLoad(loads[at], loads[at], 97 * loads[at]), (at + number) % 5) for at in order]
+        return self.shown(there, 0.5, f"session {number % 8}", prompt=number % 8, now=number / 10)
+
+    @pytest.mark.law("7.2")
+    def test_a_session_that_it_keeps_is_kept_for_the_configured_duration(self) -> None:
+        """Let a session return to a worker that is busy by now, shortly before and after its time is over."""
+        config = replace(self.router_config(), eviction_duration_mins=2.0)
+        seconds = config.eviction_duration
+
+        def stays(after: float) -> bool:
+            policy = self.policy_class()(config)
+            homes = []
+            for now, busy in ((1.0, 1), (1.0 + after, 0)):
+                there = [(_worker(at, at), WorkerLoad(5 * (at == busy), 0, 999 * (at == busy)), 0) for at in range(2)]
+                homes.append(policy.choose(self.shown(there, 0.5, "a session", now=now)).worker)
+            return homes[0] == homes[1]
+
+        if not stays(0.001):
+            lacks("the policy keeps no sessions")
+        assert stays(0.95 * seconds), f"a session is forgotten before the {seconds:g} seconds of eviction-duration-mins"
+        if not stays(_LONG):  # others return to a worker for another reason, such as a hash of the prompt
+            assert not stays(1.05 * seconds), f"a session is kept for longer than these {seconds:g} seconds"
+
     @pytest.mark.timing
     @pytest.mark.fd_alone
     @pytest.mark.law("7.2")
