@@ -12,6 +12,7 @@ import functools
 import itertools
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -101,6 +102,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
+_LARGE: Final = 16 << 20
+"""Bytes of a value that a limit of 2,000 bytes excludes."""
 _LINES: Final = 100
 """Most lines of a call at which a value changes."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
@@ -531,6 +534,26 @@ class StoreSuite:
         shorten = functools.partial(back_door.write, A, value_of(A, 10))
         for line, found in self._at_each_line(store, lambda: store.get([A, B], LIMIT, TIMEOUT), shorten):
             assert as_bytes(found)[1:] == [value_of(B)], f"shortened at line {line}, another value is wrong"
+
+    @pytest.mark.law("5.4")
+    def test_a_value_over_the_limit_is_not_read_into_memory(self, store: KVStore, back_door: BackDoor) -> None:
+        """Another program may have written it, of any size."""
+        self.sharing.require()
+        store.put([(B, [value_of(B)])], TIMEOUT)
+        back_door.write(A, bytes(_LARGE))
+        calls: dict[str, Callable[[], Any]] = {
+            "get": lambda: as_bytes(store.get([A, B], 2000, TIMEOUT)) == [None, value_of(B)],
+            "longest_prefix": lambda: store.longest_prefix([B, A], 2000, TIMEOUT) == 1,
+        }
+        for name, call in calls.items():
+            tracemalloc.start()
+            try:
+                right = call()
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert right, f"{name} does not leave out a value of {_LARGE:,} bytes, over its limit of 2000"
+            assert peak < _LARGE // 2, f"{name} took {peak:,} bytes of memory for a value over its limit of 2000 bytes"
 
     @pytest.mark.law("5.5")
     def test_another_program_may_delete_a_value_at_any_line_of_stats(self, store: KVStore, back_door: BackDoor) -> None:

@@ -992,6 +992,13 @@ class BelievesTheSizeOfAFile(DiskStore):
         return found
 
 
+@found_by("test_a_value_over_the_limit_is_not_read_into_memory")
+class ReadsBeforeItLooksAtTheLimit(DiskStore):
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, 1 << 40, timeout)
+        return [None if value is None or len(value) > limit else value for value in found]
+
+
 @found_by("test_another_program_may_delete_a_value_at_any_line_of_stats")
 class CountsFilesByPath(DiskStore):
     def stats(self, timeout):
