@@ -530,6 +530,14 @@ class NeverLoads(Changed):
         self._admission_planner._offloading = Declining()
 
 
+@breaks("2.1", "budget:test_more_requests_run_at_once_than_eight_bits_count")
+class NumbersRequestsInEightBits(Changed):
+    def plan(self):
+        found = super().plan()
+        np.uint8(self.held().running)  # raises OverflowError from 256 on
+        return found
+
+
 @breaks("5.4", "storage:test_keys_of_kv_depend_on_the_nonce_of_the_weights")
 class CountsItsWeights(Changed):
     version = 0

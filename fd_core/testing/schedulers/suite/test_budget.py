@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Priority
-from fd_core.testing.kit.law import require
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
@@ -54,6 +55,20 @@ def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
     plan = driver.must_plan()
     require(plan.total_tokens == 24, "2.1", f"the prompts have 24 tokens, the first plan computes {plan.total_tokens}")
     driver.run()
+
+
+@pytest.mark.law("2.1")
+def test_more_requests_run_at_once_than_eight_bits_count(target: SchedulerTarget) -> None:
+    most = getattr(target.make, "envelope", OperatingEnvelope()).max_num_seqs or 300
+    if most <= 257:
+        lacks(f"its envelope ends at {most} slots")
+    room = {"max_num_seqs": min(most, 300), "num_kv_blocks": 700, "max_num_batched_tokens": 1000}
+    driver, running = drive(target, *decoding(300, 4), **room), list[int]()
+    try:
+        driver.run(watch=lambda _: running.append(len(driver.auditor.occupancies)))
+    except (OverflowError, IndexError) as error:
+        broken("2.1", f"it fails with {max(running, default=0)} requests in slots: {error}")
+    require(max(running) > 257, "2.1", f"of {room['max_num_seqs']} requests that fit, {max(running)} run at once")
 
 
 @pytest.mark.law("2.1")
