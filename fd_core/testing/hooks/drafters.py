@@ -7,6 +7,7 @@ another request. A drafter whose time grows with the text makes speculation slow
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any, ClassVar, Final
@@ -30,6 +31,8 @@ from fd_core.testing.schedulers.scripts import whole_text
 _SHORT: Final = 1024
 _LONG: Final = 1 << 16
 """Lengths of texts between which the time of a step may grow by `_SLACK`."""
+_MANY_SLOTS: Final = 128
+_MANY_IDS: Final = 33_000
 _SLACK: Final = 3.0
 _CALLS: Final = 66_000
 """A few more than 2^16."""
@@ -102,6 +105,29 @@ class DrafterSuite:
         require_bounded(use, 100, "requests")
 
         require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
+
+    @pytest.mark.law("8")
+    def test_a_step_takes_memory_for_its_rows_alone(self) -> None:
+        """Compare the steps of one row among few slots and ids with those among many: an upper bound of copies."""
+
+        def peak(slots: int, vocab_size: int) -> int:
+            drafter = self.subject().new(slots, 4, vocab_size=vocab_size, max_model_len=64)
+            slot, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+            drafter.admit(0, np.array([5, 6, 7, 5, 6], np.int32))
+            drafter.propose(slot, 4)
+            tracemalloc.start()
+            try:
+                drafter.extend(slot, np.array([[7, 5]], np.int32), 2 * one)
+                drafter.propose(slot, 4)
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        few, many = peak(1, 257), peak(_MANY_SLOTS, _MANY_IDS)
+        sizes = f"{_MANY_SLOTS} slots and {_MANY_IDS:,} token ids"
+        what = f"a step of one row takes {few:,} bytes of memory with one slot, and {many:,} with {sizes}"
+        # A draft model has logits of its row, in a few copies.
+        require(many < few + 64 * _MANY_IDS, "8", what)
 
     @pytest.mark.law("8")
     def test_calls_beyond_sixteen_bits_are_right(self) -> None:

@@ -203,6 +203,21 @@ class RemembersEveryRequest(Shortest):
         super().admit(slot, tokens)
 
 
+@noticed("test_a_step_takes_memory_for_its_rows_alone")
+class CopiesItsTable(Shortest):
+    """Keeps what follows each id in each slot, and copies all of it so that a failure leaves the old table."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._following = np.full((context.num_slots, context.vocab_size), -1, np.int32)
+
+    def extend(self, slots, tokens, counts):
+        following = self._following.copy()
+        following[slots, tokens[:, 0]] = counts
+        super().extend(slots, tokens, counts)
+        self._following = following
+
+
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
 class SearchesTheText(Shortest):
     def guess(self, slot, limit):

@@ -62,7 +62,7 @@ def test_more_requests_run_at_once_than_eight_bits_count(target: SchedulerTarget
     most = getattr(target.make, "envelope", OperatingEnvelope()).max_num_seqs or 300
     if most <= 257:
         lacks(f"its envelope ends at {most} slots")
-    room = {"max_num_seqs": min(most, 300), "num_kv_blocks": 700, "max_num_batched_tokens": 1000}
+    room: dict[str, Any] = {"max_num_seqs": min(most, 300), "num_kv_blocks": 700, "max_num_batched_tokens": 1000}
     driver, running = drive(target, *decoding(300, 4), **room), list[int]()
     try:
         driver.run(watch=lambda _: running.append(len(driver.auditor.occupancies)))
