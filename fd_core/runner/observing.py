@@ -27,7 +27,7 @@ __all__ = ["Observer", "ObserverStats", "ObserverThread", "SampledRequest", "Sam
 
 _log = logging.getLogger(__name__)
 
-_MAX_QUEUED: Final = 1024
+MAX_QUEUED: Final = 1024
 """Capacity of the queue; further steps are dropped."""
 _IDLE_SECONDS: Final = 0.05
 _CLOSE_SECONDS: Final = 5.0
@@ -92,7 +92,7 @@ class ObserverThread:
             self._names = self._names.copy()
             for admission in plan.admissions:
                 self._names[admission.slot] = admission.request_id
-        if len(self._queue) < _MAX_QUEUED:
+        if len(self._queue) < MAX_QUEUED:
             self._queue.append((plan, output, self._names))
         else:
             self._stats.dropped += 1

@@ -98,7 +98,7 @@ def test_failing_observer_is_counted_and_texts_are_unaffected(load: Load, caplog
 
 
 def test_hung_observer_drops_steps_without_blocking(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observing, "_MAX_QUEUED", 4)
+    monkeypatch.setattr(observing, "MAX_QUEUED", 4)
     monkeypatch.setattr(observing, "_CLOSE_SECONDS", 0.2)
     engine, observer = load()
     free = threading.Event()

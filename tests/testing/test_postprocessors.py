@@ -14,6 +14,7 @@ from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.hooks.purity import unchanged_process
 from fd_core.testing.kit.law import RULES
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
 from fd_core.testing.postprocessors.steps import MATRICES
@@ -95,6 +96,23 @@ def test_scratch_memory_under_a_lock_passes():
 
     for case in MATRIX[:QUICK]:
         case.check(PostprocessTarget("locked", Locked, NumpyOps()), "")
+
+
+def test_right_plugin_for_two_frameworks_passes_as_within_the_suite():
+    """The suite checks the process around each test, and around each case within it."""
+
+    class Both(NumpyPostprocess):
+        serves = ("numpy", "torch")
+
+        def token_matrix(self, *given):
+            right = NumpyPostprocess if self.ops.framework == "numpy" else TorchPostprocess
+            return right.token_matrix(self, *given)
+
+    others = (PostprocessTarget("both", Both, TorchOps()),)
+    with unchanged_process():
+        CASES["matrix:test_matrix_on_each_framework_that_it_serves"].run(
+            target=PostprocessTarget("both", Both, NumpyOps(), others=others)
+        )
 
 
 def test_every_rule_of_postprocessors_has_a_case():

@@ -59,6 +59,7 @@ def process_state() -> dict[str, object]:
         "state of numpy's generator": hash((numbers["state"]["key"].tobytes(), numbers["state"]["pos"])),
         "state of Python's generator": hash(random.getstate()),
         "working directory": Path.cwd(),
+        "CPU affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "garbage collection": gc.isenabled(),
         "logging": (logging.root.manager.disable, logging.root.level, *logging.root.handlers),
         "default timeout of sockets": socket.getdefaulttimeout(),
@@ -99,12 +100,16 @@ _RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
 @contextmanager
 def unchanged_process() -> Iterator[None]:
     """Fail if settings of the whole process change, or if each of several checks leaves open files or threads."""
+    generators = random.getstate(), np.random.get_state()
     # Otherwise one that seeds the generators would leave them as the check before.
     random.random(), np.random.random(2)  # noqa: S311
     before = {**process_state(), **_AT_START}
     with np.errstate():  # restores them
         yield
         found = process_state()
+    # A check within another one, as of a case by a test, leaves the generators to the outer one as they were.
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
     excused = _OF_IMPORTS if found["modules"] != before["modules"] else ()
     for name in sorted(before.keys() & found.keys() - {"modules", *excused}):
         require(found[name] == before[name], "8", f"it changes the {name}: {_change(before[name], found[name])}")
@@ -115,6 +120,23 @@ def unchanged_process() -> Iterator[None]:
             held = _held()[name]
         _RISES[name] = [max(held, most), rises + 1 if held > most else 0]
         require(rises < _MAX_RISES, "3.6", f"each check leaves {name}, {held} by now")
+
+
+@contextmanager
+def unchanged_threads() -> Iterator[None]:
+    """Fail if the number of threads of torch changes, which only a backend sets, also to what it was in the process."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        yield
+        found = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    require(found == before + 1, "8", f"it changes the number of threads of torch from {before + 1} to {found}")
 
 
 def _change(before: object, after: object) -> str:

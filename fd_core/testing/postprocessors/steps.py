@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from fd_core.ops.contract import Array
+from fd_core.runner.observing import MAX_QUEUED
 from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
@@ -71,8 +75,14 @@ EXCUSED: Final[Mapping[str, str]] = {
 }
 """Fields of the contract that no axis varies, with the reason."""
 
-_HELD: Final = 300
-"""Matrices that are compared only after this many further steps; the deepest pipeline has 16."""
+_HELD: Final = 16 + MAX_QUEUED + 1
+"""Further steps after which a matrix is compared: up to 16 in flight, those in an observer's queue, and one."""
+_LEVELS: Final = 300
+"""Most steps of different sizes."""
+_WARM: Final = 1200
+"""Steps before memory is compared."""
+_MAX_ARRAYS: Final = 2
+"""Arrays that may remain after the second half of many steps."""
 _PERIOD: Final = 61
 """Steps after which the same rows follow, a prime number."""
 _MAX_CELLS: Final = 1e6
@@ -86,7 +96,7 @@ def steps_of(case: Case) -> list[SampledRows]:
     """Return the steps of a case, up to `_PERIOD` or one of each size and `_PERIOD` of the last one."""
     slots, k, steps = (int_of(case, name) for name in ("slots", "k", "steps"))
     rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
-    period = min(steps, _HELD if case["before"] in ("shrinking", "growing") else _PERIOD)
+    period = min(steps, _LEVELS if case["before"] in ("shrinking", "growing") else _PERIOD)
     kept = rng.permutation(slots)
     found = []
     for step in range(period + _PERIOD * (steps > period > _PERIOD)):
@@ -161,8 +171,9 @@ class _Instance:
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
         self._done = 0
-        self._many = int_of(case, "steps") > _HELD
+        self._many = int_of(case, "steps") > _LEVELS
         self._given: dict[int, tuple[Array, ...]] = {}
+        self._compared: list[weakref.ref[Any]] = []
 
     def step(self, other: Callable[[], None] | None = None) -> None:
         """Compute the next step; `other` runs in another thread at each line of the postprocessor."""
@@ -187,9 +198,22 @@ class _Instance:
         while self._held:
             self._compare()
 
+    def count_arrays(self) -> int:
+        """Return the number of arrays: those that the interpreter tracks, and matrices referenced after they were
+        compared."""
+        gc.collect()
+        cls = type(self._held[0][0])
+        kept = {id(matrix) for each in self._compared if (matrix := each()) is not None}
+        return len(kept) + sum(type(each) is cls for each in gc.get_objects())
+
     def _compare(self) -> None:
         matrix, number = self._held.popleft()
         self.matrices.compare(matrix, self._steps[number], self._expected[number])
+        with suppress(TypeError):  # arrays of some frameworks have no weak references
+            reference = weakref.ref(matrix)
+            del matrix
+            if self._many and reference() is not None:
+                self._compared.append(reference)
 
 
 def check_matrices(target: PostprocessTarget, case: Case) -> None:
@@ -202,22 +226,26 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
     ours = _Instance(target, case)
     others = {"in-turn": (same, smaller), "threads": (same,)}.get(str(case["instances"]), ())
     more = [_Instance(target, each) for each in others]
-    blocks = 0
+    blocks, arrays, half = 0, 0, max(2 * _HELD, int_of(case, "steps") // 2)
     for step in range(int_of(case, "steps")):
         if step == 1 and case["counted"]:
             numbers = {path: value for path, (*_, value) in counts_of(ours.matrices.postprocess).items()}
         if step == 2 and case["counted"]:
             count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
-        if step == 4 * _HELD:
+        if step == _WARM:
             blocks = sys.getallocatedblocks()
+        if step == half:
+            arrays = ours.count_arrays()
         if case["instances"] == "threads":
             ours.step(more[0].step)
             continue
         for instance in (ours, *more):
             instance.step()
-    left, counted = sys.getallocatedblocks() - blocks, int_of(case, "steps") - 4 * _HELD
-    if counted > _HELD and left > counted * _MAX_BLOCKS_PER_STEP:
+    left, counted = sys.getallocatedblocks() - blocks, int_of(case, "steps") - _WARM
+    if counted > _LEVELS and left > counted * _MAX_BLOCKS_PER_STEP:
         broken("1", f"{left} objects remain after {counted} steps; a step must retain none")
+    if (since := int_of(case, "steps") - half) > 0 and (left := ours.count_arrays() - arrays) > _MAX_ARRAYS:
+        broken("1", f"{left} arrays of {since} steps are still referenced; a step must retain none")
     for instance in (ours, *more):
         instance.end()
 

@@ -608,6 +608,46 @@ class RotatesTwoHundredFiftySixMatrices(Rotating):
     buffers = 256
 
 
+@breaks("1.1", MANY)
+class RotatesFiveHundredMatrices(Rotating):
+    """As many as an observer's queue may hold."""
+
+    buffers = 512
+
+
+@breaks("1", MANY.replace("66000", "8000"))
+class KeepsAMatrixOfThousandSteps(TorchPostprocess):
+    kept: ClassVar[list[torch.Tensor]] = []
+    steps = 0
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        type(self).steps += 1
+        if self.steps % 1000 == 0:
+            self.kept.append(matrix.clone())
+        return matrix
+
+
+@breaks("8", "flight:test_threads_are_left_to_the_backend")
+class ComputesOnOneThread(TorchPostprocess):
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        torch.set_num_threads(1)
+
+
+@breaks("1", "matrix:test_matrix_on_each_framework_that_it_serves")
+class ServesTorchAndReadsANumber(NumpyPostprocess):
+    """Does not wait on numpy, but on the second of its frameworks."""
+
+    serves = ("numpy", "torch")
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if not isinstance(sampled, torch.Tensor):
+            return super().token_matrix(sampled, accepted, slots, revoked)
+        most = accepted.max().item() if len(accepted) else 0
+        return TorchPostprocess.token_matrix(self, sampled, accepted.clamp(max=most), slots, revoked)
+
+
 @breaks("1.1", "matrix:test_matrix_on_each_framework_that_it_serves")
 class ServesTorchWithoutDrafts(NumpyPostprocess):
     """Serves two frameworks, and drops the drafts of the second."""

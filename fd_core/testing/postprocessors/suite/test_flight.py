@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.hooks.purity import require_freed, unchanged_threads
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
@@ -47,6 +47,13 @@ def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTar
         begun = runner.submit(matrices.begin, rows)
     require(begun.exception() is None, "1", f"it fails on the runner's thread: {begun.exception()!r}")
     matrices.compare(begun.result(), rows)
+
+
+@pytest.mark.law("8")
+@pytest.mark.fd_alone
+def test_threads_are_left_to_the_backend(target: PostprocessTarget) -> None:
+    with unchanged_threads():
+        Matrices(target, 4, 2).check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
 
 
 @pytest.mark.law("1")

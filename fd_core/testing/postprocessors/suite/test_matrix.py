@@ -7,8 +7,11 @@ import pytest
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.testing.axes.parts import KitCase, cases_of
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models import cases as suite_cases
 from fd_core.testing.postprocessors.matrices import PostprocessTarget
 from fd_core.testing.postprocessors.steps import MATRICES
+from fd_core.testing.postprocessors.suite import test_device as device
+from fd_core.testing.postprocessors.suite import test_flight as flight
 
 
 @pytest.mark.law("1", "1.1", "1.2", "1.3", "1.9", "8")
@@ -22,7 +25,7 @@ def test_matrix(target: PostprocessTarget, case: KitCase) -> None:
 
 @pytest.mark.law("1", "1.1", "1.2", "1.3", "1.9", "8")
 def test_matrix_on_each_framework_that_it_serves(target: PostprocessTarget) -> None:
-    """Check the quick cases on the frameworks other than the first one."""
+    """Check the quick cases, and those of devices and flight, on the frameworks other than the first one."""
     cases, quick = cases_of(MATRICES)
     missing = [other for other in target.others if isinstance(other, str)]
     for other in target.others:
@@ -30,5 +33,12 @@ def test_matrix_on_each_framework_that_it_serves(target: PostprocessTarget) -> N
             for case in cases[:quick]:
                 command = f"fdcore conformance --postprocess {other.name}:backend={other.ops.framework}"
                 case.check(other, command)
+            for test in suite_cases.cases_of((device, flight)):
+                try:
+                    test.run(target=other)
+                except pytest.skip.Exception:
+                    continue
+                except AssertionError as error:
+                    raise AssertionError(f"{test} on {other.ops.framework}: {error}") from error
     if missing:
         lacks(f"it also serves {'; '.join(missing)}")
