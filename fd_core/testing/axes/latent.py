@@ -28,7 +28,7 @@ from fd_core.testing.models.arrays import (
 )
 
 _AXES: Final = (
-    Axis("decodes", (2, 0, 1, 5, 33)),
+    Axis("decodes", (2, 0, 1, 5, 33), rare=({"decodes": 1640, "heads": 40},)),
     Axis("chunk", (0, 2, 17, 130)),
     Axis("context", (9, 1, 129, 601, 1030)),
     Axis("heads", (3, 1, 2, 16, 40)),

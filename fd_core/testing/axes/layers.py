@@ -21,8 +21,10 @@ from fd_core.testing.models.layers import Geometry, LayerOn, half_of, sizes_of_l
 
 ACTIVATIONS: Final = tuple(each for each in get_args(Activation) if each != "clamped_swiglu")
 """Those that every pack computes."""
+_PRODUCTS: Final = ({"decodes": 2049, "group": 16, "head_dim": 8},)
+"""Rows and query heads of which there are more than 2^16 pairs, the programs of a grid."""
 AXES: Final = (
-    Axis("decodes", (1, 0, 2, 15, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257), ("StepInput.query_start",)),
+    Axis("decodes", (1, 0, 2, 15, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257), ("StepInput.query_start",), _PRODUCTS),
     Axis(
         "chunk",
         (0, 1, 2, 16, 17, 128, 129, 601, 1030),
@@ -44,7 +46,15 @@ AXES: Final = (
         (False, True),
         ("StepInput.host", "HostStep.query_start", "HostStep.context_len", "HostStep.block_tables"),
     ),
-    Axis("kv_heads", (2, 1, 3, 5, 8), ("Heads.num_kv_heads", "KVShape.num_kv_heads")),
+    Axis(
+        "kv_heads",
+        (2, 1, 3, 5, 8),
+        ("Heads.num_kv_heads", "KVShape.num_kv_heads"),
+        rare=(
+            *({"kv_heads": heads, "group": 1} for heads in (16, 32, 64)),
+            {"kv_heads": 32, "group": 1, "kv_dtype": "int8", "decodes": 33},
+        ),
+    ),
     Axis("group", (4, 1, 2, 3, 5, 6, 7, 8, 12, 16), ("Heads.num_heads",)),
     Axis("head_dim", (16, 8, 10, 24, 32, 64, 80, 96, 128, 256), ("Heads.head_dim", "KVShape.head_dim")),
     Axis("scale", (1.0, 0.5, 1.3), ("Heads.scale",)),

@@ -38,7 +38,7 @@ ORACLE: Final = NumpyOps()
 # Rotary embedding ----------------------------------------------------------------------------------------------------
 
 _ROPE: Final = (
-    Axis("tokens", (3, 1, 2, 17, 33, 65, 129, 257, 1025)),
+    Axis("tokens", (3, 1, 2, 17, 33, 65, 129, 257, 1025), rare=({"tokens": 4097, "heads": 32},)),
     Axis("heads", (2, 1, 3, 7, 8, 32)),
     Axis("head_dim", (8, 16, 10, 64, 80, 96, 128, 256)),
     Axis("rotary", (1.0, 0.5, 0.25)),
@@ -90,7 +90,15 @@ ROPE: Final[Part[Ops]] = operation_part(
 
 _KV: Final = (
     Axis("tokens", (9, 1, 2, 33, 65, 129, 513, 1025, 4097)),
-    Axis("kv_heads", (2, 1, 3, 8)),
+    Axis(
+        "kv_heads",
+        (2, 1, 3, 8),
+        rare=(
+            *({"kv_heads": heads} for heads in (16, 32, 64)),
+            {"kv_heads": 32, "kv_dtype": "int8"},
+            {"kv_heads": 64, "tokens": 1025, "head_dim": 8},
+        ),
+    ),
     Axis("head_dim", (16, 8, 10, 80, 128, 256)),
     Axis("block_size", (8, 1, 5, 16, 64, 128)),
     Axis(

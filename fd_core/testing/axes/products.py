@@ -110,7 +110,7 @@ EMBEDDING: Final[Part[Ops]] = operation_part(
 _NORM: Final = (
     Axis("rows", _ROWS),
     Axis("width", (*_WIDTHS, 16_384)),
-    Axis("heads", (0, 1, 3, 8)),
+    Axis("heads", (0, 1, 3, 8), rare=({"heads": 32, "rows": 4097, "width": 7},)),
     Axis("eps", (1e-5, 1e-6, 1e-12, 0.1, 1.0), ("Norm.eps",)),
     Axis("size", (1.0, 1e-3, 300.0)),
     Axis("odd", (None, "zeros", "nan")),

@@ -340,6 +340,24 @@ class RotatesFifteenBitsOfAPosition(NumpyOps):
         return super().rope(x, rope, positions & 0x7FFF)
 
 
+@shown_by("rope", tokens=4097, heads=32)
+class RotatesInAGridOfSixteenBits(NumpyOps):
+    """One program for each head of each token, of which there are at most 65,535."""
+
+    def rope(self, x, rope, positions):
+        out = super().rope(x, rope, positions)
+        out.reshape(-1, x.shape[-1])[2**16 - 1 :] = x.reshape(-1, x.shape[-1])[2**16 - 1 :]
+        return out
+
+
+@shown_by("layer", decodes=2049, group=16)
+class AttendsInAGridOfSixteenBits(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        out = super().paged_attention(q, layer, heads, step)
+        out.reshape(-1, heads.head_dim)[2**16 - 1 :] = 0
+        return out
+
+
 @shown_by("pool", gib=2)
 class AddressesBytesInThirtyTwoBits(NumpyOps):
     """Byte offsets into the keys, or the values, of a layer wrap at 2^32."""
@@ -757,6 +775,16 @@ class WritesFiveHundredTwelveTokensAtMost(NumpyOps):
 
     def write_kv(self, layer, k, v, kv_slots):
         super().write_kv(layer, k[:512], v[:512], kv_slots[:512])
+
+
+@shown_by("kv", kv_heads=32)
+class WritesSixteenHeadsAtMost(NumpyOps):
+    """The kernel that writes the cache has one warp per head, and 16 warps."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        kept = layer[:, :, :, 16:].copy()
+        super().write_kv(layer, k, v, kv_slots)
+        layer[:, :, :, 16:] = kept
 
 
 @shown_by("kv", tokens=33)
