@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -32,6 +32,9 @@ from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
 from fd_core.types import FinishReason
+
+_MAX_ENGINES: Final = 1024
+"""Largest `--data-parallel-size`."""
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -71,14 +74,16 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
         assert (dtype, refused.field) == ("float16", "--dtype"), refused
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(1, 1), (2, 1), (2, 2)])
-def test_engines_share_no_device(target: Target, count: int, ranks: int) -> None:
-    try:
-        found = target.cls.device_assignments(count, ranks)
-    except ConfigError:  # too few devices
-        return
-    assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
-    require_separate([each.environment for each in found], [core for each in found for core in each.cores])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_share_no_device(target: Target, ranks: int) -> None:
+    """Check every number of engines up to the first one that is too large."""
+    for count in range(1, _MAX_ENGINES + 1):
+        try:
+            found = target.cls.device_assignments(count, ranks)
+        except ConfigError:  # too few devices
+            return
+        assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
+        require_separate([each.environment for each in found], [core for each in found for core in each.cores])
 
 
 @pytest.mark.parametrize("size", [2, 3])

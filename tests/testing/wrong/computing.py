@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
+from fd_core.errors import ConfigError
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
@@ -420,6 +422,30 @@ def _assign_by_engine(cls, count, ranks=1):
 @wrong("reference", "lifetime:test_engines_share_no_device*", device_assignments=_assign_by_engine)
 class AssignsDevicesByEngine:
     """The ranks of an engine begin at the device of its number, so that two engines share one."""
+
+
+@classmethod
+def _assign_cores_again(cls, count, ranks=1):
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > 1 and count * ranks > len(cores):
+        raise ConfigError("too few cores")
+    each = max(ranks, len(cores) // count)
+    taken = [[(index * each + at) % len(cores) for at in range(each)] for index in range(count)]
+    return [DeviceAssignment(f"engine {index}", tuple(cores[at] for at in own)) for index, own in enumerate(taken)]
+
+
+@wrong("reference", "lifetime:test_engines_share_no_device*", device_assignments=_assign_cores_again)
+class AssignsCoresAgain:
+    """With more engines than cores it begins with the first core again."""
+
+
+@wrong(
+    "reference",
+    "scale:test_free_memory_respects_the_limit_of_the_container",
+    free_memory=lambda self: os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2,
+)
+class CountsTheMemoryOfTheHost:
+    """Memory that the container may not use."""
 
 
 @wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")

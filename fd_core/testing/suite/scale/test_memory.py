@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import os
 import statistics
@@ -11,6 +12,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ from fd_core.backends.contract import Backend
 from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import STEP_CASE
@@ -193,6 +196,26 @@ def test_free_memory_can_be_allocated(target: Target, require: Callable[..., Non
     cache = filled_cache(target.ops, wanted)
     places = np.array([0, cache.num_blocks // 2, cache.num_blocks - 1], np.int32)
     assert cache.export_blocks(places).all()
+
+
+def test_free_memory_respects_the_limit_of_the_container(target: Target, tmp_path: Path) -> None:
+    """Read the files of a control group with 96 MiB left; memory of a device does not count against it."""
+    if not counts_host_memory(target.backend):
+        lacks("it does not compute in host memory")
+    values = {"cgroup": "0::/\n", "memory.max": str(396 * MEBI), "memory.current": str(300 * MEBI), "memory.stat": ""}
+    for name, value in values.items():
+        (tmp_path / name).write_text(value)
+
+    def read(file: Any, *arguments: Any, **named: Any) -> Any:
+        path = str(file)
+        if path == "/proc/self/cgroup" or path.startswith("/sys/fs/cgroup/"):
+            file = tmp_path / Path(path).name
+        return opened(file, *arguments, **named)
+
+    opened = io.open
+    with mock.patch("io.open", read), mock.patch("builtins.open", read):
+        free = target.backend.free_memory()
+    assert free <= 96 * MEBI, f"free memory is {free // MEBI} MiB in a container with 96 MiB left"
 
 
 def test_free_memory_falls_with_a_cache_and_returns(target: Target, require: Callable[..., None]) -> None:
