@@ -448,6 +448,20 @@ class CountsTheMemoryOfTheHost:
     """Memory that the container may not use."""
 
 
+@wrong("reference", "scale:test_attention_is_right_at_any_number_of_steps")
+class NumbersStepsInFloat32:
+    """Plans anew when the number of the step changes, which it no longer does after 2^24 steps."""
+
+    number, step, plan = np.float32(0), None, (0, None)
+
+    def paged_attention(self, q, layer, heads, step):
+        if self.step is not step:
+            self.step, self.number = step, self.number + np.float32(1)
+        if self.plan[0] != self.number:
+            self.plan = self.number, step
+        return super().paged_attention(q, layer, heads, self.plan[1])
+
+
 @wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
 class NormalizesTheHeadsOfARank:
     """The norm of all heads is that of the heads of each rank."""

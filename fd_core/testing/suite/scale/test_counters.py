@@ -15,6 +15,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, Forward, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.runner.runner import Runner
 from fd_core.signals import read
+from fd_core.testing.hooks.purity import count_from, counts_of
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import TOLERANCE, activations, assert_near, on_device, raw, step_input
 from fd_core.testing.models.layers import NOWHERE, Geometry, LayerOn
@@ -26,6 +27,7 @@ STEPS: Final = 66_000
 """A few more than 2^16."""
 SECONDS: Final = 30.0
 """Time after which a slow backend has done enough."""
+COUNTED: Final = (2**8, 2**15, 2**16, 2**24, 2**31, 2**32, 2**53, 2**63)
 TEXT: Final = 40
 BLOCK: Final = 128
 CONTEXTS: Final = (9, *(2**power + 1 for power in range(7, 18)), 130)
@@ -119,6 +121,33 @@ def test_attention_is_right_after_many_launches(target: Target, require: Callabl
         assert np.array_equal(found, right[number % 2]), f"launch {number} of attention has another result"
         if time.thread_time() - begun > SECONDS / 3:
             break
+
+
+def test_attention_is_right_at_any_number_of_steps(target: Target, require: Callable[..., None]) -> None:
+    """Move what counts the steps, in the pack or the cache, to where 16 to 64 bits and float32 end."""
+    require("primitives", "kv_transfer")
+    layer = LayerOn(type(target.backend)(target.config()).make_ops(), Geometry(), [(1, 5), (1, 9)])
+    ops, kept = layer.ops, (layer.ops, layer.cache)
+    q = ops.attention_inputs(activations(ops, layer.x), layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+
+    def attended() -> list[Any]:
+        rows = [[(1, 5 - less), (1, 9 - less)] for less in range(4)]
+        steps = [on_device(ops, step_input(each, layer.g.block_size, layer.blocks)) for each in rows]
+        return [np.array(ops.to_host(ops.attention(q, layer.heads, layer.kv, step))) for step in steps]
+
+    def numbers() -> list[dict[str, float]]:
+        attended()
+        return [{path: value for path, (*_, value) in counts_of(each).items()} for each in kept]
+
+    right, readings = attended(), [numbers() for _ in range(3)]
+    for number in COUNTED:
+        for thing, first, second, third in zip(kept, *readings, strict=True):
+            steady = {path for path in first.keys() & second.keys() & third.keys() if first[path] < second[path]}
+            counts = {path: first[path] for path in steady if third[path] - second[path] == second[path] - first[path]}
+            count_from(thing, counts, number)
+        for found in (attended(), attended()):
+            wrong = [at for at in range(4) if not np.array_equal(found[at], right[at])]
+            assert not wrong, f"after about {number:,} steps, attention has the result of another step"
 
 
 @pytest.mark.parametrize("compiled", ["compile", "compile_states"])
