@@ -254,6 +254,16 @@ def test_rules_enforced_elsewhere_are_shown_with_their_owner(show):
     assert "1" not in card.rules("limit")
 
 
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_dtype_that_was_not_tested_is_named_with_the_target_that_tests_it(show):
+    card = Card(target="mine:threads=1", dtype="float32", results=RESULTS[:1], sections=())
+    assert "not tested" in (shown := show(msgspec.structs.replace(REPORT, cards=[card])))
+    assert "bfloat16 (mine:threads=1,dtype=bfloat16)" in shown
+    excluded = msgspec.structs.replace(card, limits={"bfloat16": "no units"})
+    assert excluded.unseen == []
+    assert msgspec.structs.replace(card, target="mine:dtype=float32").unseen == []
+
+
 def test_rule_with_a_failed_case_is_not_held():
     held = Result(section="signals", test="a", outcome="pass", rules=("1.1", "1.2"))
     broken = Result(section="signals", test="b", outcome="fail", reason="law 1.2: twice", rules=("1.2", "1.7"))

@@ -34,6 +34,8 @@ OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
 """Rules that no scheduler can break, with the component that enforces them."""
 PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends", "markup", "time")
 """Sections of the parser kit common to all kinds; each is a file of `fd_core.testing.parsers.suite`."""
+_DTYPES: Final = ("float32", "bfloat16")
+"""Dtypes of every backend, unless its limits exclude one."""
 _BLAMED: Final = re.compile(r"(?:\w+:\S+: )?law ([\d., ]+): ")
 """The rules at the beginning of a failure, after the case if it has one."""
 
@@ -109,7 +111,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unseen(self) -> list[str]:
-        """Untested parts: sections without any test run, then partially run ones, with the numbers."""
+        """Untested parts: sections without any test run, partially run ones with the numbers, and dtypes that no
+        limit excludes, unless the user named one."""
         ran = Counter(result.section for result in self.results)
         whole = [section for section in self.sections if not ran[section]]
         parts = [
@@ -117,7 +120,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
             for section, count in self.deselected.items()
             if ran[section]
         ]
-        return whole + parts
+        separator = "," if ":" in self.target else ":"
+        is_auto = self.dtype and not re.search("[:,]dtype=", self.target)
+        others = [dtype for dtype in _DTYPES if is_auto and dtype not in (self.dtype, *self.limits)]
+        return whole + parts + [f"{dtype} ({self.target}{separator}dtype={dtype})" for dtype in others]
 
     @property
     def passed(self) -> bool:
