@@ -427,7 +427,7 @@ OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
 ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
-ORDER = "test_the_order_of_workers_means_nothing_later_if_it_means_nothing_at_first"
+ORDER = "test_order_of_workers_never_matters_if_it_does_not_at_first"
 DURATION = "test_a_session_that_it_keeps_is_kept_for_the_configured_duration"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 

@@ -117,7 +117,7 @@ class RouterPolicySuite:
         assert elsewhere == [here, here], "another process with equal calls chose other workers"
 
     @pytest.mark.law("7.2")
-    def test_the_order_of_workers_means_nothing_later_if_it_means_nothing_at_first(self) -> None:
+    def test_order_of_workers_never_matters_if_it_does_not_at_first(self) -> None:
         """Show them in one order and, to another instance, in a new one for each request, without equal loads."""
         draw, first = random.Random(5), set()  # noqa: S311 - not for cryptography
         for _ in range(20):
