@@ -104,7 +104,8 @@ def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[
             chosen = [{key: own[key] for key in own if key != name} for own in chosen]  # such as a number of threads
     used = [("core", str(core)) for core in cores]
     used += [(name, one) for own in chosen for name, value in own.items() for one in value.split(",")]
-    assert len(used) == len(set(used)), f"processes share a device: {environments}"
+    shared = sorted({each for each in used if used.count(each) > 1})
+    assert not shared, f"{len(environments)} processes share a device: {shared}"
     assert used or not any(environments), f"processes have the same devices: {environments}"
 
 
