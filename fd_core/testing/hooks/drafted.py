@@ -240,7 +240,7 @@ class _DraftSlots:
 
     def _require_same(self, slot: int) -> None:
         """Fail unless a new drafter, which knows only the text of a slot, has the same drafts, or fewer, or more."""
-        with another_world(1):  # it has no clock
+        with another_world(1, self._subject.cls):  # it has no clock
             fresh = self._new(1)
             fresh.admit(0, np.array(self.texts[slot], np.int32))
             tokens, counts = fresh.propose(np.zeros(1, np.int32), self._k)

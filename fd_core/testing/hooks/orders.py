@@ -198,7 +198,7 @@ def check_order(make: MakePolicy, case: Case) -> None:
     names = {request.arrival for request in requests}
     require(set(found) == names, "2.2", f"expected admissions of {len(names)} requests, got {len(set(found))}")
     other = {**case, "tenants": 3, "prompt": "mixed", "output": "mixed", "preempted": 3, "slots": 2}
-    with another_world(7):
+    with another_world(7, make):
         others = orders(other, make(), requests_of(other))
         again = [arrival for arrival, _ in zip_longest(orders(case, make(), requests), others) if arrival is not None]
     require(found == again, "8", f"another instance with the same inputs ordered {again[:9]}, not {found[:9]}")
@@ -322,7 +322,7 @@ def _check_choices(
     """
     running, policy = running_of(case), make()
     count, slots = len(running.slots), chosen(policy, running)
-    with another_world(7):
+    with another_world(7, make):
         again = chosen(make(), running)
     require(again == slots, "8", f"another instance with the same inputs chose slots {again}, not {slots}")
     for seed in range(3):

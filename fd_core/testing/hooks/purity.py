@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -31,16 +32,31 @@ from fd_core.testing.kit.law import require
 
 _CLOCKS: Final = {"time": 1, "monotonic": 1, "perf_counter": 1, "time_ns": 10**9, "monotonic_ns": 10**9}
 """Clocks, with their units per second."""
+_HOURS: Final = itertools.cycle((0, 5, -3, 8, -1, 2))
+"""By which clocks are wrong, from one reading to the next, also of another call."""
+_CLOCKS_BY_ID: Final = {id(getattr(time, clock)): clock for clock in _CLOCKS}
+
+
+@cache
+def _imported_clocks(package: str) -> list[tuple[ModuleType, str, str]]:
+    """Return the globals of a package that are clocks, as after `from time import monotonic`: module, name, clock."""
+    modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] == package]
+    found = ((module, name, value) for module in modules for name, value in [*vars(module).items()])
+    return [(module, name, _CLOCKS_BY_ID[id(value)]) for module, name, value in found if id(value) in _CLOCKS_BY_ID]
 
 
 @contextmanager
-def another_world(shift: int) -> Iterator[None]:
-    """Perturb random generators of the process, and its clocks, which go back and forth: a pure policy uses neither."""
-    hours = itertools.cycle((0, 5, -3, 8, -1, 2))
+def another_world(shift: int, user: object = None) -> Iterator[None]:
+    """Perturb random generators of the process, and its clocks, which go back and forth: a pure policy uses neither.
+
+    Clocks that the package of `user`, such as a class, has imported by name are perturbed as well.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for clock, unit in _CLOCKS.items():
             reading = getattr(time, clock)() + 3600 * unit * shift
-            patch.setattr(time, clock, lambda reading=reading, hour=3600 * unit: reading + hour * next(hours))
+            patch.setattr(time, clock, lambda reading=reading, hour=3600 * unit: reading + hour * next(_HOURS))
+        for module, name, clock in _imported_clocks(getattr(user, "__module__", "").partition(".")[0]):
+            patch.setattr(module, name, getattr(time, clock))
         states = random.getstate(), np.random.get_state()
         random.seed(shift)
         np.random.seed(shift)

@@ -42,8 +42,8 @@ class _Twins:
     def __init__(self, make: Make, setup: SchedulerSetup) -> None:
         names = ("policy", "victims", "drafts")
         own: dict[str, Any] = {name: deepcopy(getattr(setup, name)) for name in names}
-        self._one = make(setup)
-        with another_world(7):
+        self._make, self._one = make, make(setup)
+        with another_world(7, make):
             self._other = make(replace(setup, clock=lambda: 5.0, **own))
         self._results: deque[tuple[str, object, object]] = deque(maxlen=_HELD)
 
@@ -53,7 +53,7 @@ class _Twins:
 
     def _both(self, name: str, *arguments: object) -> object:
         result = _attempt(getattr(self._one, name), arguments)
-        with another_world(7):
+        with another_world(7, self._make):
             again = _contents(_attempt(getattr(self._other, name), arguments))
         expected = _contents(result)
         what = f"{name} returned {expected}, and that of a second scheduler with the same calls {again}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -742,6 +743,15 @@ class SavesUnsettledBlocks(Changed):
                 return right.save(request, tables, min(len(request.chain), int(slots.num_blocks[request.slot])))
 
         self._running_batch._offloading = Saving()
+
+
+@breaks("8", "schedule:schedulers=two,requests=20,slots=2")
+class RanksByAClockImportedByName(Changed):
+    """Later requests are less important by one level for each 20 seconds."""
+
+    def change(self):
+        began = monotonic()
+        ranks(self, lambda request: (int((monotonic() - began) / 20), request.arrival))
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
