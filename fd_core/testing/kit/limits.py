@@ -23,6 +23,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "own_process": "an engine in a separate process",
     "paged_kv": "attention over scattered blocks as a separate operation",
     "primitives": "single operations on arrays, outside a whole forward pass",
+    "recurs": "recurrent layers, and gates of attention",
     "shared_gate": "shared experts with a gate",
     "sinks": "attention sinks",
     "softcap": "scores and logits capped by a tanh",
@@ -41,6 +42,7 @@ OPTIONAL: Final[Mapping[str, str]] = {
     "latents": "latents",
     "biased_experts": "biased_experts",
     "expert_parallel": "expert_parallel",
+    "recurs": "recurs",
     "sinks": "sinks",
 }
 """Abilities that a pack has if it redefines this operation or attribute of `Ops`."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, PlainActivation, Rope
+from fd_core.config.layer_groups import LayerGroups
+from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, PlainActivation, Recurrent, Rope
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -294,6 +295,50 @@ def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     return Prepared(lambda: ops.settle(ops.moe_residual(x, layer.norm, experts, "silu")), moved)
 
 
+def _recurrence(ops: Ops, size: Size, rule: Literal["gate", "delta"], method: str = "recur") -> Prepared:
+    """Prepare two steps of two rows: prompts, then chunks that continue from their states."""
+    g, values = size.geometry, Values(4)
+    gates = rule == "gate"
+    channels = g.hidden if gates else (2 * g.kv_heads + g.heads) * g.d
+    width = 3 * channels if gates else channels + g.heads * g.d + 2 * g.heads
+
+    def vector(*shape: int) -> Array:
+        return ops.prepare_vector(values(*shape))
+
+    sizes: dict[str, Any] = (
+        {} if gates else {"key_heads": g.kv_heads, "value_heads": g.heads, "key_dim": g.d, "value_dim": g.d}
+    )
+    more = {} if gates else {"decay": vector(g.heads), "time_bias": vector(g.heads), "norm": Norm(vector(g.d), 1e-5)}
+    recurrent = Recurrent(rule, vector(4, channels), **sizes, **more)
+    state, journal = recurrent.sizes
+    shape = KVShape(1, g.kv_heads, g.d, 1, groups=LayerGroups(1, 1, 2), state=state, journal=journal)
+    tokens = -(-shape.least_block_size(_width(ops), 8) // 32) * 32
+    layer = ops.allocate_kv(replace(shape, block_size=tokens), 2).layer(0)
+    tables = np.array([[1], [0]], np.int32)
+    steps = [on_device(ops, step_input(rows, tokens, tables)) for rows in ([(5, 5), (3, 3)], [(1, 6), (4, 7)])]
+    count = len(steps[0].positions), len(steps[1].positions)
+    moved = (2 * state * 4 + sum(count) * width * _width(ops)) * 2
+    if method == "recur":
+        given = [activations(ops, values(each, width)) for each in count]
+        pairs = [*zip(given, steps, strict=True)]
+        return Prepared(lambda: [ops.recur(x, recurrent, layer, step) for x, step in pairs], moved, list)
+    pairs = [(activations(ops, values(each, g.hidden)), step) for each, step in zip(count, steps, strict=True)]
+    inputs = ops.prepare_linear([raw(values(width, g.hidden) * g.hidden**-0.5)])
+    rest = Norm(vector(g.hidden), 1e-5), inputs, recurrent, layer
+    return Prepared(lambda: [ops.recurrence(x, *rest, step) for x, step in pairs], moved, list)
+
+
+def _gate_heads(ops: Ops, size: Size, method: str = "gate_heads") -> Prepared:
+    g, values = size.geometry, Values(5)
+    a, gate = (values(size.tokens, g.heads * g.d) for _ in range(2))
+    moved = 3 * size.tokens * g.heads * g.d * _width(ops)
+    if method == "gate_heads":
+        return Prepared(lambda: ops.gate_heads(activations(ops, a), activations(ops, gate)), moved)
+    x, norm = activations(ops, values(size.tokens, g.hidden)), Norm(ops.prepare_vector(values(g.hidden)), 1e-5)
+    weight = ops.prepare_linear([raw(values(g.heads * g.d, g.hidden) * g.hidden**-0.5)])
+    return Prepared(lambda: ops.gated_attention(activations(ops, a), x, norm, weight), moved)
+
+
 def _settle(ops: Ops, size: Size) -> Prepared:
     """Check that a norm reads a deferred sum without changing it or adding it twice."""
     layer = _layer(ops, size)
@@ -470,6 +515,12 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("settle", _settle)
     yield OpCheck("attention", partial(_attention, method="attention"))
     yield OpCheck("moe_residual", partial(_moe, method="moe_residual"), asks=("moe",))
+    rules: tuple[Literal["gate", "delta"], ...] = ("gate", "delta")
+    for rule in rules:
+        yield OpCheck("recur", partial(_recurrence, rule=rule), rule, asks=("recurs",))
+        yield OpCheck("recurrence", partial(_recurrence, rule=rule, method="recurrence"), rule, asks=("recurs",))
+    yield OpCheck("gate_heads", _gate_heads, asks=("recurs",))
+    yield OpCheck("gated_attention", partial(_gate_heads, method="gated_attention"), asks=("recurs",))
 
 
 CHECKS: Final = tuple(_checks())
