@@ -53,7 +53,7 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def cache(self) -> KVCache:
-        """Return a cache whose blocks hold what nobody may read."""
+        """Return a cache with values in all blocks, which must not be read."""
         cache = self.ops.allocate_kv(self.shape, self.blocks + 2)
         used = np.arange(self.blocks + 2, dtype=np.int32)
         cache.import_blocks(used, cache.export_blocks(used) + cache.export_blocks(used).dtype.type(1))

@@ -135,7 +135,7 @@ class RouterPolicySuite:
             )
 
     def _ordered(self, number: int, order: Sequence[int]) -> RoutingContext:
-        """Return five workers with different loads and hits in this order; a session comes back after seven others."""
+        """Return inputs for five workers in this order, with different loads and hits, and one of eight sessions."""
         loads = {at: (at * 3 + number) % 5 for at in range(5)}
         there = [(_worker(at, at), WorkerLoad(loads[at], loads[at], 97 * loads[at]), (at + number) % 5) for at in order]
         return self.shown(there, 0.5, f"session {number % 8}", prompt=number % 8, now=number / 10)

@@ -96,7 +96,7 @@ def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
 _SOFTMAX: Final = 1
 _SIGMOID: Final = 2
 _GGUF: Final = {"deepseek2": Gguf(config=_gguf_config)}
-"""Files of all versions; the function of the scores tells them apart."""
+"""One architecture for all versions, which differ in the gating function."""
 
 
 def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: bool, groups: bool = True) -> MoeSpec:

@@ -36,8 +36,8 @@ def test_matrix_on_each_framework_that_it_serves(target: PostprocessTarget) -> N
             for test in suite_cases.cases_of((device, flight)):
                 try:
                     test.run(target=other)
-                except pytest.skip.Exception:
-                    continue
+                except pytest.skip.Exception as skipped:
+                    missing.append(f"{other.ops.framework}, where {test} is not possible: {skipped}")
                 except AssertionError as error:
                     raise AssertionError(f"{test} on {other.ops.framework}: {error}") from error
     if missing:
