@@ -24,6 +24,7 @@ __all__ = [
     "BlockGrant",
     "Delta",
     "FinishReason",
+    "Image",
     "IntArray",
     "LogprobRows",
     "Phase",
@@ -151,6 +152,27 @@ class Pooling(msgspec.Struct, frozen=True):
         return self.kind in ("cls", "mean", "all")
 
 
+class Image(msgspec.Struct, frozen=True):
+    """A part of a prompt that an encoder of images computes: an image, or a tile of one."""
+
+    start: int
+    """Position of its first token in the prompt; all of its tokens have the model's placeholder id."""
+    num_tokens: int
+    digest: bytes
+    """16 bytes that name everything below: two images with the same digest have the same states."""
+    shape: tuple[int, ...]
+    """Tiles, height and width in pixels."""
+    pixels: bytes
+    """uint8[tiles, height, width, 3], resized as the model's processor does and not yet normalized."""
+    layout: tuple[int, ...] = ()
+    """Further numbers for the encoder, such as the size of the original."""
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + self.num_tokens
+
+
 class PrefillJob(msgspec.Struct, frozen=True):
     """A prompt that a prefill worker computes for a decode worker: one value from one scheduler to the other."""
 
@@ -167,6 +189,8 @@ class PrefillJob(msgspec.Struct, frozen=True):
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker sets it."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes it; empty for the model itself."""
+    images: tuple[Image, ...] = ()
+    """Those of the prompt that begin among its tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -206,6 +230,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     params: SamplingParams
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens, none of which belongs to two."""
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     """Lower runs first under the `priority` policy."""
@@ -272,6 +298,7 @@ class Admission:
     """Id of the request, for traces; the runner does not use it."""
     pooling: Pooling | None = None
     adapter: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

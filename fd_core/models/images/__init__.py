@@ -1,0 +1,1 @@
+"""Image input of models: processors, which need no framework."""
