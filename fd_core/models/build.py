@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe, Recurrence
+from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp, Moe, Recurrence
 from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
+    ImageSpec,
     Indices,
     LatentSpec,
     LayerSpec,
@@ -39,7 +40,9 @@ from fd_core.models.families.spec import (
     stage_layers,
     vocabulary_share,
 )
+from fd_core.models.images.encoder import ImageEncoder
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Recurrent, Rope
 from fd_core.ops.parallel import Parallel
@@ -96,10 +99,12 @@ def build_decoder(
     """Read and prepare the weights of a spec, or of the stage of `ops`; return the formats that they are computed
     in."""
     of_stage = tuple(_held(layer, ops.parallel) for layer in spec.layers[stage_layers(spec, ops.stage)])
-    reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
+    reader = _Reader(
+        replace(spec, layers=of_stage, images=None), checkpoint, ops, max_positions, progress, quantization
+    )
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
     tied = spec.head is None and spec.causal and tokens is None and ops.stage.last
-    table = reader.table(tied=tied) if ops.stage.first else None
+    table = reader.table(tied=tied) if ops.stage.first and spec.embedding.name else None
     head = reader.head(table if tied else None, tokens) if ops.stage.last else None
     layers = []
     for each in of_stage:
@@ -121,6 +126,41 @@ def build_decoder(
         embedding_norm=reader.optional_norm(spec.embedding_norm),
     )
     return decoder, summed_uses([reader.uses])
+
+
+def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEncoder:
+    """Read and prepare the encoder of images, in the pack's dtype. Raises `ModelError` for settings of pixels that
+    cannot be used."""
+    tower, most = spec.tower, spec.most_patches
+    reader = _Reader(tower, checkpoint, ops, most, None, "auto")
+    decoder, weights = build_decoder(tower, checkpoint, ops, most, None)
+    settings = ModelConfig(checkpoint.processor_config, origin=str(checkpoint.path / "preprocessor_config.json"))
+    if not math.isclose(settings.number("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
+        raise ModelError(f"{settings.origin}: rescale_factor must be 1/255")
+    mean, std = (settings.channels(name, 0.5) for name in ("image_mean", "image_std"))
+    columns = reader.values(spec.patch).reshape(spec.patch.shape[0], -1)
+    bias = None if spec.patch_bias is None else [RawTensor("F32", reader.values(spec.patch_bias))]
+    return ImageEncoder(
+        ops,
+        spec,
+        DecoderModel(
+            ops,
+            tower,
+            decoder,
+            architecture=tower.architecture,
+            vocab_size=1,
+            max_positions=most,
+            eos_token_ids=(),
+            num_parameters=0,
+            weights=weights,
+            state_size=tower.embedding.shape[1],
+            generates=False,
+        ),
+        ops.prepare_linear([RawTensor("F32", columns)], bias),
+        tuple(reader.linear(each, LinearShare()) for each in spec.linears_out),
+        mean,
+        std,
+    )
 
 
 def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:

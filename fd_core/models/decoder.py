@@ -218,6 +218,8 @@ class DecoderModel:
     """By digest."""
     loras: tuple[LayerLoras, ...] | None = None
     """Low-rank terms of each layer, for steps with adapters; None without."""
+    images: Any = None
+    """The encoder of images, an `ImageEncoder`; None if the model takes none."""
 
     @property
     def causal(self) -> bool:
@@ -311,15 +313,18 @@ class DecoderModel:
         logits = self.ops.logits_of(states, self.decoder.head, self.decoder.softcap)
         return self.ops.all_gather(logits) if self.decoder.head_split else logits
 
+    def embed(self, step: StepInput) -> Array:
+        """Return the residual stream [T, H] before the first layer."""
+        ops, decoder = self.ops, self.decoder
+        more = {"centred": True} if self.spec.centred else {}
+        x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
+        if decoder.positions is not None:
+            x = ops.add_positions(x, decoder.positions, step.positions)
+        return _normed(x, decoder.embedding_norm, ops)
+
     def _layers(self, step: StepInput, cache: KVCache) -> Array:
         ops, decoder = self.ops, self.decoder
-        x = step.states
-        if ops.stage.first:
-            more = {"centred": True} if self.spec.centred else {}
-            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale, **more)
-            if decoder.positions is not None:
-                x = ops.add_positions(x, decoder.positions, step.positions)
-            x = _normed(x, decoder.embedding_norm, ops)
+        x = self.embed(step) if step.states is None else step.states
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
         places = self._places(cache.shape.groups, self.ops.stage.index)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):

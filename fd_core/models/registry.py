@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError, FdError, ModelError
-from fd_core.models.build import ProgressSink, build_decoder, check_tensors
+from fd_core.models.build import ProgressSink, build_decoder, build_images, check_tensors
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, MoeSpec, decoder_spec
+from fd_core.models.images.contract import ImageProcessor
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.models.loading.files import read_json_object
@@ -59,6 +60,7 @@ def load_model(
     num_parameters = check_tensors(spec, checkpoint)
     _require_operations(spec, checkpoint, ops, max_positions)
     shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
+    images = None if spec.images is None else build_images(spec.images, checkpoint, ops)
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
@@ -73,6 +75,7 @@ def load_model(
         state_size=spec.embedding.shape[1],
         generates=spec.causal and not spec.architecture.endswith(("Model", *CLASSIFICATION)),
         state_shift=None if shift is None else checkpoint.read(shift.name).to_float32(),
+        images=images,
     )
 
 
@@ -86,6 +89,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
     chunks = {each.window or 0 for each in spec.attention if each.chunked}
     needed = {
         "encoders": (not spec.causal, ops.encodes),
+        "encoders of images": (spec.images is not None, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
         "latent attention": (any(each.latent for each in spec.attention), ops.latents),
@@ -101,6 +105,20 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
             field="--backend",
             hint="use --backend cpu",
         )
+
+
+def image_processor_of(checkpoint: Checkpoint) -> ImageProcessor | None:
+    """Return the image processor of a model, without reading its tensors; None if it takes no images.
+
+    Raises `ModelError` as `spec_of`, and for settings of the processor that cannot be used.
+    """
+    config = config_of(checkpoint)
+    family = family_of(architecture_of(config))
+    config = config.filled(family.defaults, family.renamed)
+    if family.images(config) is None:
+        return None
+    settings = ModelConfig(checkpoint.processor_config, origin=str(checkpoint.path / "preprocessor_config.json"))
+    return family.image_processor(config, settings)
 
 
 def require_positions(max_positions: int, most: int) -> None:
@@ -157,7 +175,7 @@ def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec
         traits = family.traits(config)
         if traits.causal and name.endswith(CLASSIFICATION):
             traits = replace(traits, ignored=(*traits.ignored, r"^score\.weight$"))
-        return decoder_spec(name, config, traits, most_tensors=most)
+        return replace(decoder_spec(name, config, traits, most_tensors=most), images=family.images(config))
     except (FdError, MemoryError):
         raise
     except Exception as error:  # a family is a plugin, and numbers may be too large or too small to compute with

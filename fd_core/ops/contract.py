@@ -422,7 +422,8 @@ class StepInput:
     lora_groups: Sequence[tuple[int, Array]] = ()
     """The same by adapter: each slot in use, and its tokens, indices into T."""
     states: Array | None = None
-    """[T, H], output of the previous stage, see `Ops.states_from_host`; None without pipeline stages."""
+    """[T, H], the residual stream before the first layer, which may write into it: the output of the previous stage,
+    see `Ops.states_from_host`, or embeddings with states of images. None if the tokens are to be looked up."""
     grouped: GroupTables | None = None
     """Places of every group of layers; None for a cache with a single group."""
     group: int = 0

@@ -19,6 +19,7 @@ from fd_core.ops.contract import Array, Forward, HostCopies, KVCache, Ops, StepI
 from fd_core.ops.weights import Adapter
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
+from fd_core.runner.inputs.images import SlotImages
 from fd_core.runner.inputs.inputs import Fed, LastTokens, Rows, gather_inputs, resolve_rows, uploaded
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling.grammars import Masks, MaskStats, SlotGrammars
@@ -217,7 +218,7 @@ class Runner:
             raise
 
     def _drop(self) -> None:
-        for name in ("cache", "adapters", "_forward", "_states", "_head"):
+        for name in ("cache", "adapters", "_forward", "_states", "_head", "_images"):
             self.__dict__.pop(name, None)
 
     def _hold_again(self, adapters: list[Adapter]) -> None:
@@ -237,6 +238,8 @@ class Runner:
         self._padded = self.ops.padded if compiles and type(self.ops).padded is not Ops.padded else None
         self._head = model.head
         self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
+        takes_images = getattr(model, "images", None) is not None  # models of plugins may lack it
+        self._images = SlotImages(self.ops, model) if takes_images else None
         self.adapters = RunnerAdapters(self.ops, model, self.cache)
         """Only changed between steps, on the thread that executes them."""
 
@@ -377,6 +380,8 @@ class Runner:
         if self._failed:
             self._failed.pop((slot, admission.gen), None)
         self.batch.admit(admission, self.adapters.slot_of(admission.adapter) if admission.adapter else 0)
+        if self._images is not None:
+            self._images.admit(slot, admission.images, admission.computed)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
         if self._pooler.wanted or admission.pooling is not None:
@@ -430,6 +435,8 @@ class Runner:
         if (inputs := work.inputs) is not None:
             if work.fed is not None:
                 inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
+            if self._images is not None:
+                inputs = self._images.embedded(rows, inputs)
             forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()

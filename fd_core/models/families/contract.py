@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.models.families.spec import (
+    ImageSpec,
     LinearSpec,
     MoeSpec,
     NormSpec,
@@ -29,6 +30,7 @@ from fd_core.models.families.spec import (
     scaled_rope_spec,
     separate_experts,
 )
+from fd_core.models.images.contract import ImageProcessor
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
 
@@ -36,6 +38,8 @@ __all__ = [
     "DenseLayer",
     "Family",
     "Gguf",
+    "ImageProcessor",
+    "ImageSpec",
     "LinearSpec",
     "ModelConfig",
     "MoeSpec",
@@ -94,6 +98,14 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""
+
+    def images(self, config: ModelConfig) -> ImageSpec | None:
+        """Describe the encoder of images; by default the model takes none."""
+        return None
+
+    def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
+        """Return the processor of a model with an encoder of images; `settings` is its `preprocessor_config.json`."""
+        raise NotImplementedError
 
     def outputs(self, config: ModelConfig, architecture: str) -> OutputLayers | None:
         """Return the output of an architecture that classifies texts, by default by the last token; else None."""

@@ -522,6 +522,8 @@ class DecoderSpec(_Parts):
     max_positions: int
     ignored: tuple[str, ...]
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
+    images: ImageSpec | None = None
+    """The encoder of images, if the model takes any."""
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -565,6 +567,41 @@ class DecoderSpec(_Parts):
             "experts": max((len(each.experts) for each in experts), default=0),
             "top_k": max((each.top_k for each in experts), default=0),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec(_Parts):
+    """An encoder of images, and the linears that bring its states to the width of the decoder."""
+
+    patch: VectorSpec
+    """[H, channels, size, size], from the pixels of a patch."""
+    patch_bias: VectorSpec | None
+    tower: DecoderSpec
+    """Layers over the patches of a tile; it has no embedding."""
+    side: int
+    """Rows, and columns, of the grid of patches that its table of positions describes."""
+    merge: int
+    """Side of the square of patches whose states become one token, one after another."""
+    linears_out: tuple[LinearSpec, ...]
+    activation: PlainActivation = "gelu"
+    """Between these linears."""
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return self.patch.shape[-1]
+
+    @property
+    def most_patches(self) -> int:
+        """Most patches of a tile."""
+        return self.side**2
+
+
+def tower_spec(config: ModelConfig, traits: Traits, side: int) -> DecoderSpec:
+    """Return the layers of an encoder of images, from its part of a config, for grids of `side` by `side` patches."""
+    values = {"vocab_size": 1, **config.values, "max_position_embeddings": side**2}
+    spec = decoder_spec("images", replace(config, values=values), traits)
+    return replace(spec, embedding=VectorSpec("", (1, spec.embedding.shape[1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Image input of models: processors, which need no framework."""
+"""Image input of models: processors, which need no framework, and encoders."""

@@ -55,7 +55,7 @@ class ImageProcessor(abc.ABC):
         return pieces[0] + "".join(image.text + after for image, after in zip(images, pieces[1:], strict=True))
 
     def place(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> tuple[Image, ...]:
-        """Return the images of a prompt at their places. Raises `BadRequest` if its ids have another number of tokens."""
+        """Return the images of a prompt at their places; `BadRequest` if its ids have another number of tokens."""
         places = np.flatnonzero(np.asarray(ids) == self.token_id)
         parts, at = [part for image in images for part in image.parts], 0
         placed = []

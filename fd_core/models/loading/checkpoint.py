@@ -117,6 +117,11 @@ class Checkpoint(ABC):
         return {}
 
     @property
+    def processor_config(self) -> Mapping[str, Any]:
+        """Settings of the image processor, under the names of `preprocessor_config.json`."""
+        return {}
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the weights in the files, for progress and memory planning."""
         return sum(tensor.nbytes for tensor in self._stored)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.ops.contract import PlainActivation
@@ -112,6 +113,13 @@ class ModelConfig:
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in listed):
             raise self._wrong(field, "integers that are not negative", value)
         return tuple(listed)
+
+    def channels(self, field: str, default: float) -> npt.NDArray[np.float32]:
+        """Return the numbers of red, green and blue."""
+        value = self._get(field, [default] * 3)
+        if not isinstance(value, list | tuple) or len(value) != 3:
+            raise self._wrong(field, "three numbers", value)
+        return np.array([ModelConfig({field: each}, self.prefix, self.origin).number(field) for each in value], "f4")
 
     def strings(self, field: str) -> list[str]:
         """Return a list of strings, empty if it is absent."""

@@ -105,7 +105,7 @@ _SINGLE = "model.safetensors"
 
 def _of_text(name: str) -> str:
     """Return the name of a tensor of a multimodal model in its text model."""
-    return re.sub(r"^(model\.)?language_model\.", lambda found: found[1] or "", name)
+    return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -139,6 +139,12 @@ class SafetensorsCheckpoint(Checkpoint):
     def generation_config(self) -> Mapping[str, Any]:
         """The object in `generation_config.json`; empty without this file."""
         path = self.path / "generation_config.json"
+        return read_json_object(path) if path.is_file() else {}
+
+    @cached_property
+    def processor_config(self) -> Mapping[str, Any]:
+        """The object in `preprocessor_config.json`; empty without this file."""
+        path = self.path / "preprocessor_config.json"
         return read_json_object(path) if path.is_file() else {}
 
     def _decoded(self, tensor: StoredTensor) -> Weight:

@@ -619,26 +619,28 @@ class _Recorded:
 
 
 class ProgramForward:
-    """Replays a model's forward as one program per KV cache."""
+    """Replays a model's forward as one program per KV cache; steps that begin with states have another."""
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
         self._runtime = runtime
         self._forward = forward
-        self._programs: weakref.WeakKeyDictionary[KVCache, _Recorded] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[KVCache, dict[bool, _Recorded]] = weakref.WeakKeyDictionary()
+        """By cache, and whether a step begins with states."""
         self._eager = False
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
         """Return float32 logits [R, V], or states [T, H] of a stage before the last."""
         if self._eager:
             return self._forward(step, cache)
-        if cache not in self._programs:
+        programs, continued = self._programs.setdefault(cache, {}), step.states is not None
+        if continued not in programs:
             try:
-                self._programs[cache] = self._record(step, cache)
+                programs[continued] = self._record(step, cache)
             except CaptureError as error:
                 logger.warning("this model runs operation by operation, which is slower: %s", error)
                 self._eager = True
                 return self._forward(step, cache)
-        recorded = self._programs[cache]
+        recorded = programs[continued]
         program, result, tokens = recorded.program, recorded.result, len(step.token_ids)
         values = self._result(program, len(step.logits_rows) if program.yields_logits else tokens, result.width)
         program.bind(result.buffer, values)
@@ -665,7 +667,7 @@ class ProgramForward:
 
     def program(self, cache: KVCache) -> ProgramRecorder:
         """Return the program of a cache that was run before; for timing."""
-        return self._programs[cache].program
+        return self._programs[cache][False].program
 
     def _record(self, step: StepInput, cache: KVCache) -> _Recorded:
         recorder = ProgramRecorder(self._runtime)

@@ -35,7 +35,7 @@ class TorchSampling:
 
     def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
         """Overwrite rows, in place."""
-        return x.index_copy_(0, rows.long(), values)
+        return x.index_copy_(0, rows.long(), values.to(x.dtype))
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
         """Apply repetition, presence and frequency penalties, in place."""

@@ -12,7 +12,7 @@ def fd_register_models() -> list[Entry]:
     """Offer the built-in families."""
     families = "fd_core.models.families.builtin"
     encoders, latent = "fd_core.models.families.encoders", "fd_core.models.families.latent"
-    recurrent = "fd_core.models.families.recurrent"
+    recurrent, images = "fd_core.models.families.recurrent", "fd_core.models.families.images"
     return [
         Entry("bert", f"{encoders}.bert:Bert", "BERT, MiniLM, BGE, GTE and E5"),
         Entry("cohere2", f"{families}.cohere:Cohere2", "Command R7B and Command A"),
@@ -30,6 +30,7 @@ def fd_register_models() -> list[Entry]:
         Entry("glm4", f"{families}.glm:Glm4", "GLM-4-0414, GLM-Z1"),
         Entry("glm4_moe", f"{families}.glm:Glm4Moe", "GLM-4.5 and GLM-4.6"),
         Entry("glm4_moe_lite", f"{latent}.deepseek:Glm4MoeLite", "GLM-4.7-Flash"),
+        Entry("idefics3", f"{images}.idefics:Idefics3", "Idefics 3 and SmolVLM, with images"),
         Entry("gpt_oss", f"{families}.experts:GptOss", "gpt-oss"),
         Entry("granite", f"{families}.granite:Granite", "Granite 3"),
         Entry("granite_moe", f"{families}.granite:GraniteMoe", "Granite 3, mixtures of experts"),

@@ -1,0 +1,54 @@
+"""Idefics 3 and SmolVLM: tiles of one size, each encoded alone, and the whole image as the last tile."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fd_core.models.families.builtin.llama import Llama
+from fd_core.models.families.contract import Family, ImageProcessor, ImageSpec, LinearSpec, Traits
+from fd_core.models.families.images.siglip import siglip_spec
+from fd_core.models.images.tiles import IdeficsProcessor
+from fd_core.models.loading.config import ModelConfig
+
+_TOKENS = 4
+"""Rows and columns of tokens of an image that a config without sizes describes."""
+
+
+class Idefics3(Family):
+    """`Idefics3ForConditionalGeneration`, and `SmolVLMForConditionalGeneration`."""
+
+    architectures = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+    model_type = "idefics3"
+    cases: ClassVar = {
+        "plain": {
+            "image_token_id": 7,
+            "scale_factor": 2,
+            "vision_config": {
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": 2 * _TOKENS * 6,
+                "patch_size": 6,
+            },
+        }
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe the text model, a Llama."""
+        return Llama().traits(config)
+
+    def images(self, config: ModelConfig) -> ImageSpec:
+        """Describe the encoder: SigLIP, and one linear of the states of neighbouring patches."""
+        merge = config.count("scale_factor", 2)
+        vision = config.part("vision_config")
+        hidden = 0 if vision is None else vision.count("hidden_size")
+        linear = LinearSpec(
+            ("model.connector.modality_projection.proj",), (config.count("hidden_size"),), merge**2 * hidden
+        )
+        return siglip_spec(config, "model.vision_model", (linear,), merge)
+
+    def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
+        """Return the processor that divides an image into tiles."""
+        spec = self.images(config)
+        return IdeficsProcessor(config, settings, (spec.side // spec.merge) ** 2)

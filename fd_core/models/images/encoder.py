@@ -1,0 +1,76 @@
+"""The encoder of images on one pack: from the pixels of a tile to states that replace embeddings of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.models.decoder import DecoderModel
+from fd_core.models.families.spec import ImageSpec
+from fd_core.ops.contract import Array, Ops
+from fd_core.types import Image, IntArray
+
+
+@dataclass(eq=False)
+class ImageEncoder:
+    """Encodes one tile after another; the layers of `tower` attend to a whole tile."""
+
+    ops: Ops
+    spec: ImageSpec
+    tower: DecoderModel
+    patch: Array
+    linears: tuple[Array, ...]
+    mean: npt.NDArray[np.float32]
+    std: npt.NDArray[np.float32]
+    """Of the pixels, divided by 255, of each channel."""
+
+    @cached_property
+    def _boundaries(self) -> npt.NDArray[np.float32]:
+        """Relative places at which the next row of the table of positions begins."""
+        step = 1 / self.spec.side
+        return (step + step * np.arange(self.spec.side - 1)).astype(np.float32)
+
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Return rows and columns of patches in each tile."""
+        size = self.spec.patch_size
+        return image.shape[1] // size, image.shape[2] // size
+
+    def positions(self, image: Image) -> IntArray:
+        """Return int32[n], the rows of the table of positions for the patches of a tile.
+
+        A grid of another size than the table's is spread over it (Dehghani et al., "Patch n' Pack", 2023).
+        """
+        rows, columns = (
+            np.searchsorted(
+                self._boundaries,
+                np.minimum(np.arange(count, dtype=np.float32) * np.float32(1 / count), np.float32(1 - 1e-6)),
+                side="right",
+            )
+            for count in self.grid(image)
+        )
+        index: IntArray = (rows[:, None] * self.spec.side + columns).astype(np.int32).ravel()
+        return index
+
+    def patches(self, image: Image, tile: int) -> Array:
+        """Return the stream [n, H] of a tile before the first layer: its patches, and their positions."""
+        (rows, columns), size = self.grid(image), self.spec.patch_size
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)[tile]
+        values = (pixels[: rows * size, : columns * size].astype(np.float32) / np.float32(255) - self.mean) / self.std
+        values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+        x = self.ops.linear(self.ops.states_from_host(np.ascontiguousarray(values)), self.patch)
+        table = self.tower.decoder.positions
+        return self.ops.add_positions(x, table, self.ops.from_host(self.positions(image)))
+
+    def tokens(self, states: Array, image: Image) -> Array:
+        """Return the states [tokens, H of the decoder] of a tile from those of its patches, after the last norm."""
+        (rows, columns), side = self.grid(image), self.spec.merge
+        if side > 1:
+            order = np.arange(rows * columns, dtype=np.int32).reshape(rows // side, side, columns // side, side)
+            states = self.ops.gather_rows(states, self.ops.from_host(order.transpose(0, 2, 1, 3).ravel()))
+            states = states.reshape(rows * columns // side**2, -1)
+        for index, linear in enumerate(self.linears):
+            states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)
+        return states

@@ -1,0 +1,91 @@
+"""Images of the prompts in slots, and the states that an encoder computes from them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.backends.contract import cache_shape
+from fd_core.ops.contract import Array, Ops, StepInput
+from fd_core.runner.inputs.inputs import Rows, Spans, build_inputs
+from fd_core.types import Image
+
+_BLOCK: Final = 16
+_KEPT_TOKENS: Final = 8192
+"""Tokens of images whose states are kept for later prompts, and for the next chunk of theirs."""
+
+
+class SlotImages:
+    """Encodes an image in the first step that reads one of its tokens.
+
+    States are kept by digest, those used last; so an image in a later prompt, or after a preemption, is often not
+    encoded again.
+    """
+
+    def __init__(self, ops: Ops, model: Any) -> None:
+        """`model` has an encoder in `images`, an `ImageEncoder`, and `embed`."""
+        self._ops = ops
+        self._embed = model.embed
+        self._encoder = encoder = model.images
+        blocks = -(-encoder.spec.most_patches // _BLOCK)
+        self._cache = ops.allocate_kv(cache_shape(encoder.tower, _BLOCK, "auto"), blocks)
+        self._tables = np.arange(blocks, dtype=np.int32).reshape(1, 1, -1)
+        self._states = ops.compile_states(encoder.tower.states)
+        self._pending: dict[int, list[Image]] = {}
+        """By slot, the images that are not computed."""
+        self._kept: OrderedDict[bytes, Array] = OrderedDict()
+
+    def admit(self, slot: int, images: tuple[Image, ...], computed: int) -> None:
+        """Begin a prompt, of which `computed` tokens are in the KV cache."""
+        self._pending.pop(slot, None)
+        if pending := [image for image in images if image.end > computed]:
+            self._pending[slot] = pending
+
+    def embedded(self, rows: Rows, step: StepInput) -> StepInput:
+        """Return a step that begins with the states of its images, if it has any; encodes those that are missing."""
+        if not self._pending:
+            return step
+        x: Array = None
+        columns = rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), rows.begins.tolist()
+        for slot, start, count, begin in zip(*columns, strict=True):
+            images = self._pending.get(slot)
+            if images is None:
+                continue
+            for image in images:
+                first, last = max(image.start, start), min(image.end, start + count)
+                if first >= last:
+                    continue
+                if x is None:
+                    x = self._ops.settle(self._embed(step))
+                states, places = self._encoded(image), np.arange(first, last, dtype=np.int32)
+                if last - first < image.num_tokens:
+                    states = self._ops.gather_rows(states, self._ops.from_host(places - image.start))
+                x = self._ops.write_rows(x, self._ops.from_host(places - start + begin), states)
+            images[:] = [image for image in images if image.end > start + count]
+            if not images:
+                del self._pending[slot]
+        return step if x is None else replace(step, states=x)
+
+    def encode(self, image: Image) -> Array:
+        """Return the states [tokens, H] of an image."""
+        encoder, ops, parts = self._encoder, self._ops, []
+        rows, columns = encoder.grid(image)
+        count = np.array([rows * columns], np.int32)
+        spans = Spans(np.zeros(1, np.int32), np.zeros(1, np.int32), count, np.empty(0, np.int32))
+        step = build_inputs(spans, np.zeros((1, count[0]), np.int32), self._tables, _BLOCK, ops)
+        for tile in range(image.shape[0]):
+            states = self._states(replace(step, states=encoder.patches(image, tile)), self._cache)
+            parts.append(encoder.tokens(states, image))
+        return parts[0]
+
+    def _encoded(self, image: Image) -> Array:
+        states = self._kept.get(image.digest)
+        if states is None:
+            states = self._kept[image.digest] = self.encode(image)
+        self._kept.move_to_end(image.digest)
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_TOKENS:
+            self._kept.popitem(last=False)
+        return states
