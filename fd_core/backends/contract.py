@@ -109,6 +109,12 @@ def whole_prompts(model: Model) -> bool:
     return not getattr(model, "causal", True)
 
 
+def image_tokens(model: Model) -> tuple[int, int]:
+    """Return the tokens of the largest image, and the patches of each; (0, 1) for a model without an encoder."""
+    encoder = getattr(model, "images", None)
+    return (0, 1) if encoder is None else (encoder.spec.most_patches // encoder.spec.merge**2, encoder.spec.merge**2)
+
+
 @runtime_checkable
 class GroupedModel(Model, Protocol):
     """A model whose layers can be divided into groups, see `KVShape.groups`."""

@@ -265,6 +265,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """True for an encoder: each prompt is computed in one step, whose budget holds the longest one."""
     groups: LayerGroups = ONE_GROUP
     """Groups of layers, each with block tables of its own."""
+    max_image_tokens: int = 0
+    """Tokens of images that are encoded in one step, at least those of the largest image; 0 if the model takes none."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -313,8 +315,13 @@ def resolve_limits(
     default_num_seqs: int = 32,
     whole_prompts: bool = False,
     groups: LayerGroups = ONE_GROUP,
+    image_tokens: tuple[int, int] = (0, 1),
 ) -> Limits:
-    """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
+    """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict.
+
+    `image_tokens` are those of the largest image, and the patches of which one consists: a step encodes about as many
+    patches as it computes tokens.
+    """
     sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
     budget, max_drafts, block_size = sizes["max_num_batched_tokens"], sizes["max_drafts"], sizes["block_size"]
     if budget < 1 + max_drafts:
@@ -366,6 +373,7 @@ def resolve_limits(
         num_stages=config.pipeline_parallel_size,
         whole_prompts=whole_prompts,
         groups=groups,
+        max_image_tokens=image_tokens[0] and max(image_tokens[0], budget // image_tokens[1]),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, cast
 import msgspec
 import numpy as np
 
-from fd_core.backends.contract import Backend, GroupedModel, Model, cache_shape, whole_prompts
+from fd_core.backends.contract import Backend, GroupedModel, Model, cache_shape, image_tokens, whole_prompts
 from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.engine.clients.client import StartProgress
@@ -336,6 +336,7 @@ class Computing:
             free_bytes=_ENOUGH,
             whole_prompts=whole_prompts(self.model),
             groups=self.layer_groups,
+            image_tokens=image_tokens(self.model),
             **self.backend.default_sizes | {"default_pipeline_depth": 1},
         )
         adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None

@@ -16,6 +16,7 @@ import numpy as np
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher, block_key
+from fd_core.scheduling.images import identity
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
 from fd_core.types.kv_events import Recorder
@@ -56,6 +57,9 @@ class Prefixes:
         if self.hasher is not None:
             tokens = request.tokens.view()
             if len(tokens) >= (len(request.chain) + 1) * self.hasher.block_size:
+                done = len(request.chain) * self.hasher.block_size
+                if request.images and request.images[-1].end > done:
+                    tokens = identity(tokens, request.images)
                 self.hasher.extend(request.chain, request.root, tokens, len(tokens))
 
     def keys(self, request: Request) -> Sequence[bytes]:
@@ -136,7 +140,8 @@ class Prefixes:
         for key in keys[: max(request.announced - first, 0)]:
             self._end(key)
             self._on_end(key)
-        if named and self._recorder is not None and not (request.spec.cache_salt or request.spec.adapter):
+        plain = not (request.spec.cache_salt or request.spec.adapter or request.images)
+        if named and self._recorder is not None and plain:
             tokens = request.tokens.view()
             self._recorder.stored(chain, tokens, self.hasher.block_size, first=first, upto=upto, holds=self._pool.knows)
 

@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import BadRequest
+from fd_core.scheduling.images import salted
 from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.running.tokens import TokenBuffer
 from fd_core.types import (
     FinishReason,
+    Image,
     IntArray,
     Phase,
     Pooling,
@@ -109,6 +111,8 @@ class Request:
     """Number of tokens at which the request ends with reason length."""
     tokens: TokenBuffer = field(init=False)
     """Prompt and delivered tokens."""
+    images: tuple[Image, ...] = field(init=False)
+    """Images of the prompt, named so that only requests of the same salt share their states."""
     chain: list[bytes] = field(default_factory=list)
     """Keys of the leading full blocks of `tokens`."""
     state: State = State.WAITING
@@ -164,6 +168,7 @@ class Request:
         self.limit = min(self.prompt_len + spec.params.max_tokens, max_model_len)
         self.times = PhaseTimes([0.0] * len(Phase))
         self.tokens = TokenBuffer(spec.prompt, self.limit)
+        self.images = salted(spec.images, spec.cache_salt)
         if spec.delivered:
             self.tokens.append(spec.delivered)
         top_n = spec.params.prompt_logprobs

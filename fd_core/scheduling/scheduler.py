@@ -26,6 +26,7 @@ from fd_core.scheduling.contract import (
     SchedulerSetup,
     SchedulerStats,
 )
+from fd_core.scheduling.images import check_images
 from fd_core.scheduling.operations.kv_offloading import KVOffloading, OffloadSelection
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.operations.registry import Operations
@@ -152,6 +153,8 @@ class ContinuousBatchingScheduler(Scheduler):
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         check_spec(spec, self.limits.max_model_len)
+        if spec.images:
+            check_images(spec, self.limits)
         request = Request(
             spec, self._arrivals, self.limits.max_model_len, root=self._prefixes.root(spec.cache_salt, spec.adapter)
         )

@@ -189,8 +189,6 @@ class PrefillJob(msgspec.Struct, frozen=True):
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker sets it."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes it; empty for the model itself."""
-    images: tuple[Image, ...] = ()
-    """Those of the prompt that begin among its tokens."""
 
     @property
     def num_tokens(self) -> int:

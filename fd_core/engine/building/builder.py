@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from fd_core.backends.contract import cache_shape, whole_prompts
+from fd_core.backends.contract import cache_shape, image_tokens, whole_prompts
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.disagg.prefill.sender import Sender
@@ -249,6 +249,7 @@ class _EngineBuilder:
             free_bytes=tightest.free_memory - reserved,
             whole_prompts=whole_prompts(model),
             groups=self._computing.layer_groups,
+            image_tokens=image_tokens(model),
             **backend.default_sizes,
         )
 

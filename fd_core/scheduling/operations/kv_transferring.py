@@ -51,8 +51,11 @@ class KVTransferring:
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def wants(self, request: Request) -> bool:
-        """Return True if another worker should compute the prompt; tried once, before the first token."""
-        if not self.paired or not request.spec.prefill_at or request.needs_every_position:
+        """Return True if another worker should compute the prompt; tried once, before the first token.
+
+        A prompt with images is computed here: a prefill job does not carry them.
+        """
+        if not self.paired or not request.spec.prefill_at or request.needs_every_position or request.images:
             return False
         return request.prefill is None and not request.num_generated
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.scheduling.images import ImageBudget
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
@@ -54,8 +55,9 @@ class Budget:
 class PlanBuilder:
     """Mutable builder of a step plan; `build` freezes it."""
 
-    def __init__(self, epoch: int, step: int, budget: int) -> None:
+    def __init__(self, epoch: int, step: int, budget: int, image_budget: int = 0) -> None:
         self.budget = Budget(budget)
+        self.images = ImageBudget(image_budget)
         self.preempted = False
         """True if this pass preempted a request because blocks ran out."""
         self.num_rows = 0
@@ -107,6 +109,7 @@ class PlanBuilder:
             request_id=request.spec.request_id,
             pooling=request.spec.pooling,
             adapter=request.spec.adapter,
+            images=request.images,
         )
         self._admissions.append(admission)
         for group in range(table.groups.count):

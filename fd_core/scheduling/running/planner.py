@@ -52,7 +52,8 @@ class Planner:
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
-        builder = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
+        limits = self._limits
+        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, limits.max_image_tokens)
         for slot in self._running_batch.kv_loaded:
             if self._slots.running[slot]:
                 builder.admit(slot, self._slots.request_in(slot), self._slots)
@@ -222,6 +223,9 @@ class Planner:
             wanted = int(slots.num_planned[slot] - slots.num_computed[slot])
             if slots.groups.sliding:
                 wanted = self._room_for_chunk(slot, min(wanted, builder.budget.left), builder)
+            if images := slots.request_in(slot).images:
+                start = int(slots.num_computed[slot])
+                wanted = builder.images.cut(images, start, min(wanted, builder.budget.left))
             chunk = builder.budget.take(wanted)
             if chunk:
                 builder.add_row(slot, chunk)

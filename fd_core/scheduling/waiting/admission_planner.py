@@ -23,6 +23,7 @@ from fd_core.config import Limits
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.effects.operations import CompileGrammar
 from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.images import whole_blocks
 from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.operations.registry import Operations
@@ -122,6 +123,8 @@ class AdmissionPlanner:
                 parked += 1
                 continue
             matched = prefixes.match(keys, matched) if keys else nothing
+            if request.images and (whole := whole_blocks(request.images, matched.shape[-1], size)) < matched.shape[-1]:
+                matched = prefixes.match(keys[:whole], nothing)
             if matched.shape[-1] < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
                 matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
@@ -207,6 +210,8 @@ class AdmissionPlanner:
             return
         self._prefixes.announce(request, first, len(keys))
         count = self._offloading.worth_loading(request, first, len(keys)) if request.stored else 0
+        if request.images:
+            count = max(whole_blocks(request.images, first + count, self._limits.block_size) - first, 0)
         if count:
             running_batch.load(slot, Phase.STORE)
             self._offloading.load(request, slot, self._slots.tables[:, slot], range(first, first + count))
@@ -215,4 +220,8 @@ class AdmissionPlanner:
         cached = first * self._limits.block_size
         running_batch.run(slot, request, cached, cached)
         builder.admit(slot, request, self._slots)
-        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))
+        chunk = min(request.num_tokens, room) - cached
+        if request.images:
+            chunk = builder.images.cut(request.images, cached, min(chunk, builder.budget.left))
+        if chunk:
+            builder.add_row(slot, builder.budget.take(chunk))

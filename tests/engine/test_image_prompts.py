@@ -1,0 +1,172 @@
+"""Prompts with images: however they are scheduled, preempted, cached and stored, the text is the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pytest
+
+from fd_core.config import SpeculativeConfig
+from fd_core.models.families.images.idefics import Idefics3
+from fd_core.models.images.contract import image_part
+from fd_core.testing.models.checkpoints import SIZES, write_config
+from fd_core.testing.models.texts import Texts, run
+from fd_core.types import Pooling, RequestSpec, SamplingParams
+from tests.engine.building.test_kv_transfer import Pair
+from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+
+PLACEHOLDER: Final = 7
+TOKENS: Final = 16
+"""Of a tile of 48 by 48 pixels, whose 64 patches are merged by four."""
+BLOCK: Final = 8
+
+
+def prompt_of(index: int, images: list[int], lead: int = 5, tail: int = 3, **fields: Any) -> RequestSpec:
+    """Return a request whose prompt has images of the given kinds between its words."""
+    words = np.random.default_rng(100 + lead).integers(10, 250, 100).tolist()
+    prompt, parts = words[:lead], []
+    for kind in images:
+        pixels = np.random.default_rng(kind).integers(0, 256, (1, 48, 48, 3), dtype=np.uint8)
+        parts.append(msgspec.structs.replace(image_part(pixels, TOKENS), start=len(prompt)))
+        prompt += [PLACEHOLDER] * TOKENS + words[lead : lead + tail]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    return RequestSpec(
+        request_id=f"r{index}", prompt=tuple(prompt), images=tuple(parts), **{"params": params, **fields}
+    )
+
+
+SPECS: Final = [
+    prompt_of(0, [1]),
+    prompt_of(1, [2]),
+    prompt_of(2, [1, 2, 3]),
+    prompt_of(3, [1, 3], lead=30),
+    prompt_of(4, [], lead=40),
+    prompt_of(5, [4, 4], lead=13),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "idefics3"
+    named = {"architectures": list(Idefics3.architectures), "torch_dtype": "float32", "vocab_size": 258}
+    write_config({**Idefics3.defaults, **SIZES, **Idefics3.cases["plain"], **named}, folder, seed=4)
+    return folder
+
+
+def settings_of(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "float32", "block_size": BLOCK, "structured_output": False, **changes}
+
+
+@cache
+def golden(folder: Path) -> dict[str, list[int]]:
+    """Return the texts of an engine that computes one request at a time, and nothing twice."""
+    texts = {}
+    for spec in SPECS:
+        with engine_of(folder, **settings_of(enable_prefix_caching=False)) as engine:
+            texts |= run(engine, [spec]).tokens
+    return texts
+
+
+def test_images_decide_the_text(model: Path) -> None:
+    assert golden(model)["r0"] != golden(model)["r1"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({**PACKS[name], "num_kv_blocks": 45} for name in ("reference", "cpu", "cpu, torch")),
+        {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
+        {"max_num_batched_tokens": 70, "backend": "cpu"},
+        {"tensor_parallel_size": 2, "backend": "cpu"},
+        {"enable_prefix_caching": False, "backend": "cpu"},
+        {"structured_output": True},
+        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)},
+    ],
+    ids=["numpy", "native", "torch", "small budget", "budget", "two ranks", "no prefixes", "forced tokens", "drafts"],
+)
+@pytest.mark.law("4")
+def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> None:
+    with engine_of(model, **settings_of(**changes)) as engine:
+        for _ in range(2):  # from the cache of prefixes, too
+            assert run(engine, SPECS).tokens == golden(model)
+        assert (engine.stats().scheduler.blocks.used, engine.stats().scheduler.blocks.fenced) == (0, 0)
+        engine.check_integrity()
+
+
+@pytest.mark.law("5.2")
+@pytest.mark.parametrize("saves", [True, False])
+def test_preempted_images_go_on(model: Path, secrets: dict[str, str], tmp_path: Path, saves: bool) -> None:
+    store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets} if saves else {}
+    store = store or {"save_preempted_kv": False}
+    limits = {"num_kv_blocks": 17, "max_model_len": 90, "max_num_seqs": 5, "max_num_batched_tokens": 40}
+    with engine_of(model, **limits, **store, **settings_of(backend="cpu")) as engine:
+        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
+        texts = Texts()
+        for spec in SPECS:
+            texts.take(engine.submit(spec))
+        while engine.has_work:
+            texts.take(engine.step())
+            wait_until_stored(engine)
+        assert engine.stats().scheduler.counters.preemptions
+        assert engine.stats().scheduler.offload.loaded_tokens or not saves
+        assert texts.tokens == golden(model)
+        engine.check_integrity()
+
+
+@pytest.mark.law("5.2")
+def test_stored_prefixes_name_their_images(model: Path, secrets: dict[str, str], tmp_path: Path) -> None:
+    store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets}
+    loaded = []
+    for specs in (SPECS[:1], SPECS):
+        with engine_of(model, **settings_of(backend="cpu"), **store) as engine:
+            expected = {spec.request_id: golden(model)[spec.request_id] for spec in specs}
+            assert run(engine, specs).tokens == expected
+            wait_until_stored(engine)
+            loaded.append(engine.stats().scheduler.offload.loaded_tokens)
+    assert loaded[0] == 0
+
+
+def test_prefix_hits_share_an_image_but_never_divide_it(model: Path) -> None:
+    """The first block ends before the image, the second and third within it, the fourth behind it."""
+
+    def hits(spec: RequestSpec) -> int:
+        before = engine.stats().scheduler.counters.prefix_hits
+        run(engine, [spec])
+        return engine.stats().scheduler.counters.prefix_hits - before
+
+    with engine_of(model, **settings_of(backend="cpu")) as engine:
+        assert hits(prompt_of(0, [1], lead=10, tail=10)) == 0
+        assert hits(prompt_of(1, [1], lead=10, tail=10)) == 4 * BLOCK
+        assert hits(prompt_of(2, [1], lead=10, tail=2)) == BLOCK
+        assert hits(prompt_of(3, [2], lead=10, tail=10)) == BLOCK
+        assert hits(prompt_of(4, [1], lead=10, tail=10, cache_salt="other")) == 0
+
+
+@pytest.mark.law("6.2")
+def test_decode_worker_computes_images_itself(model: Path, secrets: dict[str, str]) -> None:
+    with (
+        engine_of(model, role="prefill", **secrets, **settings_of()) as prefill,
+        engine_of(model, role="decode", **secrets, **settings_of()) as decode,
+    ):
+        pair = Pair(prefill, decode)
+        pair.run(*SPECS)
+        assert pair.texts.tokens == golden(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": (msgspec.structs.replace(SPECS[0].images[0], start=40),)}, "an image is not where"),
+        ({"images": SPECS[0].images * 2}, "an image is not where"),
+        ({"images": (msgspec.structs.replace(SPECS[0].images[0], pixels=b""),)}, "or has other pixels"),
+        ({"params": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs is not available"),
+        ({"pooling": Pooling("last"), "params": SamplingParams(max_tokens=1)}, "pooling is not available"),
+    ],
+)
+def test_unusable_images_are_refused(model: Path, changes: dict[str, Any], message: str) -> None:
+    with engine_of(model, **settings_of(backend="reference")) as engine:
+        assert message in run(engine, [msgspec.structs.replace(SPECS[0], **changes)]).errors["r0"]
