@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -45,7 +46,7 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Recurrent, Rope
-from fd_core.ops.parallel import Parallel
+from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 Change = Callable[[Weight], Weight]
@@ -129,9 +130,13 @@ def build_decoder(
 
 
 def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEncoder:
-    """Read and prepare the encoder of images, in the pack's dtype. Raises `ModelError` for settings of pixels that
-    cannot be used."""
+    """Read and prepare the encoder of images, in the pack's dtype.
+
+    Raises `ModelError` for settings of pixels that cannot be used.
+    """
     tower, most = spec.tower, spec.most_patches
+    ops = copy.copy(ops)
+    ops.stage = Stage()  # the first stage computes all of its layers
     reader = _Reader(tower, checkpoint, ops, most, None, "auto")
     decoder, weights = build_decoder(tower, checkpoint, ops, most, None)
     settings = ModelConfig(checkpoint.processor_config, origin=str(checkpoint.path / "preprocessor_config.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -60,7 +61,7 @@ def load_model(
     num_parameters = check_tensors(spec, checkpoint)
     _require_operations(spec, checkpoint, ops, max_positions)
     shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
-    images = None if spec.images is None else build_images(spec.images, checkpoint, ops)
+    images = build_images(spec.images, checkpoint, ops) if spec.images is not None and ops.stage.first else None
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
@@ -192,7 +193,9 @@ def most_tensors(config: ModelConfig, num_tensors: int) -> int:
     # A checkpoint that lacks only a few tensors gets an error with their names instead.
     most = 2 * num_tensors + _FEW_TENSORS
     for field, count in config.values.items():
-        if isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
+        if isinstance(count, Mapping):
+            most_tensors(replace(config, values=count), num_tensors)
+        elif isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
             raise ModelError(f"{config.origin}: {field} is {count}, but there are {num_tensors} tensors")
     return most
 

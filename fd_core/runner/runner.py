@@ -436,7 +436,7 @@ class Runner:
             if work.fed is not None:
                 inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
             if self._images is not None:
-                inputs = self._images.embedded(rows, inputs)
+                inputs = self._images.embedded(rows, rows.begins, inputs)
             forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()

@@ -82,11 +82,15 @@ def test_images_decide_the_text(model: Path) -> None:
         {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
         {"max_num_batched_tokens": 70, "backend": "cpu"},
         {"tensor_parallel_size": 2, "backend": "cpu"},
+        {"pipeline_parallel_size": 2, "backend": "reference"},
         {"enable_prefix_caching": False, "backend": "cpu"},
         {"structured_output": True},
         {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)},
     ],
-    ids=["numpy", "native", "torch", "small budget", "budget", "two ranks", "no prefixes", "forced tokens", "drafts"],
+    ids=[
+        *("numpy", "native", "torch", "small budget", "budget", "two ranks", "two stages", "no prefixes"),
+        *("forced tokens", "drafts"),
+    ],
 )
 @pytest.mark.law("4")
 def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> None:

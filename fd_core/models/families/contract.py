@@ -95,6 +95,9 @@ class Family(abc.ABC):
     gguf: ClassVar[Mapping[str, Gguf]] = {}
     """By the name of the architecture in `general.architecture` of GGUF files; empty if llama.cpp has no such model."""
 
+    processor_settings: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the processor with which the kit compares images, which differ from its usual ones."""
+
     @abc.abstractmethod
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""

@@ -23,12 +23,20 @@ class IdeficsProcessor(ImageProcessor):
 
     placeholder = "<image>"
 
-    def __init__(self, config: ModelConfig, settings: ModelConfig, tokens_per_tile: int) -> None:
-        """Raises `ModelError` for settings of the wrong kind."""
+    def __init__(self, config: ModelConfig, settings: ModelConfig, pixels: int, side: int) -> None:
+        """A token has `pixels` rows and columns, and a tile at most `side` rows and columns of tokens.
+
+        Raises `ModelError` for settings that cannot be used.
+        """
         size, tile = (settings.part(name) or ModelConfig({}) for name in ("size", "max_image_size"))
         self.token_id = config.index("image_token_id", 128_257)
-        self.max_tokens = tokens_per_tile
         self._tile = tile.count("longest_edge", 364)
+        self.max_tokens = (self._tile // pixels) ** 2
+        if self._tile % pixels or not 0 < self._tile <= side * pixels:
+            raise ModelError(
+                f"{settings.origin}: tiles of {self._tile} pixels cannot be divided into at most {side} rows of tokens "
+                f"of {pixels} pixels"
+            )
         self._longest = size.count("longest_edge", 4 * 364)
         self._divides = settings.flag("do_image_splitting", True)
         self._resample = settings.index("resample", LANCZOS)

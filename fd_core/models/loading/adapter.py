@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import PICKLE_HINT, StoredTensor, read_json_object
-from fd_core.models.loading.safetensors_files import read_safetensors
+from fd_core.models.loading.safetensors_files import read_safetensors, text_name
 from fd_core.ops.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 
 Floats = npt.NDArray[np.float32]
@@ -102,6 +102,7 @@ def _by_linear(
     for tensor_name, tensor in stored.items():
         match = _TENSOR.fullmatch(tensor_name)
         name, side = match.groups() if match else (tensor_name, "")
+        name = text_name(name)
         name = name if name.startswith("model.") or name == "lm_head" else f"model.{name}"
         if not match or name not in linears:
             served = sorted({each.rpartition(".")[2] for each in linears})

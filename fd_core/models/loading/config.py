@@ -27,9 +27,15 @@ _MAX_COUNT = 1 << 31
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the fields of its text model, if it is that of a multimodal one."""
+    """Return a config with the fields of its text model, if it is that of a multimodal one.
+
+    Such a model has one output projection, which the outer config may tie.
+    """
     text = config.get("text_config")
-    return {**config, **text, "architectures": config.get("architectures")} if isinstance(text, Mapping) else {**config}
+    if not isinstance(text, Mapping):
+        return {**config}
+    outer = {name: config[name] for name in ("architectures", "model_type", "tie_word_embeddings") if name in config}
+    return {**config, **text, **outer}
 
 
 @dataclass(frozen=True, slots=True)

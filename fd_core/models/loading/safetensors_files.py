@@ -103,7 +103,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def _of_text(name: str) -> str:
+def text_name(name: str) -> str:
     """Return the name of a tensor of a multimodal model in its text model."""
     return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 
@@ -123,7 +123,7 @@ class SafetensorsCheckpoint(Checkpoint):
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
         if "text_config" in whole:
-            views = {_of_text(name): view for name, view in views.items()}
+            views = {text_name(name): view for name, view in views.items()}
         table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
         if table is not None:  # an encoder, whose names have the prefix of its output layer, or not
             prefix = table.partition("embeddings.")[0]

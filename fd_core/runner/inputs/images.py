@@ -10,8 +10,8 @@ import numpy as np
 
 from fd_core.backends.contract import cache_shape
 from fd_core.ops.contract import Array, Ops, StepInput
-from fd_core.runner.inputs.inputs import Rows, Spans, build_inputs
-from fd_core.types import Image
+from fd_core.runner.inputs.inputs import Spans, build_inputs
+from fd_core.types import Image, IntArray
 
 _BLOCK: Final = 16
 _KEPT_TOKENS: Final = 8192
@@ -44,12 +44,15 @@ class SlotImages:
         if pending := [image for image in images if image.end > computed]:
             self._pending[slot] = pending
 
-    def embedded(self, rows: Rows, step: StepInput) -> StepInput:
-        """Return a step that begins with the states of its images, if it has any; encodes those that are missing."""
+    def embedded(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
+        """Return a step that begins with the states of its images, if it has any; encodes those that are missing.
+
+        `begins` int32[n] is where the tokens of each span begin in the step.
+        """
         if not self._pending:
             return step
         x: Array = None
-        columns = rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), rows.begins.tolist()
+        columns = spans.slots.tolist(), spans.starts.tolist(), spans.counts.tolist(), begins.tolist()
         for slot, start, count, begin in zip(*columns, strict=True):
             images = self._pending.get(slot)
             if images is None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from fd_core.models.loading.safetensors_files import text_name
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.models.arrays import Values
@@ -54,7 +55,7 @@ def merge_adapter(model: Path, adapter: Path, folder: Path) -> Path:
     scale = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
     weights, deltas = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     for name in weights:
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        prefix = f"base_model.model.{text_name(name.removesuffix('.weight'))}"
         if f"{prefix}.lora_A.weight" in deltas:
             a, b = (deltas[f"{prefix}.lora_{side}.weight"].astype(np.float64) for side in "AB")
             weights[name] = (weights[name] + scale * (b @ a)).astype(np.float32)

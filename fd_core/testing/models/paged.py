@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -13,9 +14,10 @@ from fd_core.backends.contract import GroupedModel, Model, cache_shape, whole_pr
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.ops.contract import GroupTables, Ops, StepInput
 from fd_core.ops.weights import ITEM_BYTES
-from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.runner.inputs.images import SlotImages
+from fd_core.runner.inputs.inputs import Spans, adapter_rows
 from fd_core.testing.models.arrays import on_device, step_input
-from fd_core.types import IntArray
+from fd_core.types import Image, IntArray
 
 BLOCK_SIZE = 4
 """Tokens in a block, unless the state of a recurrent layer needs a larger one."""
@@ -51,6 +53,7 @@ class PagedDriver:
         last_only: bool = False,
         states: bool = False,
         stage_before: PagedDriver | None = None,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> None:
         """A model without an output projection yields states in place of logits.
 
@@ -58,13 +61,16 @@ class PagedDriver:
 
         `last_only`: compute logits of each row's last position in a step, as an engine does, not of every position.
         `states`: compute the states of all tokens first, as an engine does for scores of prompts. `stage_before`:
-        driver of the pipeline stage before the model's.
+        driver of the pipeline stage before the model's. `images`: those of each row's prompt.
         """
         self.last_only = last_only
         self.ops = ops
         self.places = places
         self.stage_before = stage_before
         self.whole = whole_prompts(model)
+        self.images = SlotImages(ops, model) if images else None
+        for row, parts in enumerate(images):
+            self.images.admit(row, parts, 0)  # type: ignore[union-attr]
         bare = not model.generates  # its states are compared
         compiled = ops.compile_adapted if places is not None else ops.compile_states if states or bare else ops.compile
         compute = self.forward = compiled(model.states if states or bare else model.forward)
@@ -115,6 +121,11 @@ class PagedDriver:
         if self.stage_before is not None:
             states = self.stage_before.output(host, row_of)
             step = replace(step, states=self.ops.states_from_host(states))
+        if self.images is not None:
+            counts, ends = np.diff(host.query_start), host.context_len
+            slots = row_of[host.query_start[:-1]]
+            spans = Spans(slots, ends - counts, counts, host.logits_rows)
+            step = self.images.embedded(spans, host.query_start[:-1], step)
         output: npt.NDArray[np.float32] = self.ops.to_host(self.forward(step, self.cache)).copy()
         return output
 

@@ -10,9 +10,6 @@ from fd_core.models.families.images.siglip import siglip_spec
 from fd_core.models.images.tiles import IdeficsProcessor
 from fd_core.models.loading.config import ModelConfig
 
-_TOKENS = 4
-"""Rows and columns of tokens of an image that a config without sizes describes."""
-
 
 class Idefics3(Family):
     """`Idefics3ForConditionalGeneration`, and `SmolVLMForConditionalGeneration`."""
@@ -28,10 +25,33 @@ class Idefics3(Family):
                 "intermediate_size": 80,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
-                "image_size": 2 * _TOKENS * 6,
+                "image_size": 48,
                 "patch_size": 6,
             },
-        }
+        },
+        "merged": {
+            "image_token_id": 9,
+            "scale_factor": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 60,
+                "patch_size": 4,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-3,
+            },
+        },
+    }
+    processor_settings: ClassVar = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 120},
+        "max_image_size": {"longest_edge": 48},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
     }
 
     def traits(self, config: ModelConfig) -> Traits:
@@ -51,4 +71,4 @@ class Idefics3(Family):
     def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
         """Return the processor that divides an image into tiles."""
         spec = self.images(config)
-        return IdeficsProcessor(config, settings, (spec.side // spec.merge) ** 2)
+        return IdeficsProcessor(config, settings, spec.patch_size * spec.merge, spec.side // spec.merge)

@@ -16,13 +16,14 @@ from fd_core.backends.contract import Model
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import check_tensors
 from fd_core.models.decoder import DecoderModel
+from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, LinearSpec
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.gguf_family import Gguf
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.registry import spec_of
+from fd_core.models.registry import image_processor_of, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.testing.kit.ranks import on_ranks
@@ -50,6 +51,8 @@ _FORMS: Final[Mapping[str, float]] = {
     "cpu:dtype=float32,quantization=int4": 0.5,
 }
 """Backends with narrow weights, and the largest median error in standard deviations of the logits."""
+_IMAGE_SIZES: Final = ((37, 80), (100, 33), (1, 7), (48, 48), (61, 60))
+"""Rows and columns in pixels."""
 _CHUNKS: Final[Mapping[str, int | None]] = {"whole": None, "chunked": 5}
 _ORACLE: Final = "reference"
 _OTHERWISE: Final = {*SIZES, "architectures", "model_type", "rope_theta", "rope_scaling", "hidden_act"}
@@ -249,6 +252,38 @@ class FamilySuite:
         driver.generate(_GENERATED, _CHUNKS[way])
         _compare(target, driver, expected)
 
+    def test_images_are_those_of_the_reference(self, target: FamilyTarget, case: str, backend: str, way: str) -> None:
+        """Process images of unusual sizes, and compute prompts with one or two of them, whole or in chunks."""
+        if type(target.family).images is Family.images:
+            lacks("it takes no images")
+        folder, expected = target.model(case)
+        with open_checkpoint(folder) as checkpoint:
+            processor = image_processor_of(checkpoint)
+        assert processor is not None
+        rng = np.random.default_rng(target.seed)
+        images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in _IMAGE_SIZES]
+        given = [[image] for image in images] + [images[:2]]
+        prompts, placed = [], []
+        for group in given:
+            ids, processed = [5, 6], [processor.process(image) for image in group]
+            for part in (part for each in processed for part in each.parts):
+                ids += [11, *[processor.token_id] * part.num_tokens, 12]
+            prompts.append(ids)
+            placed.append(processor.place(ids, processed))
+        longest = max(map(len, prompts)) + 1
+        try:
+            model, ops = load(backend, folder, longest=longest)
+        except ConfigError as error:
+            lacks(error.message)
+        driver = PagedDriver(model, ops, prompts, longest, images=placed)
+        driver.generate(1, _CHUNKS[way])
+        for row, group in zip(driver.rows, given, strict=True):
+            if expected is None:
+                lacks("the family has no reference")
+            off = np.abs(np.stack(row.logits) - expected(row.tokens[:-1], group)).max()
+            sizes = [each.shape[:2] for each in group]
+            assert off <= _ERROR, f"images of {sizes} pixels (seed {target.seed}): a logit is off by {off:.3g}"
+
     def test_other_head_is_read(self, target: FamilyTarget) -> None:
         """Tie the output projection to the embedding, or untie it."""
         _require_code(target)
@@ -390,7 +425,7 @@ def _require_code(target: FamilyTarget) -> None:
 
 
 def _require_head(target: FamilyTarget) -> None:
-    if not target.family.architectures[0].endswith("ForCausalLM"):
+    if not target.family.architectures[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
         lacks("it has no output projection")
 
 

@@ -10,12 +10,18 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.models.families.contract import Family
+from fd_core.models.images.contract import Pixels
 from fd_core.testing.models.arrays import Floats, Values
 from fd_core.testing.models.checkpoints import SIZES, write_config
 
-Logits = Callable[[Sequence[int]], Floats]
-"""Returns the logits of each token, float32[tokens, V]; of a model without an output projection the states."""
+Logits = Callable[..., Floats]
+"""Returns the logits of each token, float32[tokens, V]; of a model without an output projection the states.
+
+Takes the tokens, and the pixels uint8[h, w, 3] of each image, if there are any.
+"""
 _GENERATES: Final = "ForCausalLM"
+_SEES: Final = "ForConditionalGeneration"
+"""End of the names of models that take images and generate texts."""
 
 
 def is_known(family: Family) -> bool:
@@ -33,11 +39,16 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
     """
     import transformers
 
-    usual = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    whole = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    text = whole.get("text_config")
+    usual = whole if text is None else text
     other: dict[str, Any] = {"head_dim": SIZES["head_dim"] * 3 // 2} if "head_dim" in usual else {}
     if (rope := usual.get("rope_parameters")) is not None:
         other["rope_parameters"] = _halved(rope)
     given = {name: value for name, value in {**SIZES, **other, **fields}.items() if name != without}
+    if text is not None:
+        outer = {name: given.pop(name) for name in given.keys() & whole.keys()}
+        given = {**outer, "text_config": {"model_type": text["model_type"], **given}}
     return transformers.AutoConfig.for_model(family.model_type, **given)
 
 
@@ -57,13 +68,16 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
         names = {"architectures": [family.architectures[0]], "model_type": family.model_type}
         write_config({**SIZES, **fields, **names}, folder, seed)
         return family.reference(folder)
+    import PIL.Image
     import torch
     import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        whole = family.architectures[0].endswith(_GENERATES)
+        name = family.architectures[0]
+        with_images, whole = name.endswith(_SEES), name.endswith((_GENERATES, _SEES))
         kind = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
+        kind = transformers.AutoModelForImageTextToText if with_images else kind
         model = kind.from_config(config_of(family, fields), attn_implementation="eager", dtype=torch.float32).eval()
     values = Values(seed=seed)
     for name, tensor in model.state_dict().items():
@@ -74,9 +88,16 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [family.architectures[0]]}))
 
-    def logits(tokens: Sequence[int]) -> Floats:
+    if family.processor_settings:
+        (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_settings))
+
+    def logits(tokens: Sequence[int], images: Sequence[Pixels] = ()) -> Floats:
+        inputs = {}
+        if images:
+            processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+            inputs = processor(images=[[*map(PIL.Image.fromarray, images)]], return_tensors="pt")
         with torch.no_grad():
-            output = model(torch.tensor([list(tokens)]))
+            output = model(torch.tensor([list(tokens)]), **inputs)
         found: Floats = (output.logits if whole else output.last_hidden_state)[0].numpy()
         return found
 

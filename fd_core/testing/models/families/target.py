@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from fd_core.backends.contract import Model
 from fd_core.errors import FdError, PluginError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.spec import DecoderSpec, RopeSpec, Traits, decoder_spec
-from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, MODEL, installed_plugins
 from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
@@ -57,8 +58,7 @@ class FamilyTarget:
 
     def filled(self, fields: Mapping[str, Any], without: str = "") -> dict[str, Any]:
         """Return the whole config of a model; `transformers` gives the fields that are left out, such as `without`."""
-        values: dict[str, Any] = config_of(self.family, fields, without).to_dict()
-        return values
+        return text_part(config_of(self.family, fields, without).to_dict())
 
     def describe(self, values: Mapping[str, Any]) -> DecoderSpec:
         """Return the description of a config. Raises `ModelError` for one that the family refuses.
@@ -67,7 +67,9 @@ class FamilyTarget:
         """
         config = ModelConfig(values).filled(self.family.defaults, self.family.renamed)
         found, first = (
-            decoder_spec(self.family.architectures[0], config, family.traits(config))
+            replace(
+                decoder_spec(self.family.architectures[0], config, family.traits(config)), images=family.images(config)
+            )
             for family in (self.family, type(self.family)())
         )
         same = found == first  # pytest would list every difference
@@ -132,10 +134,12 @@ def backend_of(text: str) -> Target:
     return parse_target(text, Path())
 
 
-def load(text: str, folder: Path, change: Callable[[Ops], None] | None = None) -> tuple[Model, Ops]:
+def load(
+    text: str, folder: Path, change: Callable[[Ops], None] | None = None, longest: int = LONGEST
+) -> tuple[Model, Ops]:
     """Load a model on a backend, on a pack of its own if `change` makes it a rank or a stage."""
     target = backend_of(text)
-    config = target.config(max_model_len=LONGEST)
+    config = target.config(max_model_len=longest)
     ops = target.ops if change is None else target.cls(config).make_ops()
     if change is not None:
         change(ops)
