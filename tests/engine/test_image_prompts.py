@@ -12,7 +12,7 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.models.families.images.idefics import Idefics3
-from fd_core.models.images.contract import image_part
+from fd_core.models.families.images.processor import image_part
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.texts import Texts, run
 from fd_core.types import Pooling, RequestSpec, SamplingParams

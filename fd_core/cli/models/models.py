@@ -84,7 +84,7 @@ def export(
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
     from fd_core.models.opening import open_checkpoint
-    from fd_core.models.quantized_folder import new_folder
+    from fd_core.models.quantization.folder import new_folder
 
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)
@@ -150,7 +150,7 @@ def quantize(
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
     from fd_core.models.opening import open_checkpoint
-    from fd_core.models.quantized_folder import write_quantized
+    from fd_core.models.quantization.folder import write_quantized
 
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)

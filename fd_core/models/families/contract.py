@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.models.families.images.processor import ImageProcessor
 from fd_core.models.families.spec import (
     ImageSpec,
     LinearSpec,
@@ -30,7 +31,6 @@ from fd_core.models.families.spec import (
     scaled_rope_spec,
     separate_experts,
 )
-from fd_core.models.images.contract import ImageProcessor
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf, StoredTensors
 

@@ -154,8 +154,12 @@ second time, under the same names; `company` is another engine of the same backe
 takes the place of the first one when all requests have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
+_IMAGES: Final = "the kit of model families computes prompts with images"
 EXCUSED: Final[Mapping[str, str]] = {
     "RequestSpec.params": "its fields are axes",
+    "RequestSpec.images": _IMAGES,
+    "Admission.images": _IMAGES,
+    "Limits.max_image_tokens": _IMAGES,
     "Admission.params": "its fields are axes",
     "SamplingParams.grammar": "the kit's models have no tokenizer; its masks are those of `reasoning`",
     "RequestSpec.priority": _ELSEWHERE,

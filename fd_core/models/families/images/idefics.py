@@ -7,7 +7,7 @@ from typing import ClassVar
 from fd_core.models.families.builtin.llama import Llama
 from fd_core.models.families.contract import Family, ImageProcessor, ImageSpec, LinearSpec, Traits
 from fd_core.models.families.images.siglip import siglip_spec
-from fd_core.models.images.tiles import IdeficsProcessor
+from fd_core.models.families.images.tiles import IdeficsProcessor
 from fd_core.models.loading.config import ModelConfig
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from fd_core.models.images.contract import Pixels
+from fd_core.models.families.images.processor import Pixels
 
 LANCZOS: Final = 1
 BICUBIC: Final = 3

@@ -1,1 +1,0 @@
-"""Image input of models: processors, which need no framework, and encoders."""
