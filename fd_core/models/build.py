@@ -143,7 +143,8 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
     if not math.isclose(settings.number("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
         raise ModelError(f"{settings.origin}: rescale_factor must be 1/255")
     mean, std = (settings.channels(name, 0.5) for name in ("image_mean", "image_std"))
-    columns = reader.values(spec.patch).reshape(spec.patch.shape[0], -1)
+    patch = reader.values(spec.patch)
+    columns = (patch.sum(axis=2) if patch.ndim == 5 else patch).reshape(len(patch), -1)
     bias = None if spec.patch_bias is None else [RawTensor("F32", reader.values(spec.patch_bias))]
     return ImageEncoder(
         ops,

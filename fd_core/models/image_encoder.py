@@ -8,10 +8,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.models.decoder import DecoderModel
-from fd_core.models.families.spec import ImageSpec
+from fd_core.models.decoder import Attention, DecoderModel
+from fd_core.models.families.spec import ImageSpec, Indices, rotations
 from fd_core.ops.contract import Array, Ops
 from fd_core.types import Image, IntArray
+
+
+def turn(model: DecoderModel, places: Indices, row: int) -> None:
+    """Write the rotations of tokens with coordinates int[sections, n] into the rope tables, from `row` on."""
+    ops, rows = model.ops, np.arange(row, row + places.shape[1], dtype=np.int32)
+    attention = [layer.attention for layer in model.decoder.layers if isinstance(layer.attention, Attention)]
+    for rope in {id(each.heads.rope): each.heads.rope for each in attention}.values():
+        for table, values in zip((rope.cos, rope.sin), rotations(model.spec.attention[0].rope, places), strict=True):
+            ops.write_rows(table, ops.from_host(rows), ops.prepare_vector(values))
 
 
 @dataclass(eq=False)
@@ -26,6 +35,8 @@ class ImageEncoder:
     mean: npt.NDArray[np.float32]
     std: npt.NDArray[np.float32]
     """Of the pixels, divided by 255, of each channel."""
+    _turned: tuple[int, int] = 0, 0
+    """Grid for which the tower's rope tables are."""
 
     @cached_property
     def _boundaries(self) -> npt.NDArray[np.float32]:
@@ -62,7 +73,13 @@ class ImageEncoder:
         values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         x = self.ops.linear(self.ops.states_from_host(np.ascontiguousarray(values)), self.patch)
         table = self.tower.decoder.positions
-        return self.ops.add_positions(x, table, self.ops.from_host(self.positions(image)))
+        if table is not None:
+            return self.ops.add_positions(x, table, self.ops.from_host(self.positions(image)))
+        if self._turned != (rows, columns):
+            self._turned = rows, columns
+            places = np.indices((rows, columns)).reshape(2, -1)
+            turn(self.tower, places, 0)
+        return x
 
     def tokens(self, states: Array, image: Image) -> Array:
         """Return the states [tokens, H of the decoder] of a tile from those of its patches, after the last norm."""

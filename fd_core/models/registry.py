@@ -82,6 +82,12 @@ def load_model(
 
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
     """Raise `ConfigError` if a pack lacks something optional that a model needs."""
+    if ops.stage.count > 1 and any(each.rope.sections for each in spec.attention):
+        raise ConfigError(
+            f"{checkpoint.path}: the layers of {spec.architecture} cannot be divided into stages: each turns images",
+            field="--pipeline-parallel-size",
+            hint="leave it out",
+        )
     experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
     other = any(
         each.scoring != "softmax" or each.weighs_inputs or each.groups > 1 or each.weight_scale != 1 for each in experts

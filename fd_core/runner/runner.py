@@ -239,7 +239,7 @@ class Runner:
         self._head = model.head
         self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
         takes_images = getattr(model, "images", None) is not None  # models of plugins may lack it
-        self._images = SlotImages(self.ops, model) if takes_images else None
+        self._images = SlotImages(self.ops, model, self.limits.max_num_batched_tokens) if takes_images else None
         self.adapters = RunnerAdapters(self.ops, model, self.cache)
         """Only changed between steps, on the thread that executes them."""
 
@@ -381,7 +381,7 @@ class Runner:
             self._failed.pop((slot, admission.gen), None)
         self.batch.admit(admission, self.adapters.slot_of(admission.adapter) if admission.adapter else 0)
         if self._images is not None:
-            self._images.admit(slot, admission.images, admission.computed)
+            self._images.admit(slot, admission.images, admission.computed, admission.prompt_len)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
         if self._pooler.wanted or admission.pooling is not None:
@@ -407,6 +407,8 @@ class Runner:
             inputs = gather_inputs(
                 rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
             )
+            if self._images is not None:
+                inputs = self._images.placed(rows, rows.begins, inputs)
             if self.ops.queues:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from fd_core.config import SpeculativeConfig
+from fd_core.errors import ConfigError
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.processor import image_part
+from fd_core.models.families.images.qwen import Qwen2Vl
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.texts import Texts, run
 from fd_core.types import Pooling, RequestSpec, SamplingParams
@@ -31,7 +33,7 @@ def prompt_of(index: int, images: list[int], lead: int = 5, tail: int = 3, **fie
     prompt, parts = words[:lead], []
     for kind in images:
         pixels = np.random.default_rng(kind).integers(0, 256, (1, 48, 48, 3), dtype=np.uint8)
-        parts.append(msgspec.structs.replace(image_part(pixels, TOKENS), start=len(prompt)))
+        parts.append(msgspec.structs.replace(image_part(pixels, TOKENS, (4, 4)), start=len(prompt)))
         prompt += [PLACEHOLDER] * TOKENS + words[lead : lead + tail]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     return RequestSpec(
@@ -49,11 +51,12 @@ SPECS: Final = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "idefics3"
-    named = {"architectures": list(Idefics3.architectures), "torch_dtype": "float32", "vocab_size": 258}
-    write_config({**Idefics3.defaults, **SIZES, **Idefics3.cases["plain"], **named}, folder, seed=4)
+@pytest.fixture(scope="module", params=[Idefics3, Qwen2Vl], ids=lambda family: family.model_type)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = request.param
+    folder = tmp_path_factory.mktemp("images") / family.model_type
+    named = {"architectures": list(family.architectures), "torch_dtype": "float32", "vocab_size": 258}
+    write_config({**family.defaults, **SIZES, **family.cases["plain"], **named}, folder, seed=4)
     return folder
 
 
@@ -82,13 +85,12 @@ def test_images_decide_the_text(model: Path) -> None:
         {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
         {"max_num_batched_tokens": 70, "backend": "cpu"},
         {"tensor_parallel_size": 2, "backend": "cpu"},
-        {"pipeline_parallel_size": 2, "backend": "reference"},
         {"enable_prefix_caching": False, "backend": "cpu"},
         {"structured_output": True},
         {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)},
     ],
     ids=[
-        *("numpy", "native", "torch", "small budget", "budget", "two ranks", "two stages", "no prefixes"),
+        *("numpy", "native", "torch", "small budget", "budget", "two ranks", "no prefixes"),
         *("forced tokens", "drafts"),
     ],
 )
@@ -99,6 +101,17 @@ def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> N
             assert run(engine, SPECS).tokens == golden(model)
         assert (engine.stats().scheduler.blocks.used, engine.stats().scheduler.blocks.fenced) == (0, 0)
         engine.check_integrity()
+
+
+@pytest.mark.law("4")
+def test_stages_divide_a_model_unless_its_rope_reads_images(model: Path) -> None:
+    settings = settings_of(pipeline_parallel_size=2, backend="reference")
+    if model.name == "qwen2_vl":
+        with pytest.raises(ConfigError, match="cannot be divided into stages"), engine_of(model, **settings):
+            pass
+        return
+    with engine_of(model, **settings) as engine:
+        assert run(engine, SPECS).tokens == golden(model)
 
 
 @pytest.mark.law("5.2")

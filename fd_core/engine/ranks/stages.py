@@ -100,7 +100,7 @@ class EarlierStageRunner(Runner):
         for admission in plan.admissions:
             self.batch.admit(admission)
             if self._images is not None:
-                self._images.admit(admission.slot, admission.images, admission.computed)
+                self._images.admit(admission.slot, admission.images, admission.computed, admission.prompt_len)
         self.batch.grant(plan)
         rows = resolve_rows(plan, self.batch, self.limits, padded=self.ops.padded)
         if len(rows.slots):

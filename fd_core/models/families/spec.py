@@ -24,8 +24,11 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.ops.contract import Activation, Ops, PlainActivation, Rope, state_sizes
 from fd_core.ops.parallel import Parallel, Stage
 
-_SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
+_SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "su", "yarn")
+TURNED_TOKENS: Final = 16_384
+"""Tokens of a step with several coordinates, see `RopeSpec.sections`."""
 Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
 
@@ -41,6 +44,9 @@ class RopeSpec:
     long: tuple[float, ...] = ()
     """Frequencies if more than `original` positions are served; empty if they are the same."""
     original: int = 0
+    sections: tuple[int, ...] = ()
+    """Pairs that rotate by each coordinate of a token, one section after another; empty for one coordinate. Tables then
+    have further rows, for `TURNED_TOKENS` whose coordinates differ, see `rotations`."""
     growth: tuple[int, float] | None = None
     """(step, slope): the queries are multiplied by 1 + slope * log1p(floor((position + 1) / step))."""
 
@@ -79,8 +85,8 @@ def scaled_rope_spec(
     """Return the frequencies for rope parameters such as `{"rope_type": "linear", "factor": 8}`.
 
     Su et al., "RoFormer" (2021); linear scaling, Llama 3.1's scaling by wavelength, YaRN (Peng et al., 2023), and
-    LongRoPE (Ding et al., 2024). Dynamic scaling changes nothing within `max_position_embeddings`, the most that is
-    served, unless the config fixes its `alpha`.
+    LongRoPE (Ding et al., 2024); words turn by `mrope` as by default. Dynamic scaling changes nothing within
+    `max_position_embeddings`, the most that is served, unless the config fixes its `alpha`.
     """
     part = part or ModelConfig({})
     kind = part.text("rope_type", part.text("type", "default"))
@@ -121,20 +127,32 @@ def scaled_rope_spec(
 
 
 def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
-    """Compute cosines and sines for positions 0 to max_positions - 1.
+    """Compute cosines and sines for positions 0 to max_positions - 1, and rows for `RopeSpec.sections`.
 
     Angles are rounded to float32 as in the code that models are trained with: an exact angle would differ from it
     at long positions.
     """
     longer = spec.long and max_positions > spec.original
     frequencies = np.array(spec.long if longer else spec.inverse_frequencies, np.float32)
-    positions = np.arange(max_positions, dtype=np.float32)[:, None]
+    positions = np.arange(max_positions + (TURNED_TOKENS if spec.sections else 0), dtype=np.float32)[:, None]
     angles, amplitude = positions * frequencies, np.float32(spec.amplitude)
     if spec.growth is not None:
         step, slope = (np.float32(each) for each in spec.growth)
         amplitude = amplitude * (1 + slope * np.log1p(np.floor((positions + 1) / step)))
     cos, sin = (ops.prepare_vector(turned * amplitude) for turned in (np.cos(angles), np.sin(angles)))
     return Rope(cos, sin, spec.interleaved)
+
+
+def rotations(spec: RopeSpec, places: Indices) -> tuple[Floats, Floats]:
+    """Return cosines and sines [n, pairs] for coordinates int[sections, n] of tokens.
+
+    Wang et al., "Qwen2-VL" (2024).
+    """
+    frequencies = np.array(spec.inverse_frequencies, np.float32)
+    coordinate = np.repeat(np.arange(len(spec.sections)), spec.sections)
+    angles = places[coordinate].T.astype(np.float32) * frequencies
+    amplitude = np.float32(spec.amplitude)
+    return np.cos(angles) * amplitude, np.sin(angles) * amplitude
 
 
 def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Doubles:
@@ -574,32 +592,30 @@ class ImageSpec(_Parts):
     """An encoder of images, and the linears that bring its states to the width of the decoder."""
 
     patch: VectorSpec
-    """[H, channels, size, size], from the pixels of a patch."""
+    """[H, channels, size, size], from the pixels of a patch; or [H, channels, frames, size, size], which are the same.
+    """
     patch_bias: VectorSpec | None
     tower: DecoderSpec
     """Layers over the patches of a tile; it has no embedding."""
-    side: int
-    """Rows, and columns, of the grid of patches that its table of positions describes."""
+    most_patches: int
+    """Most patches of a tile."""
     merge: int
     """Side of the square of patches whose states become one token, one after another."""
     linears_out: tuple[LinearSpec, ...]
     activation: PlainActivation = "gelu"
     """Between these linears."""
+    side: int = 0
+    """Rows, and columns, of the grid of patches that the tower's table of positions describes."""
 
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
         return self.patch.shape[-1]
 
-    @property
-    def most_patches(self) -> int:
-        """Most patches of a tile."""
-        return self.side**2
 
-
-def tower_spec(config: ModelConfig, traits: Traits, side: int) -> DecoderSpec:
-    """Return the layers of an encoder of images, from its part of a config, for grids of `side` by `side` patches."""
-    values = {"vocab_size": 1, **config.values, "max_position_embeddings": side**2}
+def tower_spec(config: ModelConfig, traits: Traits, patches: int) -> DecoderSpec:
+    """Return the layers of an encoder of images, from its part of a config, for tiles of up to so many patches."""
+    values = {"vocab_size": 1, **config.values, "max_position_embeddings": patches}
     spec = decoder_spec("images", replace(config, values=values), traits)
     return replace(spec, embedding=VectorSpec("", (1, spec.embedding.shape[1])))
 

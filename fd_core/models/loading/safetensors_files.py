@@ -104,7 +104,8 @@ _SINGLE = "model.safetensors"
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor of a multimodal model in its text model."""
+    """Return the name of a tensor of a multimodal model: of its text part, without a prefix."""
+    name = name.removeprefix("model.") if name.startswith("model.visual.") else name
     return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 
 

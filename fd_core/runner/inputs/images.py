@@ -9,6 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.backends.contract import cache_shape
+from fd_core.errors import ConfigError
+from fd_core.models.families.spec import TURNED_TOKENS
+from fd_core.models.image_encoder import turn
 from fd_core.ops.contract import Array, Ops, StepInput
 from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.types import Image, IntArray
@@ -18,6 +21,23 @@ _KEPT_TOKENS: Final = 8192
 """Tokens of images whose states are kept for later prompts, and for the next chunk of theirs."""
 
 
+def places_of(images: tuple[Image, ...], length: int) -> IntArray:
+    """Return int32[3, length]: time, row and column of the tokens of a prompt (Wang et al., "Qwen2-VL", 2024).
+
+    A word advances all three. The tokens of an image share a time, and the next word follows its longer side.
+    """
+    places, at, now = np.zeros((3, length), np.int32), 0, 0
+    for image in images:
+        rows, columns = image.layout
+        places[:, at : image.start] = now + np.arange(image.start - at)
+        now += image.start - at
+        places[:, image.start : image.end] = now
+        places[1:, image.start : image.end] += np.indices((rows, columns), np.int32).reshape(2, -1)
+        at, now = image.end, now + max(rows, columns)
+    places[:, at:] = now + np.arange(length - at)
+    return places
+
+
 class SlotImages:
     """Encodes an image in the first step that reads one of its tokens.
 
@@ -25,22 +45,36 @@ class SlotImages:
     encoded again.
     """
 
-    def __init__(self, ops: Ops, model: Any) -> None:
-        """`model` has an encoder in `images`, an `ImageEncoder`, and `embed`."""
+    def __init__(self, ops: Ops, model: Any, most_tokens: int) -> None:
+        """`model` has an encoder in `images`, an `ImageEncoder`, and `embed`; a step has up to `most_tokens` tokens.
+
+        Raises `ConfigError` if a model whose rope has sections cannot turn as many.
+        """
+        if model.spec.attention[0].rope.sections and most_tokens > TURNED_TOKENS:
+            raise ConfigError(
+                f"{model.architecture} computes at most {TURNED_TOKENS} tokens in a step, got {most_tokens}",
+                field="--max-num-batched-tokens",
+                hint=f"use at most {TURNED_TOKENS}",
+            )
         self._ops = ops
-        self._embed = model.embed
+        self._model = model
         self._encoder = encoder = model.images
         blocks = -(-encoder.spec.most_patches // _BLOCK)
         self._cache = ops.allocate_kv(cache_shape(encoder.tower, _BLOCK, "auto"), blocks)
         self._tables = np.arange(blocks, dtype=np.int32).reshape(1, 1, -1)
         self._states = ops.compile_states(encoder.tower.states)
+        self._places: dict[int, IntArray] = {}
+        """By slot, the coordinates of the tokens of its prompt, if rope has several."""
         self._pending: dict[int, list[Image]] = {}
         """By slot, the images that are not computed."""
         self._kept: OrderedDict[bytes, Array] = OrderedDict()
 
-    def admit(self, slot: int, images: tuple[Image, ...], computed: int) -> None:
-        """Begin a prompt, of which `computed` tokens are in the KV cache."""
+    def admit(self, slot: int, images: tuple[Image, ...], computed: int, length: int) -> None:
+        """Begin a prompt of `length` tokens, of which `computed` are in the KV cache."""
         self._pending.pop(slot, None)
+        self._places.pop(slot, None)
+        if images and self._model.spec.attention[0].rope.sections:
+            self._places[slot] = places_of(images, length)
         if pending := [image for image in images if image.end > computed]:
             self._pending[slot] = pending
 
@@ -62,7 +96,7 @@ class SlotImages:
                 if first >= last:
                     continue
                 if x is None:
-                    x = self._ops.settle(self._embed(step))
+                    x = self._ops.settle(self._model.embed(step))
                 states, places = self._encoded(image), np.arange(first, last, dtype=np.int32)
                 if last - first < image.num_tokens:
                     states = self._ops.gather_rows(states, self._ops.from_host(places - image.start))
@@ -71,6 +105,32 @@ class SlotImages:
             if not images:
                 del self._pending[slot]
         return step if x is None else replace(step, states=x)
+
+    def placed(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
+        """Return a step, still on the host, with the positions by which rope turns its tokens.
+
+        A token whose coordinates differ gets a row of its own in the rope tables, behind those of positions.
+        """
+        if not self._places:
+            return step
+        positions, rows = step.positions.copy(), list[IntArray]()
+        after, used = self._model.max_positions, 0
+        columns = spans.slots.tolist(), spans.starts.tolist(), spans.counts.tolist(), begins.tolist()
+        for slot, start, count, begin in zip(*columns, strict=True):
+            places = self._places.get(slot)
+            if places is None:
+                continue
+            own = places[:, start : start + count]
+            late = np.arange(max(start, places.shape[1]), start + count) - places.shape[1]
+            turned = np.concatenate([own[0], places[0, -1] + 1 + late])
+            several = (own != own[0]).any(axis=0).nonzero()[0]
+            turned[several] = after + used + np.arange(len(several))
+            positions[begin : begin + count] = turned
+            rows.append(own[:, several])
+            used += len(several)
+        if used:
+            turn(self._model, np.concatenate(rows, axis=1), after)
+        return replace(step, positions=positions)
 
     def encode(self, image: Image) -> Array:
         """Return the states [tokens, H] of an image."""

@@ -68,9 +68,9 @@ class PagedDriver:
         self.places = places
         self.stage_before = stage_before
         self.whole = whole_prompts(model)
-        self.images = SlotImages(ops, model) if images else None
+        self.images = SlotImages(ops, model, 0) if images else None
         for row, parts in enumerate(images):
-            self.images.admit(row, parts, 0)  # type: ignore[union-attr]
+            self.images.admit(row, parts, 0, len(prompts[row]))  # type: ignore[union-attr]
         bare = not model.generates  # its states are compared
         compiled = ops.compile_adapted if places is not None else ops.compile_states if states or bare else ops.compile
         compute = self.forward = compiled(model.states if states or bare else model.forward)
@@ -114,6 +114,10 @@ class PagedDriver:
 
     def output(self, host: StepInput, row_of: IntArray) -> npt.NDArray[np.float32]:
         """Return the logits of a step, or the states of a stage before the last."""
+        if self.images is not None:
+            counts, ends, begins = np.diff(host.query_start), host.context_len, host.query_start[:-1]
+            spans = Spans(row_of[begins], ends - counts, counts, host.logits_rows)
+            host = self.images.placed(spans, begins, host)
         step = on_device(self.ops, host)
         step = replace(step, grouped=None if host.grouped is None else on_device(self.ops, host.grouped))
         if self.places is not None:
@@ -122,10 +126,7 @@ class PagedDriver:
             states = self.stage_before.output(host, row_of)
             step = replace(step, states=self.ops.states_from_host(states))
         if self.images is not None:
-            counts, ends = np.diff(host.query_start), host.context_len
-            slots = row_of[host.query_start[:-1]]
-            spans = Spans(slots, ends - counts, counts, host.logits_rows)
-            step = self.images.embedded(spans, host.query_start[:-1], step)
+            step = self.images.embedded(spans, begins, step)
         output: npt.NDArray[np.float32] = self.ops.to_host(self.forward(step, self.cache)).copy()
         return output
 

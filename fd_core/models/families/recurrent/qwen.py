@@ -148,7 +148,7 @@ class Qwen35(Qwen3Next):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; images and videos, whose positions have several parts, are not served."""
-        return replace(self.dense(config), ignored=(r"^mtp\.", r"^model\.visual\."))
+        return replace(self.dense(config), ignored=(r"^mtp\.", r"^visual\."))
 
     def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
         """Describe the linears to q, k, v, to z, to b and to a."""

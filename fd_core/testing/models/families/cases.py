@@ -357,7 +357,10 @@ class FamilySuite:
             count = len(spec_of(checkpoint).layers)
         driver = None
         for index in range(count):
-            model, ops = load(_ORACLE, folder, _cut(Stage(index, count)))
+            try:
+                model, ops = load(_ORACLE, folder, _cut(Stage(index, count)))
+            except ConfigError as error:
+                lacks(error.message)
             driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST, stage_before=driver)
         assert driver is not None
         driver.generate(_GENERATED, 5)

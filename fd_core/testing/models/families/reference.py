@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,8 +97,11 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
         if images:
             processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
             inputs = processor(images=[[*map(PIL.Image.fromarray, images)]], return_tensors="pt")
+        ids = torch.tensor([list(tokens)])
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            inputs = {**inputs, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
         with torch.no_grad():
-            output = model(torch.tensor([list(tokens)]), **inputs)
+            output = model(ids, **inputs)
         found: Floats = (output.logits if whole else output.last_hidden_state)[0].numpy()
         return found
 

@@ -1,0 +1,193 @@
+"""Qwen2-VL: images in their own size, and rope by time, row and column."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.models.families.builtin.qwen import Qwen2
+from fd_core.models.families.contract import (
+    Family,
+    ImageProcessor,
+    ImageSpec,
+    LinearSpec,
+    RopeSpec,
+    Traits,
+    VectorSpec,
+    head_dim_of,
+    rope_spec,
+)
+from fd_core.models.families.images.processor import Pixels, ProcessedImage, image_part
+from fd_core.models.families.images.resizing import BICUBIC, resized
+from fd_core.models.families.spec import tower_spec
+from fd_core.models.loading.config import ModelConfig
+
+_MOST_PATCHES: Final = 5184
+"""Of one image: 72 by 72."""
+_NAMES: Final = {
+    "model.layers": "visual.blocks",
+    "model.norm": "visual.merger.ln_q",
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "norm2",
+    "self_attn.o_proj": "attn.proj",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+}
+_MOST_RATIO: Final = 200
+"""Largest ratio of the sides of an image."""
+
+
+class Qwen2Vl(Family):
+    """`Qwen2VLForConditionalGeneration`."""
+
+    architectures = ("Qwen2VLForConditionalGeneration",)
+    model_type = "qwen2_vl"
+    defaults: ClassVar = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+    cases: ClassVar = {
+        "plain": {
+            "image_token_id": 7,
+            "vision_start_token_id": 8,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0},
+            "vision_config": {
+                "embed_dim": 48,
+                "hidden_size": 64,
+                "depth": 2,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "patch_size": 6,
+                "spatial_merge_size": 2,
+            },
+        },
+        "window": {
+            "image_token_id": 9,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 500.0},
+            "vision_config": {
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "depth": 3,
+                "num_heads": 2,
+                "mlp_ratio": 3,
+                "patch_size": 6,
+                "spatial_merge_size": 2,
+                "hidden_act": "gelu",
+                "temporal_patch_size": 2,
+            },
+        },
+    }
+    processor_settings: ClassVar = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 6,
+        "merge_size": 2,
+        "size": {"shortest_edge": 4 * 144, "longest_edge": 20 * 144},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe the text model, a Qwen2 whose rope has sections."""
+        part = config.part("rope_parameters") or config.part("rope_scaling") or ModelConfig({}, origin=config.origin)
+        sections = part.indices("mrope_section") or (16, 24, 24)
+        rope = rope_spec(config, head_dim_of(config), theta=1_000_000.0)
+        if len(sections) != 3 or sum(sections) != len(rope.inverse_frequencies) or rope.long:
+            raise ModelError(f"{config.origin}: mrope_section {sections} does not divide the pairs of a head in three")
+        rope = replace(rope, sections=sections)
+        return replace(Qwen2().traits(config), rope=lambda layer: rope)
+
+    def images(self, config: ModelConfig) -> ImageSpec:
+        """Describe the encoder, whose attention turns by row and column."""
+        part = config.part("vision_config")
+        if part is None:
+            raise ModelError(f"{config.origin}: vision_config is missing")
+        part = part.filled({"mlp_ratio": 4, "hidden_act": "quick_gelu", "temporal_patch_size": 2}, {})
+        hidden, heads, size = part.count("embed_dim"), part.count("num_heads"), part.count("patch_size")
+        merge, pairs = part.count("spatial_merge_size", 2), hidden // heads // 2
+        values = {
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_hidden_layers": part.count("depth"),
+            "intermediate_size": int(hidden * part.number("mlp_ratio")),
+            "hidden_act": part.text("hidden_act", ""),
+        }
+        if hidden % (4 * heads):
+            raise ModelError(f"{config.origin}: {hidden} elements in {heads} heads cannot turn by row and column")
+        turns = 10_000.0 ** -(np.arange(0, pairs, 2) / pairs)
+        rope = RopeSpec((*turns.tolist(), *turns.tolist()), sections=(pairs // 2,) * 2)
+        traits = Traits(
+            rope=lambda layer: rope,
+            causal=False,
+            layer_norm=True,
+            norm_bias=True,
+            eps=1e-6,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            gated=False,
+            names=_NAMES,
+            fused={"qkv": "attn.qkv"},
+        )
+        wide = hidden * merge**2
+        return ImageSpec(
+            patch=VectorSpec(
+                "visual.patch_embed.proj.weight", (hidden, 3, part.count("temporal_patch_size"), size, size)
+            ),
+            patch_bias=None,
+            tower=tower_spec(ModelConfig(values, origin=config.origin), traits, _MOST_PATCHES),
+            most_patches=_MOST_PATCHES,
+            merge=merge,
+            linears_out=(
+                LinearSpec(("visual.merger.mlp.0",), (wide,), wide, bias=True),
+                LinearSpec(("visual.merger.mlp.2",), (config.count("hidden_size"),), wide, bias=True),
+            ),
+        )
+
+    def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
+        """Return the processor that keeps the shape of an image."""
+        return QwenProcessor(config, settings, self.images(config))
+
+
+class QwenProcessor(ImageProcessor):
+    """Resizes an image to whole tokens, within the limits of pixels of its settings."""
+
+    placeholder = "<|image_pad|>"
+
+    def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
+        """Raises `ModelError` for settings of the wrong kind."""
+        self.token_id = config.index("image_token_id", 151_655)
+        size: Any = settings.part("size") or settings
+        self._factor = spec.patch_size * spec.merge
+        self._least = settings.count("min_pixels", size.count("shortest_edge", 56 * 56))
+        most = settings.count("max_pixels", size.count("longest_edge", 28 * 28 * 1280))
+        self._most = min(most, spec.most_patches * spec.patch_size**2)
+        self._resample = settings.index("resample", BICUBIC)
+        self.max_tokens = self._most // self._factor**2
+
+    def process(self, pixels: Pixels) -> ProcessedImage:
+        """Return the image as one part, with its rows and columns of tokens as the layout."""
+        image = resized(pixels, *self._size(*pixels.shape[:2]), self._resample)
+        rows, columns = image.shape[0] // self._factor, image.shape[1] // self._factor
+        part = image_part(image[np.newaxis], rows * columns, (rows, columns))
+        return ProcessedImage(self.placeholder * part.num_tokens, (part,))
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the multiples of a token's side that are nearest, or nearest within the limits."""
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise BadRequest(
+                f"an image of {height} by {width} pixels is more than {_MOST_RATIO} times longer than it is wide",
+                field="messages",
+            )
+        factor = self._factor
+        tall, wide = (max(round(side / factor), 1) * factor for side in (height, width))
+        if tall * wide > self._most:
+            ratio = math.sqrt(height * width / self._most)
+            tall, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
+        elif tall * wide < self._least:
+            ratio = math.sqrt(self._least / (height * width))
+            tall, wide = (math.ceil(side * ratio / factor) * factor for side in (height, width))
+        return tall, wide
