@@ -37,9 +37,9 @@ import numpy as np
 from fd_core import LLM, SamplingParams
 from fd_core.cli.bench.compare.machine import describe
 from fd_core.cli.models.models import companion_files
+from fd_core.cli.models.quantized_folder import write_quantized
 from fd_core.models.catalog import resolve_model
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.quantization.folder import write_quantized
 from fd_core.ops.torch import ops as torch_pack
 
 ROOT: Final = Path(__file__).resolve().parents[1]

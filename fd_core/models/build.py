@@ -44,7 +44,7 @@ from fd_core.models.families.spec import (
 from fd_core.models.image_encoder import ImageEncoder
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.quantization.weights import head_format, quantized
+from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Recurrent, Rope
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses

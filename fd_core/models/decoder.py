@@ -20,11 +20,13 @@ import numpy.typing as npt
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.models.families.spec import (
     DecoderSpec,
+    Indices,
     LinearShare,
     LinearSpec,
     adaptable_shares,
     head_shares,
     parts_of,
+    rotations,
     stage_layers,
     state_sizes_of,
 )
@@ -241,6 +243,15 @@ class DecoderModel:
         }
         held = [None if each is None else weights[each.digest] for each in places]
         return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, before=self.loras))
+
+    def turn(self, places: Indices, row: int) -> None:
+        """Write the rotations of tokens with coordinates int[sections, n] into the rope tables, from `row` on."""
+        rows = self.ops.from_host(np.arange(row, row + places.shape[1], dtype=np.int32))
+        attention = [layer.attention for layer in self.decoder.layers if isinstance(layer.attention, Attention)]
+        turned = [self.ops.prepare_vector(each) for each in rotations(self.spec.attention[0].rope, places)]
+        for rope in {id(each.heads.rope): each.heads.rope for each in attention}.values():
+            for table, values in zip((rope.cos, rope.sin), turned, strict=True):
+                self.ops.write_rows(table, rows, values)
 
     def kv_shape(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""

@@ -8,19 +8,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.models.decoder import Attention, DecoderModel
-from fd_core.models.families.spec import ImageSpec, Indices, rotations
+from fd_core.models.decoder import DecoderModel
+from fd_core.models.families.spec import ImageSpec
 from fd_core.ops.contract import Array, Ops
 from fd_core.types import Image, IntArray
-
-
-def turn(model: DecoderModel, places: Indices, row: int) -> None:
-    """Write the rotations of tokens with coordinates int[sections, n] into the rope tables, from `row` on."""
-    ops, rows = model.ops, np.arange(row, row + places.shape[1], dtype=np.int32)
-    attention = [layer.attention for layer in model.decoder.layers if isinstance(layer.attention, Attention)]
-    for rope in {id(each.heads.rope): each.heads.rope for each in attention}.values():
-        for table, values in zip((rope.cos, rope.sin), rotations(model.spec.attention[0].rope, places), strict=True):
-            ops.write_rows(table, ops.from_host(rows), ops.prepare_vector(values))
 
 
 @dataclass(eq=False)
@@ -78,7 +69,7 @@ class ImageEncoder:
         if self._turned != (rows, columns):
             self._turned = rows, columns
             places = np.indices((rows, columns)).reshape(2, -1)
-            turn(self.tower, places, 0)
+            self.tower.turn(places, 0)
         return x
 
     def tokens(self, states: Array, image: Image) -> Array:

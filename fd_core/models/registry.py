@@ -13,7 +13,7 @@ from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, build_images, check_tensors
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.contract import Family
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, MoeSpec, decoder_spec
 from fd_core.models.loading.checkpoint import Checkpoint

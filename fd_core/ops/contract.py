@@ -179,6 +179,10 @@ class Norm:
     such norms, in any place but those of heads; see `Ops.normalize`."""
 
 
+TURNED_TOKENS: Final = 16_384
+"""Tokens of a step that may have rows of their own in the tables of a `Rope`, behind those of positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding tables, prepared by `Ops.prepare_vector`, float32."""

@@ -12,8 +12,8 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
+from fd_core.models.families.image_processor import image_part
 from fd_core.models.families.images.idefics import Idefics3
-from fd_core.models.families.images.processor import image_part
 from fd_core.models.families.images.qwen import Qwen2Vl
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.texts import Texts, run

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
-from fd_core.models.quantization.weights import quantize, require_formats
+from fd_core.models.quantization import quantize, require_formats
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import RawTensor
 from tests.engine.helpers import null_engine

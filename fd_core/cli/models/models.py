@@ -81,10 +81,10 @@ def export(
     """
     import json
 
+    from fd_core.cli.models.quantized_folder import new_folder
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
     from fd_core.models.opening import open_checkpoint
-    from fd_core.models.quantization.folder import new_folder
 
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)
@@ -147,10 +147,10 @@ def quantize(
     Embeddings, norms, routers and the output projection are unchanged. With `--format bfloat16`, all weights are
     dequantized and rounded: a GGUF file becomes a folder for other engines. The folder appears when it is complete.
     """
+    from fd_core.cli.models.quantized_folder import write_quantized
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
     from fd_core.models.opening import open_checkpoint
-    from fd_core.models.quantization.folder import write_quantized
 
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)

@@ -21,12 +21,10 @@ import numpy.typing as npt
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.ops.contract import Activation, Ops, PlainActivation, Rope, state_sizes
+from fd_core.ops.contract import TURNED_TOKENS, Activation, Ops, PlainActivation, Rope, state_sizes
 from fd_core.ops.parallel import Parallel, Stage
 
 _SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "su", "yarn")
-TURNED_TOKENS: Final = 16_384
-"""Tokens of a step with several coordinates, see `RopeSpec.sections`."""
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]

@@ -10,9 +10,7 @@ import numpy as np
 
 from fd_core.backends.contract import cache_shape
 from fd_core.errors import ConfigError
-from fd_core.models.families.spec import TURNED_TOKENS
-from fd_core.models.image_encoder import turn
-from fd_core.ops.contract import Array, Ops, StepInput
+from fd_core.ops.contract import TURNED_TOKENS, Array, Ops, StepInput
 from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.types import Image, IntArray
 
@@ -46,7 +44,7 @@ class SlotImages:
     """
 
     def __init__(self, ops: Ops, model: Any, most_tokens: int) -> None:
-        """`model` has an encoder in `images`, an `ImageEncoder`, and `embed`; a step has up to `most_tokens` tokens.
+        """`model` has an `ImageEncoder` in `images`, `embed` and `turn`; a step has up to `most_tokens` tokens.
 
         Raises `ConfigError` if a model whose rope has sections cannot turn as many.
         """
@@ -129,7 +127,7 @@ class SlotImages:
             rows.append(own[:, several])
             used += len(several)
         if used:
-            turn(self._model, np.concatenate(rows, axis=1), after)
+            self._model.turn(np.concatenate(rows, axis=1), after)
         return replace(step, positions=positions)
 
     def encode(self, image: Image) -> Array:

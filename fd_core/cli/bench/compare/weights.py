@@ -19,9 +19,9 @@ import numpy as np
 from gguf.quants import dequantize, quantize
 
 from fd_core.cli.models.models import companion_files
+from fd_core.cli.models.quantized_folder import write_quantized
 from fd_core.errors import ConfigError
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.quantization.folder import write_quantized
 from fd_core.text.tokenizer import load_tokenizer
 
 _RECIPE = "2"

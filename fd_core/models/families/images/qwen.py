@@ -21,7 +21,7 @@ from fd_core.models.families.contract import (
     head_dim_of,
     rope_spec,
 )
-from fd_core.models.families.images.processor import Pixels, ProcessedImage, image_part
+from fd_core.models.families.image_processor import Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.resizing import BICUBIC, resized
 from fd_core.models.families.spec import tower_spec
 from fd_core.models.loading.config import ModelConfig

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from fd_core.models.families.images.processor import Pixels
+from fd_core.models.families.image_processor import Pixels
 
 LANCZOS: Final = 1
 BICUBIC: Final = 3

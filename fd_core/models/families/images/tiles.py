@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.errors import ModelError
-from fd_core.models.families.images.processor import ImageProcessor, Pixels, ProcessedImage, image_part
+from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.resizing import LANCZOS, resized
 from fd_core.models.loading.config import ModelConfig
 

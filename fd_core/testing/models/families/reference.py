@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.models.families.contract import Family
-from fd_core.models.families.images.processor import Pixels
+from fd_core.models.families.image_processor import Pixels
 from fd_core.testing.models.arrays import Floats, Values
 from fd_core.testing.models.checkpoints import SIZES, write_config
 

@@ -20,7 +20,7 @@ from fd_core.models.build import ProgressSink, check_tensors
 from fd_core.models.families.spec import DecoderSpec, MoeSpec
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.safetensors_files import DTYPE_BYTES
-from fd_core.models.quantization.weights import INT4_GROUP, bfloat16_bits, quantized
+from fd_core.models.quantization import INT4_GROUP, bfloat16_bits, quantized
 from fd_core.models.registry import spec_of
 from fd_core.ops.weights import PackedTensor
 

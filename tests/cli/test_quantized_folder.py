@@ -10,10 +10,10 @@ from gguf.quants import quantize
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from fd_core.cli.models.quantized_folder import write_quantized
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.quantization.folder import write_quantized
-from fd_core.models.quantization.weights import quantized
+from fd_core.models.quantization import quantized
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor

@@ -1,1 +1,0 @@
-"""Weights in fewer bits than they are stored in, at load or as a new folder."""
