@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -146,13 +147,15 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
     patch = reader.values(spec.patch)
     columns = (patch.sum(axis=2) if patch.ndim == 5 else patch).reshape(len(patch), -1)
     bias = None if spec.patch_bias is None else [RawTensor("F32", reader.values(spec.patch_bias))]
-    return ImageEncoder(
-        ops,
-        spec,
-        DecoderModel(
+    towers = []
+    for windowed, group in groupby(range(len(tower.layers)), lambda layer: layer in spec.windowed):
+        begin, *_, end = *(own := [*group]), own[-1] + 1
+        last = end == len(tower.layers)
+        norm = decoder.final_norm if last else None
+        part = DecoderModel(
             ops,
-            tower,
-            decoder,
+            replace(tower, layers=tower.layers[begin:end], final_norm=tower.final_norm if last else None),
+            replace(decoder, layers=decoder.layers[begin:end], final_norm=norm),
             architecture=tower.architecture,
             vocab_size=1,
             max_positions=most,
@@ -161,7 +164,12 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
             weights=weights,
             state_size=tower.embedding.shape[1],
             generates=False,
-        ),
+        )
+        towers.append((part, windowed))
+    return ImageEncoder(
+        ops,
+        spec,
+        tuple(towers),
         ops.prepare_linear([RawTensor("F32", columns)], bias),
         tuple(reader.linear(each, LinearShare()) for each in spec.linears_out),
         mean,

@@ -16,11 +16,12 @@ from fd_core.types import Image, IntArray
 
 @dataclass(eq=False)
 class ImageEncoder:
-    """Encodes one tile after another; the layers of `tower` attend to a whole tile."""
+    """Encodes one tile after another; layers attend to a whole tile, or to a window of it."""
 
     ops: Ops
     spec: ImageSpec
-    tower: DecoderModel
+    towers: tuple[tuple[DecoderModel, bool], ...]
+    """The layers in parts, and whether those of a part attend within windows."""
     patch: Array
     linears: tuple[Array, ...]
     mean: npt.NDArray[np.float32]
@@ -39,6 +40,16 @@ class ImageEncoder:
         """Return rows and columns of patches in each tile."""
         size = self.spec.patch_size
         return image.shape[1] // size, image.shape[2] // size
+
+    def order(self, image: Image) -> tuple[IntArray, IntArray]:
+        """Return int32[n], the patches of a tile, row by row, in the order of its windows, and their sizes int32[w]."""
+        rows, columns = self.grid(image)
+        if not self.spec.window:
+            return np.arange(rows * columns, dtype=np.int32), np.array([rows * columns], np.int32)
+        across = -(-columns // self.spec.window)
+        row, column = np.indices((rows, columns)) // self.spec.window
+        window = (row * across + column).ravel()
+        return np.argsort(window, kind="stable").astype(np.int32), np.bincount(window).astype(np.int32)
 
     def positions(self, image: Image) -> IntArray:
         """Return int32[n], the rows of the table of positions for the patches of a tile.
@@ -62,22 +73,23 @@ class ImageEncoder:
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)[tile]
         values = (pixels[: rows * size, : columns * size].astype(np.float32) / np.float32(255) - self.mean) / self.std
         values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
-        x = self.ops.linear(self.ops.states_from_host(np.ascontiguousarray(values)), self.patch)
-        table = self.tower.decoder.positions
+        order, _ = self.order(image)
+        x = self.ops.linear(self.ops.states_from_host(values[order]), self.patch)
+        table = self.towers[0][0].decoder.positions
         if table is not None:
             return self.ops.add_positions(x, table, self.ops.from_host(self.positions(image)))
         if self._turned != (rows, columns):
             self._turned = rows, columns
-            places = np.indices((rows, columns)).reshape(2, -1)
-            self.tower.turn(places, 0)
+            self.towers[0][0].turn(np.indices((rows, columns)).reshape(2, -1)[:, order], 0)
         return x
 
     def tokens(self, states: Array, image: Image) -> Array:
         """Return the states [tokens, H of the decoder] of a tile from those of its patches, after the last norm."""
         (rows, columns), side = self.grid(image), self.spec.merge
         if side > 1:
-            order = np.arange(rows * columns, dtype=np.int32).reshape(rows // side, side, columns // side, side)
-            states = self.ops.gather_rows(states, self.ops.from_host(order.transpose(0, 2, 1, 3).ravel()))
+            places = np.argsort(self.order(image)[0]).astype(np.int32)
+            places = places.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).ravel()
+            states = self.ops.gather_rows(states, self.ops.from_host(places))
             states = states.reshape(rows * columns // side**2, -1)
         for index, linear in enumerate(self.linears):
             states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)

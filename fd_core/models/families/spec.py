@@ -604,6 +604,9 @@ class ImageSpec(_Parts):
     """Between these linears."""
     side: int = 0
     """Rows, and columns, of the grid of patches that the tower's table of positions describes."""
+    window: int = 0
+    """Side, in patches, of the squares within which the layers in `windowed` attend."""
+    windowed: tuple[int, ...] = ()
 
     @property
     def patch_size(self) -> int:

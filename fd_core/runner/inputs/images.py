@@ -57,10 +57,9 @@ class SlotImages:
         self._ops = ops
         self._model = model
         self._encoder = encoder = model.images
-        blocks = -(-encoder.spec.most_patches // _BLOCK)
-        self._cache = ops.allocate_kv(cache_shape(encoder.tower, _BLOCK, "auto"), blocks)
-        self._tables = np.arange(blocks, dtype=np.int32).reshape(1, 1, -1)
-        self._states = ops.compile_states(encoder.tower.states)
+        blocks = 2 * -(-encoder.spec.most_patches // _BLOCK)  # windows may fill their last block in part
+        self._cache = ops.allocate_kv(cache_shape(encoder.towers[0][0], _BLOCK, "auto"), blocks)
+        self._towers = [(ops.compile_states(tower.states), windowed) for tower, windowed in encoder.towers]
         self._places: dict[int, IntArray] = {}
         """By slot, the coordinates of the tokens of its prompt, if rope has several."""
         self._pending: dict[int, list[Image]] = {}
@@ -132,15 +131,21 @@ class SlotImages:
 
     def encode(self, image: Image) -> Array:
         """Return the states [tokens, H] of an image."""
-        encoder, ops, parts = self._encoder, self._ops, []
-        rows, columns = encoder.grid(image)
-        count = np.array([rows * columns], np.int32)
-        spans = Spans(np.zeros(1, np.int32), np.zeros(1, np.int32), count, np.empty(0, np.int32))
-        step = build_inputs(spans, np.zeros((1, count[0]), np.int32), self._tables, _BLOCK, ops)
-        for tile in range(image.shape[0]):
-            states = self._states(replace(step, states=encoder.patches(image, tile)), self._cache)
-            parts.append(encoder.tokens(states, image))
-        return parts[0]
+        _, windows = self._encoder.order(image)
+        whole = self._rows(windows.sum(keepdims=True, dtype=np.int32))
+        divided = self._rows(windows) if len(windows) > 1 else whole
+        states = self._encoder.patches(image, 0)
+        for tower, windowed in self._towers:
+            states = tower(replace(divided if windowed else whole, states=states), self._cache)
+        return self._encoder.tokens(states, image)
+
+    def _rows(self, counts: IntArray) -> StepInput:
+        """Return a step of rows with so many patches, each of which attends to its row."""
+        rows, ends = np.arange(len(counts), dtype=np.int32), np.cumsum(-(-counts // _BLOCK), dtype=np.int32)
+        tables = (ends - -(-counts // _BLOCK))[:, None] + np.arange(-(-counts.max() // _BLOCK), dtype=np.int32)
+        spans = Spans(rows, np.zeros_like(rows), counts, np.empty(0, np.int32))
+        step = build_inputs(spans, np.zeros((len(rows), counts.max()), np.int32), tables[None], _BLOCK, self._ops)
+        return replace(step, positions=self._ops.from_host(np.arange(counts.sum(), dtype=np.int32)))
 
     def _encoded(self, image: Image) -> Array:
         states = self._kept.get(image.digest)

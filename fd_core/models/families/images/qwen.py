@@ -1,4 +1,4 @@
-"""Qwen2-VL: images in their own size, and rope by time, row and column."""
+"""Qwen2-VL and Qwen2.5-VL: images in their own size, and rope by time, row and column."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _NAMES: Final = {
     "input_layernorm": "norm1",
     "post_attention_layernorm": "norm2",
     "self_attn.o_proj": "attn.proj",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
 }
+_PLAIN_MLP: Final = {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
 _MOST_RATIO: Final = 200
 """Largest ratio of the sides of an image."""
 
@@ -106,13 +105,20 @@ class Qwen2Vl(Family):
         if part is None:
             raise ModelError(f"{config.origin}: vision_config is missing")
         part = part.filled({"mlp_ratio": 4, "hidden_act": "quick_gelu", "temporal_patch_size": 2}, {})
-        hidden, heads, size = part.count("embed_dim"), part.count("num_heads"), part.count("patch_size")
+        hidden = part.count("embed_dim")
+        return self.encoder(config, part, hidden, int(hidden * part.number("mlp_ratio")), layer_norm=True)
+
+    def encoder(
+        self, config: ModelConfig, part: ModelConfig, hidden: int, inner: int, *, layer_norm: bool
+    ) -> ImageSpec:
+        """Describe an encoder of these widths: with layer norms and plain blocks, or RMS norms and gated ones."""
+        heads, size = part.count("num_heads"), part.count("patch_size")
         merge, pairs = part.count("spatial_merge_size", 2), hidden // heads // 2
         values = {
             "hidden_size": hidden,
             "num_attention_heads": heads,
             "num_hidden_layers": part.count("depth"),
-            "intermediate_size": int(hidden * part.number("mlp_ratio")),
+            "intermediate_size": inner,
             "hidden_act": part.text("hidden_act", ""),
         }
         if hidden % (4 * heads):
@@ -122,14 +128,14 @@ class Qwen2Vl(Family):
         traits = Traits(
             rope=lambda layer: rope,
             causal=False,
-            layer_norm=True,
-            norm_bias=True,
+            layer_norm=layer_norm,
+            norm_bias=layer_norm,
             eps=1e-6,
             qkv_bias=True,
             output_bias=True,
             mlp_bias=True,
-            gated=False,
-            names=_NAMES,
+            gated=not layer_norm,
+            names={**_NAMES, **(_PLAIN_MLP if layer_norm else {})},
             fused={"qkv": "attn.qkv"},
         )
         wide = hidden * merge**2
@@ -150,6 +156,58 @@ class Qwen2Vl(Family):
     def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
         """Return the processor that keeps the shape of an image."""
         return QwenProcessor(config, settings, self.images(config))
+
+
+class Qwen25Vl(Qwen2Vl):
+    """`Qwen2_5_VLForConditionalGeneration`: most layers of the encoder attend within windows."""
+
+    architectures = ("Qwen2_5_VLForConditionalGeneration",)
+    model_type = "qwen2_5_vl"
+    cases: ClassVar = {
+        "plain": {
+            **Qwen2Vl.cases["plain"],
+            "vision_config": {
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "out_hidden_size": 64,
+                "depth": 5,
+                "num_heads": 4,
+                "patch_size": 6,
+                "spatial_merge_size": 2,
+                "window_size": 24,
+                "fullatt_block_indexes": [2, 4],
+            },
+        },
+        "window": {
+            **Qwen2Vl.cases["window"],
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "out_hidden_size": 64,
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": 6,
+                "spatial_merge_size": 2,
+                "window_size": 30,
+                "fullatt_block_indexes": [0],
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+        },
+    }
+
+    def images(self, config: ModelConfig) -> ImageSpec:
+        """Describe the encoder."""
+        part = config.part("vision_config")
+        if part is None:
+            raise ModelError(f"{config.origin}: vision_config is missing")
+        part = part.filled({"hidden_act": "silu", "temporal_patch_size": 2, "window_size": 112}, {})
+        spec = self.encoder(config, part, part.count("hidden_size"), part.count("intermediate_size"), layer_norm=False)
+        whole = part.indices("fullatt_block_indexes") if "fullatt_block_indexes" in part.values else (7, 15, 23, 31)
+        window = part.count("window_size") // (spec.merge * spec.patch_size) * spec.merge
+        if not window:
+            raise ModelError(f"{config.origin}: vision_config.window_size is smaller than a token")
+        windowed = tuple(layer for layer in range(part.count("depth")) if layer not in whole)
+        return replace(spec, window=window, windowed=windowed)
 
 
 class QwenProcessor(ImageProcessor):
