@@ -118,7 +118,7 @@ class Followed:
     weights: int = 0
     """Number of changes of the weights."""
     marks: list[int] = field(default_factory=list)
-    """For each position, a hash of the inputs of its KV: weights, salt, adapter and all tokens up to there."""
+    """For each position, a hash of the inputs of its KV: weights, salt, adapter, all tokens and images up to there."""
     occupancy: Occupancy | None = None
     loading: operations.Load | operations.Fetch | None = None
     abort_requested: bool = False
@@ -193,8 +193,10 @@ class Followed:
         """Return the expected content of the KV at a position."""
         while len(self.marks) <= position:
             owner = self.weights, self.spec.cache_salt, self.spec.adapter
-            before = self.marks[-1] if self.marks else hash(owner)
-            self.marks.append(hash((before, self.tokens[len(self.marks)])))
+            before, here = self.marks[-1] if self.marks else hash(owner), len(self.marks)
+            image = next((each for each in self.spec.images if each.start <= here < each.end), None)
+            content: object = self.tokens[here] if image is None else (image.digest, here - image.start)
+            self.marks.append(hash((before, content)))
         return self.marks[position]
 
 
@@ -403,6 +405,7 @@ class Auditor:
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
         require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
+        self._check_images(plan)
         self.counts.update(steps=1, budget_used=total, budget_limit=budget)
         require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
@@ -435,6 +438,21 @@ class Auditor:
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
+
+    def _check_images(self, plan: StepPlan) -> None:
+        """Require that the images that begin in chunks of a step are within the budget of the encoder."""
+        found = {occupancy.slot: occupancy.request.spec for occupancy in self.live}
+        found |= {each.slot: self.requests[each.request_id].spec for each in plan.admissions}
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)
+        tokens = sum(
+            image.num_tokens
+            for slot, start, count in rows
+            if count > 1 and slot in found
+            for image in found[slot].images
+            if start <= image.start < start + count
+        )
+        most = self.limits.max_image_tokens
+        require(tokens <= most, "2", f"step {plan.step} encodes {tokens} tokens of images, over the budget {most}")
 
     def _check_preemptions(self, plan: StepPlan) -> None:
         """Check that a request is preempted only if running requests need more blocks than are free."""
@@ -494,11 +512,15 @@ class Auditor:
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with wrong EOS ids")
         require(admission.adapter == request.spec.adapter, "4", f"{name} was admitted with a wrong adapter")
         require(admission.pooling == request.spec.pooling, "4", f"{name} was admitted with a wrong pooling")
+        given, own = ([(each.start, each.end, each.pixels) for each in of.images] for of in (admission, request.spec))
+        require(given == own, "1.4", f"{name} was admitted with wrong images")
         compiled = request.spec.params.grammar is None or request.compiled
         require(compiled, "2.6", f"{name} was admitted before its grammar was compiled")
         request.overtaken = 0
         computed = admission.computed
         require(0 <= computed < len(told), "3.5", f"{name} was admitted with {computed} of {len(told)} tokens computed")
+        divided = any(each.start < computed < each.end for each in request.spec.images)
+        require(not divided, "3.5", f"{name} begins with {computed} positions, which divide an image")
         if request.needs_every_position:
             begins = f"{name} begins with {computed} positions, of which it computed {request.seen}"
             require(computed <= request.seen, "4", f"{begins}, but needs every position of its prompt")

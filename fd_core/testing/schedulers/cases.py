@@ -21,7 +21,7 @@ from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
 from fd_core.testing.schedulers.twins import reusing_ids, twins
-from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
+from fd_core.types import Image, Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
 GROUPS: Final[Mapping[str, LayerGroups]] = {
     "one": ONE_GROUP,
@@ -94,6 +94,7 @@ AXES: Final = (
     Axis("requests", (6, 1, 2, 20)),
     Axis("prompt", ("mixed", "one", "full", "below", "above", "longest"), ("RequestSpec.prompt",)),
     Axis("shared", ("none", "prefix", "same")),
+    Axis("images", ("none", "one", "several", "same"), ("RequestSpec.images", "Limits.max_image_tokens")),
     Axis("output", (40, 1, 2, 5, 2**31 - 1), ("SamplingParams.max_tokens",)),
     Axis("min_tokens", (0, 1, 6), ("SamplingParams.min_tokens",)),
     Axis("delivered", (0, 1, 7), ("RequestSpec.delivered",)),
@@ -191,6 +192,10 @@ KEPT: Final[Mapping[str, OffloadSelection | None]] = {
     "finished": OffloadSelection(False, True, True),
     "all": OffloadSelection(True, True, True),
 }
+PLACEHOLDER: Final = 255
+"""Token of images."""
+IMAGE_TOKENS: Final = 5
+"""Most tokens of an image; twice as many may be encoded in a step."""
 _DIGITS: Final = "0123456789abcdef" * 4
 _CROSSED: Final = (("", ""), ("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("/abc", ""), ("c", "ab"))
 """Salts and adapters of which several are the same text when joined."""
@@ -300,12 +305,28 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
         prefill_at=PEER if case["pairs"] == "elsewhere" and index % 4 else "",
         traceparent=f"00-{index:032x}-{index + 1:016x}-01" if case["pairs"] == "elsewhere" else "",
     )
+    if case["images"] != "none" and not (job or pooling or spec.params.prompt_logprobs is not None):
+        images = _images(str(case["images"]), index, length)
+        for image in images:
+            prompt[image.start : image.end] = [PLACEHOLDER] * image.num_tokens
+        spec = msgspec.structs.replace(spec, images=images, prompt=tuple(prompt))
     if job:
         held = min(index // 3 % 2, length // block_size)
         tokens = np.array(prompt, "<i4").tobytes()
         given = PrefillJob(tokens, held, salt, spec.priority, spec.tenant, "", lease=f"{index:032x}", adapter=adapter)
         return msgspec.structs.replace(spec, prefill_job=given)
     return spec
+
+
+def _images(kind: str, index: int, length: int) -> tuple[Image, ...]:
+    """Return images within a prompt: one, or several without a gap."""
+    count = min(IMAGE_TOKENS, length - 2)
+    starts = range(1, length - count, count) if count > 0 else ()
+    images = [
+        Image(start, count, bytes((0 if kind == "same" else index % 3, start % 256)) * 8, (1, 1, 1), b"rgb")
+        for start in starts
+    ]
+    return tuple(images[: 3 if kind == "several" else 1])
 
 
 def _owner(kind: str, index: int) -> tuple[str, str]:
@@ -375,6 +396,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         known=tuple(specs),
         setup={name: case[name] for name in ("epoch", "first_step")} | {"kv_events": bool(case["events"])},
         max_num_seqs=int_of(case, "slots"),
+        max_image_tokens=0 if case["images"] == "none" else 2 * IMAGE_TOKENS,
         max_num_batched_tokens=max(1 + k, int_of(case, "budget")),
         max_model_len=int_of(case, "context"),
         block_size=size,

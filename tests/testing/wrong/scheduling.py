@@ -15,6 +15,7 @@ from fd_core.errors import ConfigError
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.waiting import admission_planner
 from fd_core.types import FinishReason
 
 WRONG: dict[str, WrongScheduler] = {}
@@ -777,3 +778,41 @@ class ChangesTheParameters(Plans):
                 for each in plan.admissions
             ),
         )
+
+
+@breaks("3.5", "schedule:images=one,caching=true,shared=same,requests=20,prompt=above,block_size=16")
+class NamesPrefixesWithoutTheirImages(Changed):
+    """Prompts with the same words and other images share blocks."""
+
+    def change(self):
+        def extend(prefixes, right, request):
+            images, request.images = request.images, ()
+            right(request)
+            request.images = images
+
+        instead(self._prefixes, "extend", extend)
+
+
+@breaks("3.5", "schedule:images=several,caching=true,shared=same,requests=20,prompt=above,block_size=4,context=129")
+class DividesAnImageByAHit(Changed):
+    """The last tokens of an image are computed after a hit on its first ones."""
+
+    def change(self):
+        admit = self._admission_planner.admit
+
+        def without(builder, step):
+            whole, admission_planner.whole_blocks = admission_planner.whole_blocks, lambda images, blocks, size: blocks
+            try:
+                admit(builder, step)
+            finally:
+                admission_planner.whole_blocks = whole
+
+        self._admission_planner.admit = without
+
+
+@breaks("2", "schedule:images=several,prompt=above,block_size=64,context=129,budget=4097")
+class EncodesAllImagesAtOnce(Changed):
+    """The encoder's work of a step has no limit."""
+
+    def change(self):
+        self._planner._limits = msgspec.structs.replace(self._planner._limits, max_image_tokens=10**6)
