@@ -219,6 +219,12 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
             raise ConfigError(message, field="--max-body-memory", hint="increase it or lower --max-body-size")
 
 
+class MediaLimits(CheckedStruct, frozen=True, kw_only=True):
+    """Most inputs of each kind in one request."""
+
+    image: Annotated[int, Range(0, 1024)] = 16
+
+
 class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Listener and access control of the OpenAI-compatible server."""
 
@@ -235,6 +241,9 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, Range(0)] = 1024
     max_n: Annotated[int, Range(1, 128)] = 128
     max_logprobs: Annotated[int, Range(0, 20)] = 20
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
+    limit_mm_per_prompt: MediaLimits = MediaLimits()
     batch_api: bool = True
     batch_store: str | None = None
     batch_store_limit: Annotated[int, ByteSize()] = 2**30

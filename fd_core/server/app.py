@@ -20,11 +20,13 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
+from fd_core.models.images.contract import ImageProcessor
 from fd_core.server.api import admin, completions, control, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
+from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.messages import routes as messages
 from fd_core.server.ollama import routes as ollama
 from fd_core.server.responses import routes as responses
@@ -44,8 +46,12 @@ def create_app(
     parsers: Parsers | None = None,
     spans: RequestSpans | None = None,
     connections: ConnectionStats | None = None,
+    images: ImageProcessor | None = None,
 ) -> FastAPI:
-    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`."""
+    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
+
+    `images` is the model's processor of images, if it takes images.
+    """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
@@ -61,7 +67,7 @@ def create_app(
     )
     info = client.info
     longest = info.max_model_len * tokenizer.longest_token
-    reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_chars=longest)
+    reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_chars=longest, images=images)
     grammars = GrammarChecker(tokenizer, info)
     batches = None
     if config.batch_api:
@@ -91,6 +97,7 @@ def create_app(
         supervisor=supervisor,
         access=access,
         spans=spans,
+        images=None if images is None else ImageReader(images, reader.image_thread, config, bodies),
     )
     app.state.fd = state
     families = [

@@ -34,6 +34,7 @@ from fd_core.http.connections.connections import (
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, cancelled
+from fd_core.models.images.contract import ImageProcessor
 from fd_core.server.app import create_app
 from fd_core.server.state import ServerState
 from fd_core.server.stream.generation import prefill_span
@@ -66,6 +67,7 @@ async def serve_http(
     ticket_key: bytes | None = None,
     parsers: Parsers | None = None,
     spans: RequestSpans | None = None,
+    images: ImageProcessor | None = None,
     sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -79,7 +81,7 @@ async def serve_http(
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
     connections = Connections(config, connection_limit(config))
-    app = create_app(config, client, tokenizer, template, ticket_key, parsers, spans, connections.stats)
+    app = create_app(config, client, tokenizer, template, ticket_key, parsers, spans, connections.stats, images)
     state: ServerState = app.state.fd
     listening.warn_if_open(config.host, keys=state.access.has_keys)
     if spans is not None:

@@ -41,6 +41,7 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.server.batches.service import BatchService
 from fd_core.server.live_page.history import Durations, History
+from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.preprocess.body import UnknownFieldLog
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
@@ -252,6 +253,8 @@ class ServerState:
     access: AccessControl = field(default_factory=AccessControl)
     spans: RequestSpans | None = None
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
+    images: ImageReader | None = None
+    """Reads images; None for a model that takes none."""
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
     """Model or adapter served under each name, the main one first."""
     _named_for: EngineInfo | None = field(init=False, default=None)

@@ -33,8 +33,11 @@ _MAX_SOURCE_CHARS = 1 << 18
 _MAX_ERROR_CHARS = 500
 _MAX_PATTERN_CHARS = 200
 _TRIAL = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."})
+_TRIAL_PARTS: Final = [{"type": "image"}, {"type": "text", "text": _TRIAL[0]["content"]}]
 _END = "\U000f4a7bend of the final message\U000f4a7b"
 """Marks the end of a message to be continued; private-use characters, which no text should contain."""
+_IMAGE: Final = "\U000f4a7bimage\U000f4a7b"
+"""Place of an image in the text of a message, until the template is known to take parts or texts."""
 _MAX_CONTAINERS: Final = 32_768
 """Limit of compiled objects, because creating each blocks the process."""
 _MAX_DIGITS: Final = 100
@@ -91,10 +94,12 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        image_text: str = "",
     ) -> str:
         """Return the prompt for a conversation.
 
-        `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
+        `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on. With
+        `image_text`, which takes the place of an image where a template only takes texts, parts may be of type image.
         `template_kwargs` are variables that the template defines, such as `enable_thinking`. With
         `continue_final_message` the prompt ends with the content of the last message. `documents` are for templates
         that support them; a template without support for tools gets these as text, see `with_tools`.
@@ -111,7 +116,7 @@ class ChatTemplate:
                 f"{', '.join(sorted(chosen.named))}",
                 field="chat_template",
             )
-        turns = flatten_messages(messages)
+        turns = flatten_messages(messages, images=bool(image_text))
         if documents and "documents" not in chosen.source:
             raise BadRequest("the chat template does not support documents", field="documents")
         ours = {
@@ -134,13 +139,13 @@ class ChatTemplate:
             readings = _readings_of_calls(turns)
         for reading in readings:
             try:
-                return chosen._render(reading, own | ours, continue_final_message)
+                return chosen._render(reading, own | ours, continue_final_message, image_text)
             except (BadRequest, ModelError) as error:
                 failures.append(error)
         raise failures[0]
 
-    def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any], goes_on: bool) -> str:
-        compiled = self._compiled
+    def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any], goes_on: bool, image_text: str) -> str:
+        _ = self._compiled  # errors of the template are not those of the messages
         try:
             tools = variables["tools"]
             if not self.supports_tools and (
@@ -149,8 +154,9 @@ class ChatTemplate:
                 turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
             if goes_on:
                 turns[-1]["content"] += _END
-            with metered() as budget:
-                text = budget.join(compiled.generate({**variables, "messages": turns}))
+            if image_text or self._needs_parts:
+                turns = [self._with_parts(turn, image_text) for turn in turns]
+            text = self._generated({**variables, "messages": turns})
             return _up_to_end(text) if goes_on else text
         except _Refused as error:
             raise BadRequest(f"the chat template rejected the messages: {error}", field="messages") from error
@@ -184,6 +190,38 @@ class ChatTemplate:
         """Return True if the template supports tools. Raises `ModelError` if it does not compile."""
         _ = self._compiled
         return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
+
+    def _generated(self, variables: Mapping[str, Any]) -> str:
+        with metered() as budget:
+            return budget.join(self._compiled.generate(variables))
+
+    def _with_parts(self, turn: dict[str, Any], image_text: str) -> dict[str, Any]:
+        """Return a turn whose content is as the template takes it: a text, or parts."""
+        content = turn["content"]
+        if self._needs_parts or (_IMAGE in content and self._takes_parts):
+            return {**turn, "content": _parts(content)}
+        if _IMAGE not in content:
+            return turn
+        return {**turn, "content": "\n".join(part.get("text", image_text) for part in _parts(content))}
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """True if the template writes the texts of parts, but not a content that is a text."""
+        return not self._writes(_TRIAL[0]["content"]) and self._writes(_TRIAL_PARTS)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return self._writes(_TRIAL_PARTS)
+
+    def _writes(self, content: object) -> bool:
+        """Return True if the template writes the text of a content, and no objects."""
+        turns = [{"role": "user", "content": content}]
+        given = {"bos_token": "", "eos_token": "", "raise_exception": _refuse, "strftime_now": self._strftime_now}
+        try:
+            text = self._generated({**given, "messages": turns, "tools": None, "add_generation_prompt": True})
+        except (_Refused, SecurityError, TemplateLimitError, RecursionError, MemoryError, *_MISUSE):
+            return False
+        return _TRIAL[0]["content"] in text and "'type'" not in text and '"type"' not in text
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -227,11 +265,11 @@ def _up_to_end(text: str) -> str:
     return prompt
 
 
-def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def flatten_messages(messages: Sequence[Message], *, images: bool = False) -> list[dict[str, Any]]:
     """Return the messages as templates expect them: `content` is text, arguments of tool calls are parsed JSON.
 
     Text parts are joined by a newline; a missing or null content becomes the empty string; arguments that are no JSON
-    stay text. Raises `BadRequest` naming the field for anything else.
+    stay text. Raises `BadRequest` naming the field for anything else, and for images unless they are allowed.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadRequest("messages must be a list with at least one message", field="messages")
@@ -244,7 +282,7 @@ def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
         if not isinstance(role, str) or not role:
             raise BadRequest(f"{field}.role must be a string such as 'user'", field=f"{field}.role")
-        text = content if isinstance(content, str) else _text(content, f"{field}.content")
+        text = content if isinstance(content, str) else _text(content, f"{field}.content", images)
         turn = {**message, "content": text}
         turn.pop("tool_calls", None)
         if calls:
@@ -261,18 +299,28 @@ def _containers(calls: Any) -> int:
     return sum(text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
-def _text(content: Any, field: str) -> str:
+def _text(content: Any, field: str, images: bool) -> str:
     if content is None:
         return ""
     if not isinstance(content, list | tuple):
         raise BadRequest(f"{field} must be text or a list of parts", field=field)
-    return "\n".join(_part(part, f"{field}[{index}]") for index, part in enumerate(content))
+    text = "\n".join(_part(part, f"{field}[{index}]", images) for index, part in enumerate(content))
+    return text.replace(f"\n{_IMAGE}", _IMAGE).replace(f"{_IMAGE}\n", _IMAGE) if images else text
 
 
-def _part(part: Any, field: str) -> str:
+def _parts(content: str) -> list[dict[str, str]]:
+    """Return the parts of a flattened content, none of them an empty text."""
+    first, *others = ({"type": "text", "text": text} for text in content.split(_IMAGE))
+    parts = [first, *(part for other in others for part in ({"type": "image"}, other))]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _part(part: Any, field: str, images: bool) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image" and images:
+        return _IMAGE
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if kind not in _TEXT_PARTS:

@@ -19,11 +19,13 @@ import msgspec
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.packaged import ProgressSink
+from fd_core.models.images.contract import ImageProcessor, ProcessedImage
 from fd_core.models.opening import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
 from fd_core.text.template_budget import brief_renderings
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from fd_core.types import Image
 from fd_core.types.checks import check_ids
 
 _INLINE_CHARS: Final = 8192
@@ -56,6 +58,7 @@ class PromptText(NamedTuple):
 
     ids: tuple[int, ...]
     text: str | None
+    images: tuple[Image, ...] = ()
 
 
 class PromptReader:
@@ -68,8 +71,11 @@ class PromptReader:
         *,
         vocab_size: int = _MAX_TOKEN_ID + 1,
         max_chars: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Ids of prompts must be below `vocab_size`, and texts at most `max_chars` long."""
+        self.images = images
+        """Processor of images; None for a model that takes none."""
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
@@ -77,6 +83,7 @@ class PromptReader:
         self.thread = FairThread("fdcore-text")
         self.long_thread = FairThread("fdcore-long-text")
         """For texts of more than `LONG_CHARS`, so that reading them does not delay others."""
+        self.image_thread = FairThread("fdcore-images")
         self._given_templates: dict[str, ChatTemplate] = {}
         """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
@@ -134,7 +141,7 @@ class PromptReader:
 
     def close(self) -> None:
         """End the threads."""
-        for thread in (self.thread, self.long_thread):
+        for thread in (self.thread, self.long_thread, self.image_thread):
             thread.close()
 
     def text(
@@ -185,9 +192,10 @@ class PromptReader:
         template: str | None = None,
         add_special: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[int, ...]:
-        """Return the ids of a conversation, rendered by the model's template, or by `template`, a source or the name of
-        one of the model's templates.
+        images: Sequence[ProcessedImage] = (),
+    ) -> PromptText:
+        """Return the prompt of a conversation, rendered by the model's template, or by `template`, a source or the
+        name of one of the model's templates. Parts of type `image` are the places of `images`.
 
         Control tokens come from the template; `add_special` adds the model's special tokens as well.
         `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` if the
@@ -214,13 +222,18 @@ class PromptReader:
             )
         try:
             given = turns, tools, add_generation_prompt, template_kwargs
-            text = rendering.render(*given, continue_final_message=continue_final_message, documents=documents)
+            text = rendering.render(
+                *given,
+                continue_final_message=continue_final_message,
+                documents=documents,
+                image_text=self.images.placeholder if images and self.images is not None else "",
+            )
         except ModelError as error:  # the model's template was compiled at startup: these messages exceed its limits
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
-        ids = self._encode(text, add_special, "messages")
-        if not ids:
-            raise _empty("messages")
-        return tuple(ids)
+        if not images or self.images is None:
+            return PromptText(_not_empty("messages", self._encode(text, add_special, "messages")), None)
+        ids = self._encode(self.images.expand(text, images), add_special, "messages")
+        return PromptText(tuple(ids), None, self.images.place(ids, images))
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Return ids that a client sent in `field`; raises `BadRequest` if there are none or one is unknown."""

@@ -79,7 +79,7 @@ def test_same_template_is_selected_as_in_transformers(
         with pytest.raises(BadRequest, match="cannot render"):
             reader.chat(TURNS, tools=tools, template=template)
     else:
-        ids = reader.chat(TURNS, tools=tools, template=template)
+        ids = reader.chat(TURNS, tools=tools, template=template).ids
         assert reader._tokenizer.decode(ids) == expected
     finally:
         reader.close()
@@ -88,7 +88,7 @@ def test_same_template_is_selected_as_in_transformers(
 def test_templates_without_default_still_serve_tools(tmp_path: Path) -> None:
     write(tmp_path, {"chat_template": listed("tool_use")})
     reader = reader_of(tmp_path)
-    assert reader._tokenizer.decode(reader.chat(TURNS, tools=TOOLS)) == "tool_use: hi 1"
+    assert reader._tokenizer.decode(reader.chat(TURNS, tools=TOOLS).ids) == "tool_use: hi 1"
     assert reader.own_template("rag") is None
     assert reader.template_source is None
     reader.close()

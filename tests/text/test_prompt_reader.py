@@ -61,20 +61,20 @@ def test_ids_outside_the_vocabulary_are_named(reader: PromptReader, wrong: int) 
 
 def test_developer_role_is_rendered_as_system(reader: PromptReader) -> None:
     turns = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    assert BYTES.decode(reader.chat(turns)) == "system: be\nuser: hi\nassistant: "
-    assert BYTES.decode(reader.chat(turns, add_generation_prompt=False)) == "system: be\nuser: hi\n"
+    assert BYTES.decode(reader.chat(turns).ids) == "system: be\nuser: hi\nassistant: "
+    assert BYTES.decode(reader.chat(turns, add_generation_prompt=False).ids) == "system: be\nuser: hi\n"
 
 
 def test_template_sees_only_the_known_message_fields() -> None:
     shown = PromptReader(BYTES, ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}"))
     message = {"role": "user", "content": "x", "name": None, "refusal": "no", "tool_call_id": "t"}
-    assert BYTES.decode(shown.chat([message])) == '{"role": "user", "content": "x", "tool_call_id": "t"}'
+    assert BYTES.decode(shown.chat([message]).ids) == '{"role": "user", "content": "x", "tool_call_id": "t"}'
 
 
 def test_template_variables_are_taken_from_the_request(reader: PromptReader) -> None:
     own = PromptReader(BYTES, ChatTemplate("{{ thinking }}"))
     turns = [{"role": "user", "content": "x"}]
-    assert BYTES.decode(own.chat(turns, template_kwargs={"thinking": 7})) == "7"
+    assert BYTES.decode(own.chat(turns, template_kwargs={"thinking": 7}).ids) == "7"
     for name in ("messages", "tools", "add_generation_prompt", "self", "bos_token"):
         with pytest.raises(BadRequest, match=f"must not set {name}"):
             own.chat(turns, template_kwargs={name: 1})
@@ -111,7 +111,7 @@ def test_template_of_a_request_replaces_the_default(reader: PromptReader) -> Non
     turns = [{"role": "user", "content": "hi"}]
     for number in range(40):
         source = f"{number}: {{{{ messages[0].content }}}}"
-        assert BYTES.decode(reader.chat(turns, template=source)) == f"{number}: hi"
+        assert BYTES.decode(reader.chat(turns, template=source).ids) == f"{number}: hi"
     assert len(reader._given_templates) == 16
     with pytest.raises(BadRequest) as caught:
         reader.chat(turns, template="{% for %}")

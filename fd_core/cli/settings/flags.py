@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import msgspec
 import typer
 
 from fd_core.cli.settings.other_servers import report_variables
-from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
+from fd_core.config import EngineConfig, MediaLimits, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.generation import GenerationDefaults
 from fd_core.config.paths import read_bounded, user_path
@@ -121,6 +122,23 @@ def generation(value: Any) -> GenerationDefaults:
     if unknown := [name for name in table if name not in GenerationDefaults.__struct_fields__]:
         raise ValueError(f"{unknown[0]!r} is not a default sampling parameter; expected {names}")
     return GenerationDefaults.read(table)
+
+
+def hosts(value: Any) -> tuple[str, ...]:
+    """Return host names, or `*.NAME` for all below one, of a list or of a text with commas."""
+    names = tuple(each.strip() for each in (value.split(",") if isinstance(value, str) else value))
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"(\*\.)?[A-Za-z0-9.-]+", name):
+            raise ValueError(f"expected host names such as images.example.org or *.example.org, got {name!r}")
+    return names
+
+
+def media_limits(value: Any) -> MediaLimits:
+    """Parse the most inputs of a request: a JSON object, or a table of a settings file."""
+    try:
+        return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, MediaLimits)
+    except (ConfigError, msgspec.MsgspecError) as error:
+        raise ValueError(f'{error}; expected an object such as {{"image": 4}}') from None
 
 
 Command = Callable[..., None]
@@ -557,6 +575,20 @@ _API: Final = (
         "the chat template, or none.",
     ),
     Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
+    Flag(
+        "allowed_media_domains",
+        "Hosts from which images may be downloaded, such as images.example.org or *.example.org, separated by commas; "
+        "by default none. Addresses that are not public are never contacted.",
+        "HOSTS",
+        parser=hosts,
+    ),
+    Flag("allowed_local_media_path", "Folder of image files that requests may name by file URLs.", "FOLDER"),
+    Flag(
+        "limit_mm_per_prompt",
+        'Most images of a request, as in {"image": 4}.',
+        "JSON",
+        parser=media_limits,
+    ),
     Flag("max_n", "Most texts per request, over all its prompts and choices."),
     Flag("max_logprobs", "Most top log-probabilities per token that a request may request."),
     Flag("max_queued_requests", "Most requests that wait for a slot; further requests get 503."),

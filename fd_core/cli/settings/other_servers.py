@@ -56,7 +56,9 @@ FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"): (
         "there is one implementation; --no-structured-output disables it"
     ),
-    ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--language-model-only"): "multimodal models are not supported",
+    ("--mm-processor-kwargs",): "images are processed as the settings of the model have it",
+    ("--language-model-only",): """use --limit-mm-per-prompt '{"image": 0}'""",
+    ("--media-io-kwargs",): "the format of an image is detected, and its alpha channel is dropped",
     ("--chat-template-content-format",): "the format is detected from the chat template",
     ("--response-role",): "the role of an answer is always assistant",
     ("--enable-auto-tool-choice",): "it is not needed: with --tool-call-parser, tool_choice auto is always supported",

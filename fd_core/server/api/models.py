@@ -68,7 +68,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("specify either prompt or messages", "prompt")
     if body.messages is not None:
-        ids = list(await cancel_on_disconnect(request, chat_prompt(state, body)))
+        ids = list((await cancel_on_disconnect(request, chat_prompt(state, body))).ids)
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))

@@ -14,10 +14,19 @@ from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.messages import schemas
-from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.messages.schemas import CountRequest, ImageSource, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
+from fd_core.server.schemas.requests import (
+    ChatRequest,
+    ContentPart,
+    Message,
+    Tool,
+    ToolChoice,
+    function_tool,
+    image_part,
+    named_choice,
+)
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
@@ -66,10 +75,10 @@ async def count_tokens(request: Request) -> Response:
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
     try:
-        ids = await response_format.cancel_on_disconnect(request, jobs.chat_prompt(state, as_chat(state, body)))
+        prompt = await response_format.cancel_on_disconnect(request, jobs.chat_prompt(state, as_chat(state, body)))
     except (ApiError, BadRequest) as error:
         raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
-    return json_response(schemas.TokenCountAnswer(len(ids)), headers)
+    return json_response(schemas.TokenCountAnswer(len(prompt.ids)), headers)
 
 
 class _MessagesFormat(response_format.AnswerFormat):
@@ -223,10 +232,14 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     texts, thoughts, calls, answers = [], [], [], []
+    parts: list[ContentPart] = []
     for index, block in enumerate(turn.content):
         where = f"{place}.content[{index}]"
         if block.type == "text":
             texts.append(required(block.text, f"{where}.text"))
+            parts.append(ContentPart(type="text", text=texts[-1]))
+        elif block.type == "image" and turn.role == "user":
+            parts.append(_image(required(block.source, f"{where}.source"), f"{where}.source"))
         elif block.type == "tool_use" and turn.role == "assistant":
             given = {} if block.input is None else block.input
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -244,7 +257,15 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         thought = "\n".join(thoughts) or None
         text = "\n".join(texts)
         return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
-    return [*answers, *([Message(role=turn.role, content="\n".join(texts))] if texts or not answers else [])]
+    content = parts if len(parts) > len(texts) else "\n".join(texts)
+    return [*answers, *([Message(role=turn.role, content=content)] if parts or not answers else [])]
+
+
+def _image(source: ImageSource, place: str) -> ContentPart:
+    if source.type == "url":
+        return image_part(required(source.url, f"{place}.url"), f"{place}.url")
+    data = required(source.data, f"{place}.data")
+    return image_part(f"data:{source.media_type or ''};base64,{data}", f"{place}.data")
 
 
 def _text(content: str | list[TextBlock] | None, place: str) -> str:
@@ -277,7 +298,7 @@ def _choice(body: CountRequest) -> ToolChoice | None:
 
 def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
     return unsupported(
-        f"{where}.type is {block.type[:40]!r}, which is not supported here ({role}); supported: text, thinking, "
+        f"{where}.type is {block.type[:40]!r}, which is not supported here ({role}); supported: text, image, thinking, "
         "tool_use, tool_result",
         f"{where}.type",
     )

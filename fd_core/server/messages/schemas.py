@@ -22,11 +22,21 @@ class TextBlock(msgspec.Struct, kw_only=True):
     citations: list[Any] | None = None
 
 
+class ImageSource(msgspec.Struct, kw_only=True):
+    """Data or URL of an image."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class InputBlock(msgspec.Struct, kw_only=True):
     """A block of a message; which fields matter depends on its type."""
 
     type: str
     text: str | None = None
+    source: ImageSource | None = None
     thinking: str | None = None
     signature: str | None = None
     id: str | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -26,7 +26,7 @@ from fd_core.server.ollama.schemas import AnswerLine, ChatTurn, Options
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.pooling import EmbeddingRequest
-from fd_core.server.schemas.requests import ChatRequest, Message
+from fd_core.server.schemas.requests import ChatRequest, ContentPart, Message, image_part
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.state import ServedName, ServerState, state_of
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
@@ -103,7 +103,9 @@ def as_chat(state: jobs.PromptState, body: schemas.OllamaTextRequest) -> ChatReq
     if isinstance(body, schemas.OllamaChatRequest):
         chat = ChatRequest(messages=list(_messages(body.messages)), tools=body.tools)
     else:
-        prompt = [Message(role="user", content=body.prompt)] if body.prompt else []
+        prompt = []
+        if body.prompt or body.images:
+            prompt = [Message(role="user", content=_content(body.prompt, body.images, "images"))]
         if body.raw or reader.template_source is None:
             chat = ChatRequest(messages=prompt, disable_chat_template=True, add_special_tokens=True)
         else:
@@ -131,7 +133,7 @@ def _constraint(body: schemas.OllamaTextRequest) -> RequestedConstraint | None:
 def _messages(turns: Iterable[ChatTurn]) -> Iterable[Message]:
     """Yield the messages of a chat; a tool's message answers the first call that has no answer yet."""
     count, unanswered = 0, list[str]()
-    for turn in turns:
+    for index, turn in enumerate(turns):
         calls: list[dict[str, Any]] = []
         for call in turn.tool_calls or ():
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
@@ -142,11 +144,21 @@ def _messages(turns: Iterable[ChatTurn]) -> Iterable[Message]:
         answers = unanswered.pop(0) if turn.role == "tool" and unanswered else None
         yield Message(
             role=turn.role,
-            content=turn.content or "",
+            content=_content(turn.content or "", turn.images, f"messages[{index}].images"),
             reasoning_content=turn.thinking,
             tool_calls=calls or None,
             tool_call_id=answers,
         )
+
+
+def _content(text: str, images: Sequence[str] | None, field: str) -> str | list[ContentPart]:
+    """Return a text, or the parts of the images of a turn and of its text."""
+    if not images:
+        return text
+    parts: list[ContentPart] = [
+        image_part(f"data:;base64,{data}", f"{field}[{index}]") for index, data in enumerate(images)
+    ]
+    return [*parts, ContentPart(type="text", text=text)]
 
 
 def _loaded(served: ServedName, message: ChatTurn | None) -> Response:
@@ -289,6 +301,7 @@ async def show(request: Request) -> Response:
         "embedding": not info.generates,
         "tools": state.parsers.tools is not None,
         "thinking": state.parsers.reasoning is not None,
+        "vision": state.images is not None,
     }
     answer = schemas.ShowAnswer(
         details=_details(state),

@@ -7,20 +7,21 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.schemas.requests import CHAT, Effort, Prompt, Seed, Stop, Tools
+from fd_core.server.schemas.requests import CHAT, MAX_IMAGES, Effort, Prompt, Seed, Stop, Tools
 from fd_core.server.schemas.unsupported import Refusal
 from fd_core.types import MinP, Penalty, RepetitionPenalty, Temperature, TopP
 
 LATEST: Final = ":latest"
 """Tag that may follow the name of a model."""
-_IMAGES: Final = Refusal("image input is not supported", ([],))
 REFUSED: Final = {
-    "images": _IMAGES,
-    "messages[].images": _IMAGES,
     "suffix": Refusal("text is only generated at the end", ("",)),
     "template": Refusal("the template of the model is used; see --chat-template", ("",)),
     "context": Refusal("it is a token list of Ollama's models; use /api/chat", ([],)),
 }
+
+
+Images = Annotated[list[str], Meta(max_length=MAX_IMAGES)]
+"""Image files in base64."""
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -61,6 +62,7 @@ class ChatTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
+    images: Images | None = None
     thinking: str | None = None
     tool_calls: list[TurnCall] | None = None
     tool_name: str | None = None
@@ -94,6 +96,7 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
     prompt: str = ""
     """Without text, the answer is that the model is loaded."""
+    images: Images | None = None
     system: str | None = None
     raw: bool | None = None
     """True continues the prompt as it is, without the chat template."""

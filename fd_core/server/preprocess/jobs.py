@@ -21,6 +21,8 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsupported
 from fd_core.http.spans import TRACE_HEADERS
+from fd_core.models.images.contract import ProcessedImage
+from fd_core.server.preprocess.media.reader import ImageReader, RequestedImage
 from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, requested_constraint
 from fd_core.server.schemas import requests
@@ -31,7 +33,7 @@ from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import AnswerReading, Parsers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
-from fd_core.types import Reasoning, SamplingParams
+from fd_core.types import Image, Reasoning, SamplingParams
 from fd_core.types.checks import check_ids, check_structure
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
@@ -208,6 +210,7 @@ class PromptState(Protocol):
 
     prompt_reader: PromptReader
     parsers: Parsers
+    images: ImageReader | None
 
     @property
     def context(self) -> int | None:
@@ -239,8 +242,8 @@ async def chat_prompt(
     state: PromptState,
     body: requests.ChatRequest | requests.TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
-) -> tuple[int, ...]:
-    """Return the token ids of a request's prompt. Raises `ApiError` (400), and `BadRequest` of the template."""
+) -> PromptText:
+    """Return a request's prompt. Raises `ApiError` (400), and `BadRequest` of the template and of images."""
     reader = state.prompt_reader
     if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
         if body.prompt_token_ids:
@@ -253,14 +256,20 @@ async def chat_prompt(
                     "messages",
                 )
             ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
-        return _shortened(state, body, PromptText(ids, None)).ids
+        return _shortened(state, body, PromptText(ids, None))
     if body.messages is None:
         raise invalid("messages is required", "messages", "missing_required_parameter")
     turns: list[dict[str, Any]] = []
+    images: list[RequestedImage] = []
     for index, message in enumerate(body.messages):
         if message.role != "user" or message.content is None or message.tool_calls or message.function_call:
             _check(f"messages[{index}]", message)
         turn = msgspec.to_builtins(message)
+        if isinstance(message.content, list) and (found := _images(message.content, f"messages[{index}].content")):
+            images += found.values()
+            turn["content"] = [
+                {"type": "image"} if number in found else part for number, part in enumerate(turn["content"])
+            ]
         turn["reasoning_content"] = message.reasoning_content or message.reasoning
         turns.append(turn)
     goes_on = bool(body.continue_final_message)
@@ -282,6 +291,13 @@ async def chat_prompt(
     variables: Mapping[str, Any] | None = body.chat_template_kwargs
     if body.enable_thinking is not None or effort is not None:
         variables = template_kwargs(variables, body.enable_thinking, effort)
+    processed: list[ProcessedImage] = []
+    if images:
+        if state.images is None:
+            raise unsupported(f"{images[0].field}: this model takes no images", images[0].field)
+        if not isinstance(body, requests.TokenizeRequest) and body.truncate_prompt_tokens is not None:
+            raise unsupported("truncate_prompt_tokens is not supported with images", "truncate_prompt_tokens")
+        processed = await state.images.read(images)
     size = sum([len(str(turn["content"])) for turn in turns])
     read = partial(
         reader.chat,
@@ -293,6 +309,7 @@ async def chat_prompt(
         template=template,
         add_special=bool(body.add_special_tokens),
         tools=None if tools is None else tools.shown,
+        images=processed,
     )
     if tools is not None:
         size += len(msgspec.json.encode(tools.shown))
@@ -301,10 +318,25 @@ async def chat_prompt(
         and (tools is None and variables is None and template is None and body.documents is None)
         and all(isinstance(each.content, str) and not each.tool_calls for each in body.messages)
     )
-    ids = await reader.render(size, read, is_plain=is_plain)
+    prompt = await reader.render(size, read, is_plain=is_plain)
     if isinstance(body, requests.TokenizeRequest) or body.truncate_prompt_tokens is None:
-        return ids
-    return _shortened(state, body, PromptText(ids, None)).ids
+        return prompt
+    return _shortened(state, body, prompt)
+
+
+def _images(parts: Sequence[requests.ContentPart], place: str) -> dict[int, RequestedImage]:
+    """Return the images of a message's parts by their indices."""
+    found = {}
+    for index, part in enumerate(parts):
+        if part.type != "image_url":
+            continue
+        given, field = part.image_url, f"{place}[{index}].image_url"
+        if isinstance(part, requests.ImagePart):
+            field = part.field
+        elif isinstance(given, requests.ImageUrl):
+            given, field = given.url, f"{field}.url"
+        found[index] = RequestedImage(str(required(given, field)), field)
+    return found
 
 
 def require_role(role: str, field: str) -> None:
@@ -362,6 +394,8 @@ class Job:
     trace: Mapping[str, str]
     """Headers of the request that name its span, if spans are made."""
     prompts: Sequence[tuple[int, ...]]
+    images: tuple[Image, ...]
+    """Of the only prompt."""
     params: Sequence[SamplingParams]
     """For each prompt; the seed is that of its first choice."""
     n: int
@@ -427,13 +461,14 @@ async def conversation_job(
         if calls is not None:
             outcome = await state.grammars.checked(calls)
         # A model that generates no text may have no chat template; `build_job` refuses it.
-        prompt = await chat_prompt(state, body, tools) if state.client.info.generates else ()
+        prompt = await chat_prompt(state, body, tools) if state.client.info.generates else PromptText((), None)
         return build_job(
             state,
             request,
             body,
             served=served,
-            prompts=[prompt],
+            prompts=[prompt.ids],
+            images=prompt.images,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             reading=reading,
             outcome=outcome,
@@ -451,6 +486,7 @@ def build_job(
     served: ServedName,
     prompts: Sequence[tuple[int, ...]],
     *,
+    images: tuple[Image, ...] = (),
     logprobs: int | None,
     reading: AnswerReading | None = None,
     outcome: ConstraintOutcome = _ANY_TEXT,
@@ -467,6 +503,8 @@ def build_job(
         )
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not supported with stream; remove stream, or use echo", "prompt_logprobs")
+    if body.prompt_logprobs is not None and images:
+        raise unsupported("prompt_logprobs is not supported with images", "prompt_logprobs")
     for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if top is not None and top > (most := state.config.max_logprobs):
             raise invalid(f"{name}={top} exceeds the limit {most} of this server", name)
@@ -509,6 +547,7 @@ def build_job(
         path=request.url.path if state.spans is not None else "",
         trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
         prompts=prompts,
+        images=images,
         params=params,
         n=cost.n,
         most_tokens=cost.tokens,

@@ -16,7 +16,16 @@ from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job, require_effort, require_role
 from fd_core.server.responses import schemas
-from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
+from fd_core.server.schemas.requests import (
+    ChatRequest,
+    ContentPart,
+    Message,
+    Tool,
+    ToolChoice,
+    function_tool,
+    image_part,
+    named_choice,
+)
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.state import ResponseStore, StoredResponse, state_of
 from fd_core.server.stream import response_format
@@ -351,7 +360,7 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
         if item.type in (None, "message"):
             role = required(item.role, f"{place}.role")
             require_role(role, f"{place}.role")
-            messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
+            messages.append(Message(role=role, content=_content(item.content, f"{place}.content")))
             if role == "assistant" and thought is not None:
                 messages[-1].reasoning_content, thought = thought, None
         elif item.type == "reasoning":
@@ -376,12 +385,27 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
     return messages
 
 
-def _text(content: str | list[schemas.InputPart] | None, place: str) -> str:
+def _content(content: str | list[schemas.InputPart] | None, place: str) -> str | list[ContentPart]:
+    """Return a text, or parts if there are images."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content or ()):
+        return _text(content, place)
+    parts: list[ContentPart] = []
+    for index, part in enumerate(content or ()):
+        if part.type == "input_image":
+            field = f"{place}[{index}].image_url"
+            parts.append(image_part(required(part.image_url, field), field))
+        else:
+            parts.append(ContentPart(type="text", text=_text([part], place, index)))
+    return parts
+
+
+def _text(content: str | list[schemas.InputPart] | None, place: str, first: int = 0) -> str:
+    """Return the text of parts, which are those from the index `first` on."""
     if isinstance(content, str):
         return content
     texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
-    for index, part in enumerate(content or ()):
-        if part.type not in _TEXTS or texts[index] is None:
+    for index, (part, text) in enumerate(zip(content or (), texts, strict=True), first):
+        if part.type not in _TEXTS or text is None:
             raise unsupported(
                 f"{place}[{index}].type is {part.type[:40]!r}; only text is supported", f"{place}[{index}].type"
             )

@@ -14,10 +14,13 @@ from fd_core.types import TokenCount, TopP
 
 
 class InputPart(msgspec.Struct, kw_only=True):
-    """Content part of an item; only text is supported."""
+    """Content part of an item: text or an image."""
 
     type: str
     text: str | None = None
+    image_url: str | None = None
+    """Of an `input_image`, as in chats."""
+    detail: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None

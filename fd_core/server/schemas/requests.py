@@ -19,6 +19,7 @@ MAX_STOP_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LISTED: Final = 1024
 """Most words, or sequences of tokens, that one request may ban."""
+MAX_IMAGES: Final = 1024
 _MAX_IDS: Final = 256
 _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
@@ -193,12 +194,34 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: NumLogprobs | None = None
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """An image."""
+
+    url: str
+    """A data URL, or an http, https or file URL if the server allows it."""
+    detail: str | None = None
+    """Without effect: the model decides the size of an image."""
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message; only text, and earlier refusals of the assistant, are supported."""
+    """A part of a message: text, an image, or an earlier refusal of the assistant."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+
+
+class ImagePart(ContentPart, kw_only=True):
+    """An image of another API."""
+
+    field: str
+    """Field of that API's request which contains it."""
+
+
+def image_part(url: str, field: str) -> ImagePart:
+    """Return the part of an image that another API has in `field`."""
+    return ImagePart(type="image_url", image_url=url, field=field)
 
 
 class Message(msgspec.Struct, kw_only=True):

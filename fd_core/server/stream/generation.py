@@ -335,6 +335,7 @@ class Generation:
             request_id=engine_id,
             prompt=job.prompts[which],
             params=params,
+            images=job.images,
             eos_token_ids=client.info.eos_token_ids,
             priority=job.priority,
             tenant=job.tenant,

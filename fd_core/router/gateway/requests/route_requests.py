@@ -173,7 +173,7 @@ class RouteRequestReader:
         if isinstance(asked.messages, list) and asked.prompt_token_ids is None:
             kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
             goes_on = asked.continue_final_message is True
-            ids = self._prompts.chat(
+            ids, *_ = self._prompts.chat(
                 asked.conversation,
                 asked.add_generation_prompt is not False and not goes_on,
                 template_kwargs(kwargs, asked.enable_thinking, asked.reasoning_effort),
@@ -281,7 +281,7 @@ class CostReader:
             asked = asking = self._countable(self._as_chat(decoded))
             if isinstance(decoded, OllamaTextRequest) and not asking.messages:
                 return Cost(0, 0)
-            ids = await chat_prompt(self, asking)
+            ids = (await chat_prompt(self, asking)).ids
             lengths = [len(ids) if asking.prompt_token_ids else self._tokens(len(ids))]
         context = None if self.text is None else self.context
         counted = text_cost(asked, lengths, most_texts=self.max_n, context=context, limit=limit)

@@ -58,7 +58,7 @@ def test_tools_count_as_the_server_counts_them() -> None:
     messages = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": True}}
     reader = PromptReader(TEXT.tokenizer, TEXT.template)
-    expected = reader.chat(messages, tools=[shown_tool(tool)])
+    expected = reader.chat(messages, tools=[shown_tool(tool)]).ids
     reader.close()
     assert read({"messages": messages, "tools": [tool]}).tokens.tolist() == list(expected)
     plain = read({"messages": messages}).tokens.tolist()

@@ -1,0 +1,72 @@
+"""Reading of the images of a request: fetched side by side, then decoded and processed one after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from fd_core.config import ServerConfig
+from fd_core.errors import BadRequest
+from fd_core.http.bodies import BodyBudget
+from fd_core.models.images.contract import ImageProcessor, ProcessedImage
+from fd_core.server.preprocess.media.decoding import decoded
+from fd_core.server.preprocess.media.fetching import MediaFetcher
+from fd_core.text.fair_thread import FairThread
+
+
+class RequestedImage(NamedTuple):
+    """An image of a request."""
+
+    url: str
+    field: str
+    """Field of the client's request that contains it."""
+
+
+class ImageReader:
+    """Reads images for one model. One thread decodes them, in turns of the clients, so one is in memory at a time."""
+
+    def __init__(self, processor: ImageProcessor, thread: FairThread, config: ServerConfig, bodies: BodyBudget) -> None:
+        """Files of images that wait for their turn on the `thread` take memory of the budget `bodies`."""
+        self._processor = processor
+        self._thread = thread
+        self._limit = config.limit_mm_per_prompt.image
+        self._largest = config.max_body_bytes
+        self._bodies = bodies
+        self._fetcher = MediaFetcher(
+            config.allowed_media_domains, config.allowed_local_media_path, largest=config.max_body_bytes
+        )
+
+    async def read(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
+        """Return the processed images of a request, in order. Raises `BadRequest` that names the field, and `ApiError`.
+
+        If it is cancelled, images whose turn has not come are not decoded.
+        """
+        if len(images) > self._limit:
+            message = (
+                f"the request has {len(images)} images; at most {self._limit} are allowed, see --limit-mm-per-prompt"
+            )
+            raise BadRequest(message, field=images[self._limit].field)
+        tasks = [asyncio.create_task(self._read(image)) for image in images]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _read(self, image: RequestedImage) -> ProcessedImage:
+        with self._bodies.share(None, self._largest) as share:
+            data = None
+            if image.url[:5].lower() in ("http:", "https"):
+                data = await self._fetcher.download(image.url, image.field, share)
+            else:
+                share.reserve(len(image.url))
+            return await self._thread.run(partial(self._processed, image, data))
+
+    def _processed(self, image: RequestedImage, data: bytes | None) -> ProcessedImage:
+        pixels = decoded(self._fetcher.read(*image) if data is None else data, image.field)
+        try:
+            return self._processor.process(pixels)
+        except BadRequest as error:
+            raise BadRequest(f"{image.field}: {error}", field=image.field) from None
