@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"backends", "disagg", "effects", "kv", "launching", "models", "ops", "plugins", "router"}
     # `ops.parallel`: the ranks of one model share memory
     | {"runner", "scheduling", "structured", "text", "engine/tracing"},
-    "server": BASE | {"disagg", "engine", "http", "models", "structured", "text"},  # `models.images.contract`
+    "server": BASE | {"disagg", "engine", "http", "models", "structured", "text"},  # `models.families.images.processor`
     "cli": BASE
     | {
         "cluster",

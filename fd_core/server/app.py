@@ -20,15 +20,15 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.models.images.contract import ImageProcessor
+from fd_core.models.families.images.processor import ImageProcessor
 from fd_core.server.api import admin, completions, control, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
-from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.messages import routes as messages
 from fd_core.server.ollama import routes as ollama
+from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.responses import routes as responses
 from fd_core.server.state import GrammarChecker, ResponseStore, ServerMetrics, ServerState
 from fd_core.text.chat_template import ChatTemplate

@@ -41,8 +41,8 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.server.batches.service import BatchService
 from fd_core.server.live_page.history import Durations, History
-from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.preprocess.body import UnknownFieldLog
+from fd_core.server.preprocess.media.reader import ImageReader
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
 from fd_core.structured.compiler import vocabulary_table

@@ -18,8 +18,8 @@ import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.models.catalog import resolve_model
+from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
 from fd_core.models.fetching.packaged import ProgressSink
-from fd_core.models.images.contract import ImageProcessor, ProcessedImage
 from fd_core.models.opening import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread

@@ -33,6 +33,7 @@ from fd_core.engine.process.messages import (
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
+from fd_core.models.families.images.processor import ImageProcessor
 from fd_core.scheduling.contract import RequestActivity, SchedulerStats
 from fd_core.scheduling.running.drafts import DraftStats
 from fd_core.scheduling.running.running_batch import SchedulerCounters
@@ -234,8 +235,12 @@ class LiveServer:
         parsers: Parsers | None = None,
         tokenizer: Tokenizer | None = None,
         spans: RequestSpans | None = None,
+        images: ImageProcessor | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
         self._spans = spans
+        self._images = images
+        self._template = template or chat_template()
         self._tokenizer = tokenizer or byte_tokenizer()
         self._parsers = parsers
         self._make_client = client
@@ -261,10 +266,11 @@ class LiveServer:
                     self._config,
                     self.client,
                     self._tokenizer,
-                    chat_template(),
+                    self._template,
                     ticket_key=self._ticket_key,
                     parsers=self._parsers,
                     spans=self._spans,
+                    images=self._images,
                     sock=sock,
                     on_ready=lambda _: self._ready.set(),
                     stop=self._stop,
@@ -341,6 +347,8 @@ def live(
     parsers: Parsers | None = None,
     tokenizer: Tokenizer | None = None,
     spans: RequestSpans | None = None,
+    images: ImageProcessor | None = None,
+    template: ChatTemplate | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """Run a server over the client that `make` returns or awaits, by default with byte tokens, until the block ends."""
@@ -350,7 +358,7 @@ def live(
         return await made if isinstance(made, Coroutine) else made
 
     config = ServerConfig(**({"drain_seconds": 2.0, "batch_api": False} | settings))
-    server = LiveServer(client, config, ticket_key, parsers, tokenizer, spans)
+    server = LiveServer(client, config, ticket_key, parsers, tokenizer, spans, images, template)
     server.start()
     try:
         yield server

@@ -99,7 +99,9 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
             client = await stack.enter_async_context(engine)
         names = (server.tool_call_parser, server.reasoning_parser)
         chosen = choose_parsers(*names, model.template, client.info.architecture)
-        app = create_app(server, client, model.tokenizer, template=model.template, parsers=chosen.parsers)
+        app = create_app(
+            server, client, model.tokenizer, template=model.template, parsers=chosen.parsers, images=model.images
+        )
         stack.callback(app.state.fd.prompt_reader.close)
         stack.callback(app.state.fd.grammars.close)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

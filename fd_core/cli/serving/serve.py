@@ -144,6 +144,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             ticket_key=_ticket_key(settings.engine),
             parsers=chosen.parsers,
             spans=spans,
+            images=model.images,
             sock=listener,
             on_ready=ready,
             stop=stop,

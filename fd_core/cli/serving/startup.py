@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.assets import find_assets
+from fd_core.models.families.images.processor import ImageProcessor
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers, parsers_for
@@ -46,6 +47,8 @@ class LocalModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None if the model has no chat template."""
+    images: ImageProcessor | None = None
+    """None if the model takes no images."""
 
 
 class StartupBars(ProgressSink):
@@ -157,7 +160,8 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
     """Fetch the model if needed, read tokenizer and template. Raises `ConfigError`, `ModelError` or `PluginError`."""
     found = find_assets(config, bars)
     template = ChatTemplate.of(found.tokenizer, chat_template)
-    return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, found.tokenizer, template)
+    config = msgspec.structs.replace(found.config, model=found.name)
+    return LocalModel(config, found.path, found.tokenizer, template, found.images)
 
 
 @contextlib.asynccontextmanager

@@ -16,10 +16,12 @@ from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import ResolvedModel, resolve_model
 from fd_core.models.fallback.choice import choose_implementation
+from fd_core.models.families.images.processor import ImageProcessor
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import read_json_object
 from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import image_processor_of
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -36,6 +38,8 @@ class Assets(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     config: EngineConfig
     """Settings with which the engine starts; the draft model, if any, is a path."""
+    images: ImageProcessor | None = None
+    """None for a model that takes no images."""
 
 
 def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
@@ -63,11 +67,12 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
         config = msgspec.structs.replace(config, speculative=_with_draft_model(config.speculative, progress))
     checkpoint = open_checkpoint(found.path)
     try:
-        choose_implementation(checkpoint, config.model_impl)
+        built_in = choose_implementation(checkpoint, config.model_impl) == "fd_core"
+        images = image_processor_of(checkpoint) if built_in else None
         tokenizer = load_tokenizer(checkpoint)
         _report_missing_rows(tokenizer, checkpoint)
         config = _with_generation(config, found, checkpoint)
-        return Assets(found.name, found.path, tokenizer, config=config)
+        return Assets(found.name, found.path, tokenizer, config=config, images=images)
     finally:
         checkpoint.close()
 

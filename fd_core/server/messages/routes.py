@@ -61,8 +61,9 @@ _USUAL_EFFORT: Final = "high"
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's format."""
     state, body, headers = await BODY.read(request)
-    asked = jobs.conversation_job(state, as_chat(state, body), request, required_constraint(body), jobs.MESSAGES_NAMES)
-    job = await response_format.cancel_on_disconnect(request, asked)
+    chat = as_chat(state, body)
+    asked = jobs.conversation_job(state, chat, request, required_constraint(body), jobs.MESSAGES_NAMES)
+    job = await response_format.cancel_on_disconnect(request, asked, long=jobs.has_images(chat))
     return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers=headers)
 
 
@@ -74,8 +75,10 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
+    chat = as_chat(state, body)
     try:
-        prompt = await response_format.cancel_on_disconnect(request, jobs.chat_prompt(state, as_chat(state, body)))
+        reading = jobs.chat_prompt(state, chat)
+        prompt = await response_format.cancel_on_disconnect(request, reading, long=jobs.has_images(chat))
     except (ApiError, BadRequest) as error:
         raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
     return json_response(schemas.TokenCountAnswer(len(prompt.ids)), headers)
@@ -246,9 +249,9 @@ def _messages(turn: Turn, place: str) -> list[Message]:
             function = {"name": required(block.name, f"{where}.name"), "arguments": arguments}
             calls.append({"id": required(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "tool_result" and turn.role == "user":
-            content = _text(block.content or "", f"{where}.content")
+            result = _text(block.content or "", f"{where}.content")
             answered = required(block.tool_use_id, f"{where}.tool_use_id")
-            answers.append(Message(role="tool", tool_call_id=answered, content=content))
+            answers.append(Message(role="tool", tool_call_id=answered, content=result))
         elif block.type == "thinking" and turn.role == "assistant":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
@@ -257,7 +260,7 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         thought = "\n".join(thoughts) or None
         text = "\n".join(texts)
         return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
-    content = parts if len(parts) > len(texts) else "\n".join(texts)
+    content: str | list[ContentPart] = parts if len(parts) > len(texts) else "\n".join(texts)
     return [*answers, *([Message(role=turn.role, content=content)] if parts or not answers else [])]
 
 

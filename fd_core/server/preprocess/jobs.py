@@ -21,7 +21,7 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsupported
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.models.images.contract import ProcessedImage
+from fd_core.models.families.images.processor import ProcessedImage
 from fd_core.server.preprocess.media.reader import ImageReader, RequestedImage
 from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, requested_constraint
@@ -322,6 +322,12 @@ async def chat_prompt(
     if isinstance(body, requests.TokenizeRequest) or body.truncate_prompt_tokens is None:
         return prompt
     return _shortened(state, body, prompt)
+
+
+def has_images(body: requests.ChatRequest | requests.TokenizeRequest) -> bool:
+    """Return True if a message of a request has an image."""
+    contents = [each.content for each in body.messages or () if isinstance(each.content, list)]
+    return any(part.type == "image_url" for content in contents for part in content)
 
 
 def _images(parts: Sequence[requests.ContentPart], place: str) -> dict[int, RequestedImage]:

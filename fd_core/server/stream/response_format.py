@@ -473,10 +473,13 @@ class GenerationResponse(Response):
 T = TypeVar("T")
 
 
-async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, started after the body was read; cancel it and raise 499 on a disconnect."""
+async def cancel_on_disconnect(request: Request, work: Awaitable[T], *, long: bool = False) -> T:
+    """Return the result of `work`, started after the body was read; cancel it and raise 499 on a disconnect.
+
+    Work for a short body takes no time, unless it is `long`, as downloads are.
+    """
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
+    if not long and length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
     async with UntilDisconnect(request.receive):
         return await work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,7 @@ from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.schemas import ResponsesRequest
 from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
-from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, CompletionRequest
+from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, CompletionRequest, ContentPart, Message
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import BYTES, ModelText, PromptReader, find_text, split_prompts, template_kwargs
@@ -63,7 +64,8 @@ class _Body(msgspec.Struct):
     max_output_tokens: Any = None
     n: Any = None
     raw: Any = None
-    """Of Ollama's API, as is `options`."""
+    """Of Ollama's API, as are `images` and `options`."""
+    images: Any = None
     options: Any = None
 
     @property
@@ -94,6 +96,34 @@ class _Body(msgspec.Struct):
         return [shown_tool(tool) for tool in self.tools]
 
 
+def _described(message: Any) -> Any:
+    """Return a message with a digest in the place of each image: routers compare images, and never load them."""
+    if not isinstance(message, dict):
+        return message
+    content, images = message.get("content"), message.get("images")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if isinstance(images, list):
+        parts = [*({"type": "image", "source": {"data": data}} for data in images), *parts]
+    if not any(isinstance(part, dict) and part.get("type") in _IMAGES for part in parts):
+        return message
+    return {**message, "content": [_described_part(part) for part in parts], "images": None}
+
+
+def _described_part(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in _IMAGES:
+        return part
+    given = part.get("image_url") or part.get("source")
+    if isinstance(given, dict):
+        given = given.get("url") or given.get("data")
+    return {"type": "text", "text": _image_text(given)}
+
+
+def _image_text(given: object) -> str:
+    """Return a digest of the URL or data of an image, which has about as many tokens as a small image."""
+    return hashlib.blake2b(msgspec.json.encode(given)).hexdigest()
+
+
+_IMAGES: Final = frozenset({"image_url", "input_image", "image"})
 _decoder: Final = msgspec.json.Decoder(_Body)
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -142,6 +172,11 @@ class RouteRequestReader:
             return _by_bytes(body, session, "")
         if path.startswith(OLLAMA_PATH):
             self._read_ollama(asked)
+        exact = True
+        if isinstance(asked.messages, list):
+            given, asked.messages = asked.messages, [_described(message) for message in asked.messages]
+            # Workers report blocks with tokens of images, which the router does not know.
+            exact = all(one is other for one, other in zip(given, asked.messages, strict=True))
         session = session or _name(asked.session_id) or _name(asked.user)
         salt = _name(asked.cache_salt) or ""
         model, output = _name(asked.model), asked.output_tokens
@@ -152,7 +187,7 @@ class RouteRequestReader:
             except (FdError, OverflowError, TypeError):  # the worker rejects it with the proper error
                 pass
             else:
-                return RouteRequest(tokens, session, salt, length, model, output_tokens=output)
+                return RouteRequest(tokens, session, salt, length, model, tokenized=exact, output_tokens=output)
         return _by_bytes(_bytes_of(asked) or body, session, salt, model, output_tokens=output)
 
     def _read_ollama(self, asked: _Body) -> None:
@@ -160,8 +195,8 @@ class RouteRequestReader:
         if isinstance(asked.model, str):
             asked.model = asked.model.removesuffix(LATEST)
         has_template = self._prompts is not None and self._prompts.template_source is not None
-        if has_template and asked.raw is not True and isinstance(asked.prompt, str):
-            asked.messages = [{"role": "user", "content": asked.prompt}]
+        if (has_template or asked.images) and asked.raw is not True and isinstance(asked.prompt, str):
+            asked.messages = [{"role": "user", "content": asked.prompt, "images": asked.images}]
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
         """Return the first prompt's ids and the tokens of all; `FdError`, or `TypeError` without tokenizer."""
@@ -231,6 +266,17 @@ FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
 }
 
 
+def _without_images(message: Message) -> Message:
+    """Return a message with texts in the place of its images: routers estimate their tokens."""
+    if not isinstance(message.content, list) or not any(part.type == "image_url" for part in message.content):
+        return message
+    parts = [
+        ContentPart(type="text", text=_image_text(part.image_url)) if part.type == "image_url" else part
+        for part in message.content
+    ]
+    return msgspec.structs.replace(message, content=parts)
+
+
 class Cost(NamedTuple):
     """Tokens of one request."""
 
@@ -249,6 +295,7 @@ class CostReader:
     max_n: int = MAX_CHOICES
     trusts_templates: bool = False
     parsers: Parsers = field(default_factory=Parsers)
+    images: None = None
     prompt_reader: PromptReader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -303,6 +350,8 @@ class CostReader:
         """Return a request without fields that only a worker can validate: templates of the client and the model."""
         if isinstance(request, CompletionRequest):
             return request if self.text is not None else msgspec.structs.replace(request, truncate_prompt_tokens=None)
+        if request.messages:
+            request = msgspec.structs.replace(request, messages=[_without_images(each) for each in request.messages])
         if request.chat_template:
             request = msgspec.structs.replace(request, chat_template=None)
         if self.text is None:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.errors import BadRequest
-from fd_core.models.images.contract import Pixels
+from fd_core.models.families.images.processor import Pixels
 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS: Final = 48 * 2**20
@@ -27,13 +27,12 @@ def decoded(data: bytes, field: str) -> Pixels:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise BadRequest(
-                    f"{field}: the image has {width:,} x {height:,} pixels; at most {MAX_PIXELS:,} are allowed",
-                    field=field,
-                )
+                raise Image.DecompressionBombError
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    except BadRequest:
-        raise
+    except Image.DecompressionBombError:
+        raise BadRequest(
+            f"{field}: the image has too many pixels; at most {MAX_PIXELS:,} are allowed", field=field
+        ) from None
     except Exception as error:  # noqa: BLE001  # each decoder raises what it likes for a damaged file
         message = f"{field}: the file is not a complete PNG, JPEG, WebP, GIF or BMP image ({type(error).__name__})"
         raise BadRequest(message, field=field) from None

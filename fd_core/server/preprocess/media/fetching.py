@@ -30,7 +30,7 @@ _CHUNK: Final = 1 << 20
 """Characters decoded at a time, a multiple of 4: the decoder holds the GIL."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-_SILENT: Final = aiohttp.ClientTimeout(total=_SECONDS)
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=_SECONDS)
 
 
 class _NotPublic(OSError):
@@ -90,13 +90,17 @@ class MediaFetcher:
         """Return the body of an http URL, counted in `share`. Raises `BadRequest`, and `ApiError` of the share."""
         try:
             async with aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=_PublicResolver(self._resolver()), force_close=True),
+                connector=aiohttp.TCPConnector(
+                    resolver=_PublicResolver(self._resolver()), force_close=True, use_dns_cache=False
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=_SILENT,
+                timeout=_TIMEOUT,
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity", "User-Agent": "fd_core"},
             ) as session:
                 return await self._followed(session, URL(url), field, share)
+        except BadRequest:
+            raise
         except TimeoutError:
             raise _refused(field, f"the image was not received within {_SECONDS:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -166,6 +170,8 @@ class MediaFetcher:
                     raise PermissionError
                 self._check_size(status.st_size, field)
                 return file.read(status.st_size)
+        except BadRequest:
+            raise
         except (OSError, ValueError):
             # The same error for all causes: clients learn nothing of files elsewhere.
             raise _refused(field, "there is no such image below --allowed-local-media-path") from None

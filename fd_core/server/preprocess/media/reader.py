@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget
-from fd_core.models.images.contract import ImageProcessor, ProcessedImage
+from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
 from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.server.preprocess.media.fetching import MediaFetcher
 from fd_core.text.fair_thread import FairThread

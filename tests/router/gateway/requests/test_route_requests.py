@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.selection import RouteRequest
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.prompt_reader import PromptReader, find_text
@@ -43,6 +43,50 @@ def test_prompts_are_tokenized_as_the_server_does() -> None:
     assert TEXT.tokenizer.decode(goes_on.tokens.tolist()) == "system: be\nuser: hi\nassistant: I"
     long = "word " * 5000
     assert len(read({"prompt": long}).tokens) == len(long)
+
+
+def image_of(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "",
+            lambda data: {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "hi" * 9}, image_of(data)]}]
+            },
+        ),
+        (
+            "",
+            lambda data: {
+                "system": "be",
+                "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": data}}]}],
+            },
+        ),
+        ("/api/chat", lambda data: {"model": "m", "messages": [{"role": "user", "content": "hi", "images": [data]}]}),
+        ("/api/generate", lambda data: {"model": "m", "prompt": "hi", "images": [data]}),
+    ],
+)
+def test_images_distinguish_prompts_and_are_never_loaded(tokenizer: bool, path: str, body: Any) -> None:
+    one, same, other = (
+        read(body(data), path=path, tokenizer=tokenizer) for data in ("AAAA" * 999, "AAAA" * 999, "BBBB")
+    )
+    assert one.tokens.tolist() == same.tokens.tolist() != other.tokens.tolist()
+    assert not one.tokenized and 30 < one.length < 400
+
+
+def test_images_are_estimated_for_the_limits_of_keys() -> None:
+    parts = [{"type": "text", "text": "hi"}, image_of("AAAA" * 9999)]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}], "max_tokens": 5}).encode()
+    for text in (TEXT, None):
+        costs = CostReader(text, context=4096)
+        try:
+            assert 30 < asyncio.run(costs.cost("/v1/chat/completions", "application/json", body, None)).prompt < 400
+        finally:
+            costs.close()
 
 
 def test_prompts_of_ollama_are_chats_unless_raw() -> None:
