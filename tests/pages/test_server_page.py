@@ -9,6 +9,7 @@ import pytest
 
 from tests.pages.playing import needs_node, play
 from tests.server.fakes import live
+from tests.server.preprocess.media.images import TEMPLATE, SmallProcessor, data_url
 from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import Background, waiting
 from tests.server.test_null_engine import null_client, wait_until_idle
@@ -68,3 +69,11 @@ def test_api_description_shows_every_route_of_the_document(tmp_path: Path) -> No
     assert shown["curl"].startswith("curl -X POST 'http://here/v1/chat/completions' \\\n")
     assert '-H "Authorization: Bearer $API_KEY"' in shown["curl"] and "Say hello." in shown["curl"]
     assert (shown["title"], "API key" in shown["state"]) == ("fd_core API", True)
+
+
+def test_playground_sends_an_image(tmp_path: Path) -> None:
+    with live(images=SmallProcessor(), template=TEMPLATE) as server:
+        shown = play(tmp_path, server.get("/").body, "server_image", server.url)
+        url = {"type": "image_url", "image_url": {"url": data_url(b"")}}
+        assert shown["offered"] and shown["messages"][0]["content"] == [url, {"type": "text", "text": "What is it?"}]
+        assert shown["turns"][0] == "cat.png\nWhat is it?" and "not a complete PNG" in shown["turns"][1]

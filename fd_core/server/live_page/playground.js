@@ -149,14 +149,29 @@ function askForResults(calls) {
   });
 }
 
-byId("form").addEventListener("submit", event => {
+/** Return a file as a data URL. */
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+byId("form").addEventListener("submit", async event => {
   event.preventDefault();
   const text = byId("prompt").value.trim() || (tab === "tool" ? byId("prompt").placeholder : "");
   if (!text || asking) return;
+  const [image] = byId("image").files || [];
+  let content = text;
+  try {
+    if (image) content = [{ type: "image_url", image_url: { url: await dataUrl(image) } }, { type: "text", text }];
+  } catch (error) { showTurn("error", `The image cannot be read: ${error.message}`); return; }
   if (tab === "schema") begin();
-  showTurn("user", text);
-  messages.push({ role: "user", content: text });
-  byId("prompt").value = "";
+  showTurn("user", image ? `${image.name}\n${text}` : text);
+  messages.push({ role: "user", content });
+  byId("prompt").value = byId("image").value = "";
   ask();
 });
 byId("prompt").addEventListener("keydown", event => {

@@ -210,7 +210,10 @@ class PromptState(Protocol):
 
     prompt_reader: PromptReader
     parsers: Parsers
-    images: ImageReader | None
+
+    @property
+    def images(self) -> ImageReader | None:
+        """Reader of images; None if the model takes none, and at a router, which replaces them by texts."""
 
     @property
     def context(self) -> int | None:
