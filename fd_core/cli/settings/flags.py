@@ -221,7 +221,9 @@ class Flag:
         if aliases := getattr(constraint, "aliases", None):
             choices += f" Aliases: {', '.join(aliases)}."
         default = _DEFAULTS.get(self.field)
-        if default in (None, (), ""):
+        if isinstance(default, msgspec.Struct):
+            default = {name: value for name, value in msgspec.structs.asdict(default).items() if value is not None}
+        if default in (None, (), "", {}):
             return self.help + choices
         shown = format_size(default) if isinstance(constraint, ByteSize) else _shown(default)
         return f"{self.help}{choices} [default: {shown}]"
@@ -577,15 +579,15 @@ _API: Final = (
     Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
     Flag(
         "allowed_media_domains",
-        "Hosts from which images may be downloaded, such as images.example.org or *.example.org, separated by commas; "
-        "by default none. Addresses that are not public are never contacted.",
+        "Hosts from which images may be downloaded, such as images.example.org or *.example.org, separated by commas. "
+        "Addresses that are not public are never contacted.",
         "HOSTS",
         parser=hosts,
     ),
     Flag("allowed_local_media_path", "Folder of image files that requests may name by file URLs.", "FOLDER"),
     Flag(
         "limit_mm_per_prompt",
-        'Most images of a request, as in {"image": 4}.',
+        """Most images of a request, such as '{"image": 4}'.""",
         "JSON",
         parser=media_limits,
     ),
@@ -730,6 +732,8 @@ USER_VARIABLES: Final = (
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
+    if isinstance(default, dict):
+        return msgspec.json.encode(default).decode()
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -31,7 +31,7 @@ MOST_USED_BY_VLLM = """
     --compilation-config --kv-transfer-config --generation-config --override-generation-config --task --runner
     --num-gpu-blocks-override --scheduling-policy --async-scheduling --root-path --ssl-keyfile --ssl-certfile
     --max-logprobs --allowed-origins --disable-frontend-multiprocessing --attention-backend --kv-cache-memory-bytes
-    --api-server-count --response-role
+    --api-server-count --response-role --allowed-media-domains --allowed-local-media-path --mm-processor-kwargs
     """.split()
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fd_core.cli.settings.flags import API_KEY_FILE, ENGINE_FLAGS, SERVER_FLAGS
 from fd_core.cli.settings.settings import client_key, merge
-from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
+from fd_core.config import EngineConfig, MediaLimits, ServerConfig, SpeculativeConfig
 from fd_core.config.generation import GenerationDefaults
 from fd_core.errors import ConfigError
 
@@ -260,6 +260,27 @@ def test_bad_default_sampling_parameters_name_the_flag(text, message):
         engine(override_generation_config=text)
 
 
+def test_media_settings_are_texts_or_values_of_a_file(file):
+    table = "limit-mm-per-prompt = {image = 4}\nallowed-media-domains = ['a.example', '*.b.example']"
+    typed = {"limit_mm_per_prompt": '{"image": 4, "video": 0}', "allowed_media_domains": "a.example, *.b.example"}
+    for given in (typed, {"config": file(table)}):
+        found = server(**given)
+        assert found.limit_mm_per_prompt == MediaLimits(image=4)
+        assert found.allowed_media_domains == ("a.example", "*.b.example")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("limit_mm_per_prompt", text) for text in ("4", "{", '{"image": -1}', '{"image": "x"}')),
+        *(("allowed_media_domains", text) for text in ("http://a.example", "a.example/x", "a,,b", "*")),
+    ],
+)
+def test_bad_media_settings_name_the_flag(name, text):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: "):
+        server(**{name: text})
+
+
 def test_settings_file_can_hold_every_setting(file, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret of a cluster\n".replace(" ", "-"))
@@ -278,6 +299,8 @@ def test_settings_file_can_hold_every_setting(file, tmp_path):
         "speculative-config": {"method": "ngram"},
         "generation-config": "none",
         "override-generation-config": {"temperature": 0.6, "top_k": 20},
+        "limit-mm-per-prompt": {"image": 2},
+        "allowed-media-domains": ["a.example"],
     }
     values |= {
         "kv-cache-memory": 1 << 20,
