@@ -312,7 +312,7 @@ def _parts(content: str) -> list[dict[str, str]]:
     """Return the parts of a flattened content, none of them an empty text."""
     first, *others = ({"type": "text", "text": text} for text in content.split(_IMAGE))
     parts = [first, *(part for other in others for part in ({"type": "image"}, other))]
-    return [part for part in parts if part.get("text") != ""]
+    return [part for part in parts if part.get("text") != ""] or [first]
 
 
 def _part(part: Any, field: str, images: bool) -> str:

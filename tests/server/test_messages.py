@@ -185,7 +185,10 @@ def test_output_schema_is_enforced(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},
             "content[0].type",

@@ -95,7 +95,12 @@ def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
         ("/api/chat", {"model": "absent", "messages": HI}, 404, "the model 'absent' does not exist"),
         ("/api/chat", {"messages": HI, "options": {"temperature": 9}}, 400, "options.temperature: expected"),
         ("/api/chat", {"messages": HI, "options": {"num_predict": 10**6}}, 400, "lower options.num_predict"),
-        ("/api/chat", {"messages": [{**HI[0], "images": ["abc"]}]}, 400, "image input is not supported"),
+        (
+            "/api/chat",
+            {"messages": [{**HI[0], "images": ["abc"]}]},
+            400,
+            "messages[0].images[0]: this model takes no images",
+        ),
         ("/api/chat", {"messages": [{"role": "unknown"}]}, 400, "messages[0].role"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
         ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}, 400, "format"),

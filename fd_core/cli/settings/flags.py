@@ -220,7 +220,7 @@ class Flag:
         choices = f" Choices: {', '.join(constraint.words)}." if isinstance(constraint, OneOf) else ""
         if aliases := getattr(constraint, "aliases", None):
             choices += f" Aliases: {', '.join(aliases)}."
-        default = _DEFAULTS.get(self.field)
+        default: Any = _DEFAULTS.get(self.field)
         if isinstance(default, msgspec.Struct):
             default = {name: value for name, value in msgspec.structs.asdict(default).items() if value is not None}
         if default in (None, (), "", {}):

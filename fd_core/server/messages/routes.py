@@ -267,6 +267,8 @@ def _messages(turn: Turn, place: str) -> list[Message]:
 def _image(source: ImageSource, place: str) -> ContentPart:
     if source.type == "url":
         return image_part(required(source.url, f"{place}.url"), f"{place}.url")
+    if source.type != "base64":
+        raise unsupported(f"{place}.type is {str(source.type)[:40]!r}; expected base64 or url", f"{place}.type")
     data = required(source.data, f"{place}.data")
     return image_part(f"data:{source.media_type or ''};base64,{data}", f"{place}.data")
 

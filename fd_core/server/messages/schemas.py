@@ -25,7 +25,8 @@ class TextBlock(msgspec.Struct, kw_only=True):
 class ImageSource(msgspec.Struct, kw_only=True):
     """Data or URL of an image."""
 
-    type: Literal["base64", "url"]
+    type: str | None = None
+    """`base64` or `url`."""
     media_type: str | None = None
     data: str | None = None
     url: str | None = None

@@ -255,7 +255,7 @@ class ChoiceStream:
 class Generation:
     """The engine requests of an HTTP request from entry to exit; entry raises `ApiError` (503, 429)."""
 
-    __slots__ = ("_engine_ids", "_job", "_span", "_state", "choices", "used")
+    __slots__ = ("_engine_ids", "_held", "_job", "_span", "_state", "choices", "used")
 
     def __init__(self, state: ServerState, job: Job) -> None:
         self._state = state
@@ -263,6 +263,8 @@ class Generation:
         self._engine_ids: list[str] = []
         self._span: RequestSpan | None = None
         self.choices: list[ChoiceStream] = []
+        self._held = 0
+        """Bytes of images that are counted."""
         self.used = Usage(0, 0, 0, prompt_tokens_details=PromptTokensDetails(0))
         """Tokens read and written, set at the end of the block."""
 
@@ -276,6 +278,10 @@ class Generation:
             self._span = begin_generation(state.spans, job, time.perf_counter() - job.arrived)
         self._engine_ids = state.active.enter(job.record.request_id, count, job.owner)
         try:
+            if job.images and state.images is not None:
+                size = sum(len(image.pixels) for image in job.images)
+                state.images.hold(size)
+                self._held = size
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
         except BaseException as error:
@@ -296,6 +302,8 @@ class Generation:
             if self._span is not None:
                 end_generation(self._span, job, self.choices, outcome=outcome)
             self._state.active.leave(record.request_id, self._engine_ids)
+            if self._held and self._state.images is not None:
+                self._state.images.hold(-self._held)
             if self.choices:
                 self.used = self.usage()
                 record.tokens_in += self.used.prompt_tokens

@@ -105,8 +105,8 @@ HI = [{"role": "user", "content": "hi"}]
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0].type",
-            "text",
+            "messages[0].content[0].image_url.url",
+            "takes no images",
         ),
         (
             CHAT,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget
+from fd_core.http.errors import unavailable
 from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
 from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.server.preprocess.media.fetching import MediaFetcher
 from fd_core.text.fair_thread import FairThread
+
+MAX_HELD_BYTES: Final = 2**30
+"""Limit of the images of running and waiting requests, decoded and resized."""
 
 
 class RequestedImage(NamedTuple):
@@ -34,9 +38,22 @@ class ImageReader:
         self._limit = config.limit_mm_per_prompt.image
         self._largest = config.max_body_bytes
         self._bodies = bodies
+        self.held = 0
+        """Bytes of the images of running requests."""
         self._fetcher = MediaFetcher(
             config.allowed_media_domains, config.allowed_local_media_path, largest=config.max_body_bytes
         )
+
+    def hold(self, size: int) -> None:
+        """Count bytes of the images of a running request, or fewer if negative; `ApiError` (503) if they are too many.
+
+        Images stay in memory until the request ends, because a preempted or requeued one needs them again.
+        """
+        if self.held + size > MAX_HELD_BYTES:
+            raise unavailable(
+                "the memory for images of running requests is full; retry later", "image_memory", retry_after=1
+            )
+        self.held += size
 
     async def read(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
         """Return the processed images of a request, in order. Raises `BadRequest` that names the field, and `ApiError`.

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from fd_core.config import MediaLimits
+from fd_core.server.preprocess.media import reader
 from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
@@ -198,6 +199,18 @@ def test_images_of_a_client_that_left_are_not_decoded() -> None:
         assert (
             processor.count == 3 and len(server.client.specs) == 1
         )  # one that had begun, and those of the last request
+
+
+def test_images_of_running_requests_take_memory_until_they_end(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = APIS["/v1/chat/completions"]
+    assert server.post("/v1/chat/completions", body).status == 200
+    monkeypatch.setattr(reader, "MAX_HELD_BYTES", 500)
+    assert server.post("/v1/chat/completions", body).error["code"] == "image_memory"
+    monkeypatch.setattr(reader, "MAX_HELD_BYTES", 600)  # 16 x 8 and 8 x 8 pixels
+    assert server.post("/v1/chat/completions", body | {"stream": True}).status == 200
+    assert server.post("/v1/chat/completions", body).status == 200
 
 
 def test_waiting_images_take_memory_of_bodies() -> None:
