@@ -120,7 +120,7 @@ class MediaFetcher:
                 async for part in answer.content.iter_any():
                     data += part
                     self._check_size(len(data), field)
-                    share.reserve(len(data))
+                    share.received(len(part))
                 return bytes(data)
         raise _refused(field, f"the image is beyond {_MAX_REDIRECTS} redirects")
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest
-from fd_core.http.bodies import BodyBudget
+from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.errors import unavailable
 from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
 from fd_core.server.preprocess.media.decoding import decoded
@@ -65,21 +65,21 @@ class ImageReader:
                 f"the request has {len(images)} images; at most {self._limit} are allowed, see --limit-mm-per-prompt"
             )
             raise BadRequest(message, field=images[self._limit].field)
-        tasks = [asyncio.create_task(self._read(image)) for image in images]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _read(self, image: RequestedImage) -> ProcessedImage:
         with self._bodies.share(None, self._largest) as share:
-            data = None
-            if image.url[:5].lower() in ("http:", "https"):
-                data = await self._fetcher.download(image.url, image.field, share)
-            else:
-                share.reserve(len(image.url))
-            return await self._thread.run(partial(self._processed, image, data))
+            tasks = [asyncio.create_task(self._read(image, share)) for image in images]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _read(self, image: RequestedImage, share: BodyShare) -> ProcessedImage:
+        data = None
+        if image.url[:5].lower() in ("http:", "https"):
+            data = await self._fetcher.download(image.url, image.field, share)
+        else:
+            share.received(len(image.url))
+        return await self._thread.run(partial(self._processed, image, data))
 
     def _processed(self, image: RequestedImage, data: bytes | None) -> ProcessedImage:
         pixels = decoded(self._fetcher.read(*image) if data is None else data, image.field)
