@@ -324,7 +324,8 @@ def _part(part: Any, field: str, images: bool) -> str:
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if kind not in _TEXT_PARTS:
-        raise BadRequest(f"{field}.type is {str(kind)[:40]!r}; only type 'text' is supported", field=f"{field}.type")
+        supported = "only text and images are" if images else "only type 'text' is"
+        raise BadRequest(f"{field}.type is {str(kind)[:40]!r}; {supported} supported", field=f"{field}.type")
     text = part.get("text")
     if not isinstance(text, str):
         raise BadRequest(f"{field}.text must be a string", field=f"{field}.text")

@@ -107,8 +107,11 @@ _BOTH: Mapping[str, Refusal] = {
     **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_prompt_text"), _NOT_SHOWN),
     **dict.fromkeys(("return_token_offsets", "return_assistant_tokens_mask", "return_meta_info"), _NOT_SHOWN),
     **dict.fromkeys(("return_mm_kwargs", "return_spec_tokens_details"), _NOT_SHOWN),
-    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload"), Refusal("only text is supported", ({},))),
-    "mm_hashes": Refusal("only text is supported", ([],)),
+    **dict.fromkeys(
+        ("media_io_kwargs", "mm_processor_kwargs", "mm_payload"),
+        Refusal("images are parts of messages, processed as the model's settings have it", ({},)),
+    ),
+    "mm_hashes": Refusal("images are named by their content", ([],)),
     "spaces_between_special_tokens": _ALWAYS,
 }
 
@@ -129,8 +132,8 @@ _NEXT_MESSAGE: Final = Refusal("use continue_final_message to continue the last 
 
 CHAT: Mapping[str, Refusal] = {
     **_BOTH,
-    "audio": Refusal("only text is supported"),
-    "modalities": Refusal("only text is supported", (["text"],)),
+    "audio": Refusal("audio is not supported"),
+    "modalities": Refusal("answers are text", (["text"],)),
     "prediction": Refusal("predicted output is not supported"),
     "verbosity": Refusal("verbosity is not configurable", ("medium",)),
     "store": Refusal("chat completions are not stored", (False,)),
@@ -138,7 +141,7 @@ CHAT: Mapping[str, Refusal] = {
     "best_of": Refusal("it is not supported; use n", (1,)),
     "task": Refusal("tasks are not supported; put the instruction into a message"),
     "prompt": Refusal("use /v1/completions for plain prompts", ("", [])),
-    "messages[].audio": Refusal("only text is supported"),
+    "messages[].audio": Refusal("audio is not supported"),
     "messages[].prefix": _NEXT_MESSAGE,
     "messages[].partial": _NEXT_MESSAGE,
     "messages[].tools": Refusal("use the top-level field tools", ([],)),
