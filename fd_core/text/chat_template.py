@@ -145,7 +145,7 @@ class ChatTemplate:
         raise failures[0]
 
     def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any], goes_on: bool, image_text: str) -> str:
-        _ = self._compiled  # errors of the template are not those of the messages
+        compiled = self._compiled
         try:
             tools = variables["tools"]
             if not self.supports_tools and (
@@ -156,7 +156,8 @@ class ChatTemplate:
                 turns[-1]["content"] += _END
             if image_text or self._needs_parts:
                 turns = [self._with_parts(turn, image_text) for turn in turns]
-            text = self._generated({**variables, "messages": turns})
+            with metered() as budget:
+                text = budget.join(compiled.generate({**variables, "messages": turns}))
             return _up_to_end(text) if goes_on else text
         except _Refused as error:
             raise BadRequest(f"the chat template rejected the messages: {error}", field="messages") from error
@@ -191,10 +192,6 @@ class ChatTemplate:
         _ = self._compiled
         return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
 
-    def _generated(self, variables: Mapping[str, Any]) -> str:
-        with metered() as budget:
-            return budget.join(self._compiled.generate(variables))
-
     def _with_parts(self, turn: dict[str, Any], image_text: str) -> dict[str, Any]:
         """Return a turn whose content is as the template takes it: a text, or parts."""
         content = turn["content"]
@@ -218,7 +215,9 @@ class ChatTemplate:
         turns = [{"role": "user", "content": content}]
         given = {"bos_token": "", "eos_token": "", "raise_exception": _refuse, "strftime_now": self._strftime_now}
         try:
-            text = self._generated({**given, "messages": turns, "tools": None, "add_generation_prompt": True})
+            with metered() as budget:
+                variables = {**given, "messages": turns, "tools": None, "add_generation_prompt": True}
+                text = budget.join(self._compiled.generate(variables))
         except (_Refused, SecurityError, TemplateLimitError, RecursionError, MemoryError, *_MISUSE):
             return False
         return _TRIAL[0]["content"] in text and "'type'" not in text and '"type"' not in text

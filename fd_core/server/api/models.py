@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import chat_prompt, has_images
+from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
 from fd_core.server.state import ServedName, ServerState, state_of
@@ -68,12 +68,12 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("specify either prompt or messages", "prompt")
     if body.messages is not None:
-        reading = chat_prompt(state, body)
-        ids = list((await cancel_on_disconnect(request, reading, long=has_images(body))).ids)
+        long = state.images is not None
+        ids = list((await cancel_on_disconnect(request, chat_prompt(state, body), long=long)).ids)
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
-        counting = reader.run(len(text), lambda: reader.text(text, special, counted=True))
-        ids = list(await cancel_on_disconnect(request, counting))
+        reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))
+        ids = list(await cancel_on_disconnect(request, reading))
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": state.client.info.max_model_len,

@@ -61,9 +61,8 @@ _USUAL_EFFORT: Final = "high"
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's format."""
     state, body, headers = await BODY.read(request)
-    chat = as_chat(state, body)
-    asked = jobs.conversation_job(state, chat, request, required_constraint(body), jobs.MESSAGES_NAMES)
-    job = await response_format.cancel_on_disconnect(request, asked, long=jobs.has_images(chat))
+    asked = jobs.conversation_job(state, as_chat(state, body), request, required_constraint(body), jobs.MESSAGES_NAMES)
+    job = await response_format.cancel_on_disconnect(request, asked, long=state.images is not None)
     return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers=headers)
 
 
@@ -75,10 +74,9 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
-    chat = as_chat(state, body)
     try:
-        reading = jobs.chat_prompt(state, chat)
-        prompt = await response_format.cancel_on_disconnect(request, reading, long=jobs.has_images(chat))
+        reading = jobs.chat_prompt(state, as_chat(state, body))
+        prompt = await response_format.cancel_on_disconnect(request, reading, long=state.images is not None)
     except (ApiError, BadRequest) as error:
         raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
     return json_response(schemas.TokenCountAnswer(len(prompt.ids)), headers)

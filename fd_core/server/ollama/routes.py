@@ -93,7 +93,7 @@ async def _answered(
         return _loaded(served, ChatTurn(role="assistant", content="") if is_chat else None)
     chat.model = served.name
     making = jobs.conversation_job(state, chat, request, _constraint(body), _NAMES)
-    job = await cancel_on_disconnect(request, making, long=jobs.has_images(chat))
+    job = await cancel_on_disconnect(request, making, long=state.images is not None)
     return GenerationResponse(state, _LineFormat(job, is_chat=is_chat), body.stream is not False, headers)
 
 

@@ -327,12 +327,6 @@ async def chat_prompt(
     return _shortened(state, body, prompt)
 
 
-def has_images(body: requests.ChatRequest | requests.TokenizeRequest) -> bool:
-    """Return True if a message of a request has an image."""
-    contents = [each.content for each in body.messages or () if isinstance(each.content, list)]
-    return any(part.type == "image_url" for content in contents for part in content)
-
-
 def _images(parts: Sequence[requests.ContentPart], place: str) -> dict[int, RequestedImage]:
     """Return the images of a message's parts by their indices."""
     found = {}

@@ -14,14 +14,7 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import (
-    RESPONSES_NAMES,
-    Job,
-    conversation_job,
-    has_images,
-    require_effort,
-    require_role,
-)
+from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job, require_effort, require_role
 from fd_core.server.responses import schemas
 from fd_core.server.schemas.requests import (
     ChatRequest,
@@ -68,7 +61,7 @@ async def create_response(request: Request) -> Response:
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     asking = conversation_job(state, chat, request, form=required_constraint(body), names=RESPONSES_NAMES)
-    job = await response_format.cancel_on_disconnect(request, asking, long=has_images(chat))
+    job = await response_format.cancel_on_disconnect(request, asking, long=state.images is not None)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: schemas.ResponseAnswer) -> None:
