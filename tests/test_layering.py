@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"backends", "disagg", "effects", "kv", "launching", "models", "ops", "plugins", "router"}
     # `ops.parallel`: the ranks of one model share memory
     | {"runner", "scheduling", "structured", "text", "engine/tracing"},
-    "server": BASE | {"disagg", "engine", "http", "models", "structured", "text"},  # `models.families.images.processor`
+    "server": BASE | {"disagg", "engine", "http", "models", "structured", "text"},  # `models.families.image_processor`
     "cli": BASE
     | {
         "cluster",

@@ -20,7 +20,7 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.server.api import admin, completions, control, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService

@@ -34,7 +34,7 @@ from fd_core.http.connections.connections import (
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, cancelled
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.server.app import create_app
 from fd_core.server.state import ServerState
 from fd_core.server.stream.generation import prefill_span

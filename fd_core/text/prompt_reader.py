@@ -18,7 +18,7 @@ import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
+from fd_core.models.families.image_processor import ImageProcessor, ProcessedImage
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.opening import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
@@ -230,10 +230,11 @@ class PromptReader:
             )
         except ModelError as error:  # the model's template was compiled at startup: these messages exceed its limits
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
-        if not images or self.images is None:
-            return PromptText(_not_empty("messages", self._encode(text, add_special, "messages")), None)
-        ids = self._encode(self.images.expand(text, images), add_special, "messages")
-        return PromptText(tuple(ids), None, self.images.place(ids, images))
+        processor = self.images if images else None
+        ids = self._encode(text if processor is None else processor.expand(text, images), add_special, "messages")
+        if not ids:
+            raise _empty("messages")
+        return PromptText(tuple(ids), None, () if processor is None else processor.place(ids, images))
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Return ids that a client sent in `field`; raises `BadRequest` if there are none or one is unknown."""

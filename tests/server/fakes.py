@@ -33,7 +33,7 @@ from fd_core.engine.process.messages import (
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.scheduling.contract import RequestActivity, SchedulerStats
 from fd_core.scheduling.running.drafts import DraftStats
 from fd_core.scheduling.running.running_batch import SchedulerCounters

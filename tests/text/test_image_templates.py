@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.models.families.images.processor import ImageProcessor, Pixels, ProcessedImage, image_part
+from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader, find_text
 

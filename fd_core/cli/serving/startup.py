@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.assets import find_assets
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers, parsers_for

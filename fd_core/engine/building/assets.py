@@ -16,7 +16,7 @@ from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import ResolvedModel, resolve_model
 from fd_core.models.fallback.choice import choose_implementation
-from fd_core.models.families.images.processor import ImageProcessor
+from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import read_json_object

@@ -57,7 +57,9 @@ COMPLETION_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state, body, headers = await CHAT_BODY.read(request)
-    job = await cancel_on_disconnect(request, jobs.conversation_job(state, body, request), long=state.images is not None)
+    job = await cancel_on_disconnect(
+        request, jobs.conversation_job(state, body, request), long=state.images is not None
+    )
     return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers=headers)
 
 

@@ -21,7 +21,7 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsupported
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.models.families.images.processor import ProcessedImage
+from fd_core.models.families.image_processor import ProcessedImage
 from fd_core.server.preprocess.media.reader import ImageReader, RequestedImage
 from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, requested_constraint

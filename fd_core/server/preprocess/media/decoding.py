@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.errors import BadRequest
-from fd_core.models.families.images.processor import Pixels
+from fd_core.models.families.image_processor import Pixels
 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS: Final = 48 * 2**20

@@ -11,7 +11,7 @@ from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.errors import unavailable
-from fd_core.models.families.images.processor import ImageProcessor, ProcessedImage
+from fd_core.models.families.image_processor import ImageProcessor, ProcessedImage
 from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.server.preprocess.media.fetching import MediaFetcher
 from fd_core.text.fair_thread import FairThread

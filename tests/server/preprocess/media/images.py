@@ -8,7 +8,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from fd_core.models.families.images.processor import ImageProcessor, Pixels, ProcessedImage, image_part
+from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.text.chat_template import ChatTemplate
 
 PLACEHOLDER = "\x01"

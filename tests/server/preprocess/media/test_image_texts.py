@@ -9,8 +9,8 @@ import numpy as np
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
+from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.idefics import Idefics3
-from fd_core.models.families.images.processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.resizing import BICUBIC, resized
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.text.chat_template import ChatTemplate
