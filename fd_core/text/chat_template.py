@@ -204,7 +204,7 @@ class ChatTemplate:
     @cached_property
     def _needs_parts(self) -> bool:
         """True if the template writes the texts of parts, but not a content that is a text."""
-        return not self._writes(_TRIAL[0]["content"]) and self._writes(_TRIAL_PARTS)
+        return not self._writes(_TRIAL[0]["content"]) and self._takes_parts
 
     @cached_property
     def _takes_parts(self) -> bool:

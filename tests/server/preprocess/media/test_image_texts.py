@@ -37,7 +37,7 @@ def test_images_decide_texts_and_are_cached(tmp_path: Path) -> None:
     async def client() -> EngineClient:
         config = EngineConfig(
             model="images",
-            backend="cpu",
+            backend="reference",
             dtype="float32",
             block_size=8,
             num_kv_blocks=45,
