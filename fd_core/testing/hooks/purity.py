@@ -55,8 +55,7 @@ def another_world(shift: int, user: object = None) -> Iterator[None]:
         for clock, unit in _CLOCKS.items():
             reading = getattr(time, clock)() + 3600 * unit * shift
             patch.setattr(time, clock, lambda reading=reading, hour=3600 * unit: reading + hour * next(_HOURS))
-        for module, name, clock in _imported_clocks(getattr(user, "__module__", "").partition(".")[0]):
-            patch.setattr(module, name, getattr(time, clock))
+        _replace_imported_clocks(patch, user)
         states = random.getstate(), np.random.get_state()
         random.seed(shift)
         np.random.seed(shift)
@@ -65,6 +64,22 @@ def another_world(shift: int, user: object = None) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def started_earlier(seconds: int, user: object) -> Iterator[None]:
+    """Advance monotonic clocks, also those that the package of `user` imported, as on a machine with more uptime."""
+    with pytest.MonkeyPatch.context() as patch:
+        for clock in ("monotonic", "monotonic_ns"):
+            now = getattr(time, clock)
+            patch.setattr(time, clock, lambda now=now, shift=seconds * _CLOCKS[clock]: now() + shift)
+        _replace_imported_clocks(patch, user)
+        yield
+
+
+def _replace_imported_clocks(patch: pytest.MonkeyPatch, user: object) -> None:
+    for module, name, clock in _imported_clocks(getattr(user, "__module__", "").partition(".")[0]):
+        patch.setattr(module, name, getattr(time, clock))
 
 
 def process_state() -> dict[str, object]:

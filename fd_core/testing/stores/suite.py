@@ -10,6 +10,7 @@ import abc
 import contextlib
 import functools
 import itertools
+import statistics
 import threading
 import time
 import tracemalloc
@@ -31,6 +32,7 @@ from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
@@ -120,6 +122,30 @@ def _fastest(call: Callable[[], object]) -> float:
     return min(times)
 
 
+def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
+    """Return the bytes that this process reads and writes, in files and sockets, during each of 1,000 calls."""
+    counts = Path("/proc/self/io")
+    if not counts.exists():
+        lacks(f"this system has no {counts} that counts the bytes of a call")
+    found: dict[str, list[int]] = {"put": [], "get": [], "longest_prefix": [], "delete": []}
+    for number in range(250):
+        key = key_of(number % 64)
+        calls = (
+            lambda key=key: store.put([(key, [value_of(key, 100)])], TIMEOUT),
+            lambda key=key: store.get([key], LIMIT, TIMEOUT),
+            lambda key=key: store.longest_prefix([key], LIMIT, TIMEOUT),
+            lambda key=key: store.delete([key], TIMEOUT),
+        )
+        for moved, call in zip(found.values(), calls, strict=True):
+            before = counts.read_text()
+            call()
+            numbers = [
+                [int(line.split()[1]) for line in text.splitlines()[:2]] for text in (before, counts.read_text())
+            ]
+            moved.append(sum(numbers[1]) - sum(numbers[0]))
+    return found
+
+
 class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
     """Values for a `put` that stops at the third one until the test goes on, at most for some seconds."""
 
@@ -138,13 +164,18 @@ class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
 
 
 class _OneOf:
-    """Stores of one location, as of several engines: each call is one of a store that is drawn."""
+    """Stores of one location, as of several machines that started at other times: each call is one of a drawn store."""
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
         self._stores, self._draws = stores, draws(len(stores))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._draws.choice(self._stores), name)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            at = self._draws.randrange(len(self._stores))
+            with started_earlier(at * 1_000_000, self._stores[at]):
+                return getattr(self._stores[at], name)(*arguments)
+
+        return call
 
 
 class BackDoor(abc.ABC):
@@ -485,6 +516,22 @@ class StoreSuite:
                     assert not late, f"a call waited for a writer that stood still before its system call {at}"
         assert other.put([(B, [value_of(B)])], TIMEOUT) == 1
 
+    @pytest.mark.law("5.2")
+    def test_writers_of_two_machines_do_not_collide(self, store: KVStore, make_store: MakeStore, location: str) -> None:
+        """Put before each system call of a put in a process with the same process id and thread ids."""
+        self.sharing.require()
+        key = key_of(1000)
+        with writer_process(type(store), location, "write_and_stop") as writer:
+            for at, _ in enumerate(writer.stops()):
+                try:
+                    make_store().open(0.2)
+                    store.put([(key, [value_of(key)])], 0.2)
+                except StoreError as error:  # the other one may hold a lock
+                    assert error.reason is FailureReason.TIMEOUT, f"before system call {at} of another machine: {error}"
+        keys = [key_of(number) for number in range(at + 2)]
+        found = as_bytes(store.get([*keys, key], LIMIT, TIMEOUT))
+        assert found == [value_of(each) for each in (*keys, key)], "values of two writers replaced each other"
+
     @pytest.mark.law("5.5")
     def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
         """Read while a put waits in the middle of its values: the reader ends in time."""
@@ -626,6 +673,20 @@ class StoreSuite:
                 return
         shown = ", ".join(f"{name} {ratio:.0f} times" for name, ratio in slower.items())
         raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}; at most 4 times are allowed")
+
+    @pytest.mark.law("5.5")
+    def test_no_call_of_1000_moves_more_bytes_beside_many_values(self, store: KVStore) -> None:
+        """Count what each call reads and writes: not one of them may rewrite an index of all values, or copy them."""
+        few, keys = _bytes_of_calls(store), keys_of("random", length=24, count=_MANY)
+        for start in range(0, _MANY, 64):
+            store.put([(key, [value_of(key, 4000)]) for key in keys[start : start + 64]], TIMEOUT)
+        for name, moved in _bytes_of_calls(store).items():
+            most, usual = max(moved), statistics.median(moved)
+            allowed = 4 * max(few[name]) + 64 * usual
+            assert most <= allowed, (
+                f"{name} number {moved.index(most)} moved {most:,} bytes beside {_MANY:,} values; the usual one moves "
+                f"{usual:,.0f}, and beside few values the most was {max(few[name]):,}"
+            )
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

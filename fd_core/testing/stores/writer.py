@@ -1,4 +1,4 @@
-"""A process that puts values into a store until it is killed."""
+"""A process, as of another machine, that puts values into a store until it is killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -20,6 +22,7 @@ from fd_core.testing.kit.requirements import lacks
 _SYSTEM_CALLS: Final = ("open", "os.", "fcntl.", "mmap.", "shutil.", "socket.", "sqlite3.")
 """Beginnings of the names of the events before which a writer stops."""
 _MOST_STOPS: Final = 64
+_PID: Final = os.getpid()
 
 
 class WriterProcess:
@@ -60,6 +63,7 @@ def writer_process(cls: type[KVStore], location: str, main: str = "write") -> It
     with process:
         # Not as arguments: a location may hold a password.
         process.stdin.write(f"{cls.__module__}\n{cls.__qualname__}\n{location}\n")
+        process.stdin.write(f"{os.getpid()} {threading.get_ident()} {threading.get_native_id()}\n")
         process.stdin.flush()
         try:
             yield WriterProcess(process)
@@ -68,8 +72,13 @@ def writer_process(cls: type[KVStore], location: str, main: str = "write") -> It
 
 
 def _store() -> KVStore:
-    """Read a class and a location from standard input."""
-    module, name, location = (sys.stdin.readline().rstrip("\n") for _ in range(3))
+    """Read a class, a location and ids from standard input, and become a process of another machine with these ids."""
+    module, name, location, ids = (sys.stdin.readline().rstrip("\n") for _ in range(4))
+    pid, thread, native = map(int, ids.split())
+    os.getpid, threading.get_ident, threading.get_native_id = (lambda: pid), (lambda: thread), (lambda: native)
+    vars(threading.main_thread()).update(_ident=thread)  # by which it ends
+    started, now, now_ns = time.monotonic(), time.monotonic, time.monotonic_ns
+    time.monotonic, time.monotonic_ns = (lambda: now() - started), (lambda: now_ns() - int(started * 1e9))
     store: KVStore = getattr(importlib.import_module(module), name)(parse_location(location))
     return store
 
@@ -82,7 +91,7 @@ def write_and_die() -> None:
 
     def see(event: str, _: object) -> None:
         if event in ("os.rename", "os.link") and next(moves) == last:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(_PID, signal.SIGKILL)
 
     sys.addaudithook(see)
     for number in range(2):
@@ -98,7 +107,7 @@ def write_and_stop() -> None:
 
     def see(event: str, _: object) -> None:
         if event.startswith(_SYSTEM_CALLS) and next(calls) == last:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(_PID, signal.SIGSTOP)
 
     store.put([(key_of(0), [value_of(key_of(0))])], TIMEOUT)
     sys.addaudithook(see)

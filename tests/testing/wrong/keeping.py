@@ -768,6 +768,57 @@ class _OtherNames(DiskReservations):
         return f"{name}.tmp", *rest
 
 
+@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
+class WritesAnIndexAtTimes(DiskStore):
+    """Every hundredth put takes as long as there are values."""
+
+    puts = 0
+
+    def put(self, values, timeout):
+        self.puts += 1
+        if self.puts % 100 == 0:
+            (self.path / "index").write_text("".join(value.name for value in self.path.glob("??/*.kv")))
+        return super().put(values, timeout)
+
+
+@found_by("test_writers_of_two_machines_do_not_collide")
+class NamesUnfinishedFilesByIds(DiskStore):
+    """Processes on two machines may have the same ids."""
+
+    @contextmanager
+    def _reservations(self, root, deadline):
+        with super()._reservations(root, deadline) as made:
+            made.__class__ = _NamesOfIds
+            yield made
+
+
+class _NamesOfIds(DiskReservations):
+    def reserve(self, size):
+        name, file, space = super().reserve(size)
+        ours = f"{space}-{os.getpid():08x}{threading.get_ident():016x}"
+        os.rename(name, ours, src_dir_fd=self.partial, dst_dir_fd=self.partial)
+        return ours, file, space
+
+
+@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
+class AgesByTheMonotonicClock(DiskStore):
+    """The clock of another machine starts at another time."""
+
+    def _mark(self, keys):
+        for value in (value for key in keys for value in self.path.glob(f"??/{key.hex()}.kv")):
+            os.utime(value, ns=(time.monotonic_ns(), time.monotonic_ns()))
+
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        self._mark(keys)
+        return found
+
+    def put(self, values, timeout):
+        stored = super().put(values, timeout)
+        self._mark([key for key, _ in values])
+        return stored
+
+
 @found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
 class CountsItsOwnBytes(DiskStore):
     """Counts the bytes in use in the object, although other engines write to the folder as well."""
