@@ -14,6 +14,7 @@ from fd_core.errors import ConfigError
 from fd_core.testing.kit.expected import ExpectedFailure, read_expected_failures
 from fd_core.testing.report.model import Card
 from fd_core.testing.report.runs import Kit, RunOptions, run_suite
+from tests.testing import small_suite
 from tests.testing.documents import ROOT
 from tests.testing.small_suite import SMALL
 
@@ -90,15 +91,22 @@ def test_crash_without_workers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_interrupted_run_reports_what_was_tested(end: type[BaseException]) -> None:
+def test_interrupted_run_reports_what_was_tested(monkeypatch: pytest.MonkeyPatch, end: type[BaseException]) -> None:
+    monkeypatch.setattr("fd_core.testing.report.runs.measured_names", lambda _: [small_suite.__file__])
+
     def progress(target: str, done: int, failed: int) -> None:
         if done == 2:
             raise end
 
-    first, second = run_suite(["small", "other"], RunOptions(), "", progress, KIT).cards
+    report = run_suite(["small", "other"], RunOptions(coverage=True), "", progress, KIT)
+    [coverage], (first, second) = report.coverage, report.cards
+    assert coverage.notes()[0].startswith(
+        "coverage is incomplete, for small was not finished: interrupted; later tests "
+    )
     assert len(first.results) == 2 and not first.passed and not second.passed
     assert first.error == second.error == "interrupted; later tests were not run"
     assert not second.results
+    assert first.verdict == "interrupted"
 
 
 def test_soak_runs_only_cases_of_a_fresh_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,7 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
     files = ("--json", str(json), "--html", str(html))
     ended = conformance("null", "-k", "idle_slot or limits_are", "--require-coverage", *files)
     assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search("coverage is incomplete, for -k excluded [0-9,]+ tests\n", ended.stdout)
     report = read_report(json.read_bytes())
     [card], [coverage] = report.cards, report.coverage
     assert card.passed and report.command.endswith(" --require-coverage")

@@ -69,6 +69,8 @@ class PluginCoverage(msgspec.Struct, frozen=True, kw_only=True):
     """Parts that cannot be measured: binaries, compiled functions, decisions within a line."""
     unneeded: list[str] = []
     """Lines of the file of expected failures whose code was executed."""
+    incomplete: str = ""
+    """Reason why some tests did not run, which may execute the code in `gaps`; empty if all ran."""
 
     @property
     def unexcused(self) -> list[Gap]:
@@ -88,6 +90,7 @@ class PluginCoverage(msgspec.Struct, frozen=True, kw_only=True):
             found = f"every line and branch of {self.plugins} was executed by a check, or is excused"
         excuses = dict.fromkeys(gap.excuse for gap in self.gaps if gap.excuse)
         return [
+            *([f"coverage is incomplete, for {self.incomplete}"] if self.incomplete else []),
             f"{found} ({self.lines} lines in functions)",
             *(f"never executed, excused: {excuse}" for excuse in excuses),
             *(f"executed now: remove the line: {line}" for line in self.unneeded),
@@ -132,7 +135,7 @@ class CoverageRun:
         os.environ.update(self.environment)
         coverage.process_startup(force=True)
 
-    def finish(self, expected: Sequence[ExpectedFailure]) -> PluginCoverage:
+    def finish(self, expected: Sequence[ExpectedFailure], incomplete: str) -> PluginCoverage:
         """Return the result of this process and its children, and delete the data."""
         import coverage
 
@@ -141,12 +144,12 @@ class CoverageRun:
         if (running := coverage.Coverage.current()) is not None:
             running.stop()
             running.save()
-        found = self.result(expected)
+        found = self.result(expected, incomplete)
         shutil.rmtree(self._folder)
         return found
 
-    def result(self, expected: Sequence[ExpectedFailure] = ()) -> PluginCoverage:
-        """Return what the processes executed that ended so far."""
+    def result(self, expected: Sequence[ExpectedFailure] = (), incomplete: str = "") -> PluginCoverage:
+        """Return what the processes executed that ended so far; a killed process counts as if it executed nothing."""
         import coverage
 
         excuses = [line for line in expected if line.pattern.startswith(OF_COVERAGE)]
@@ -181,6 +184,7 @@ class CoverageRun:
             gaps=gaps,
             invisible=invisible,
             unneeded=[f"{line}" for line in excuses if f"{line}" not in used],
+            incomplete=incomplete,
         )
 
 

@@ -36,6 +36,8 @@ _NAMED: Final = (
 )
 """Options that may be repeated."""
 _PHASES: Final = ("all", "shared", "alone")
+_SELECTING: Final = ("-k", "-m", "--deselect", "--lf", "--fd-case", "--fd-quick", "--fd-soak")
+"""Options that select tests."""
 _LONG: Final = 500
 """Length of values that are not compared element by element in a message."""
 _COVERAGE: Final[pytest.StashKey[CoverageRun]] = pytest.StashKey()
@@ -91,10 +93,19 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     from fd_core.testing.kit.expected import read_expected_failures
 
     path = session.config.getoption("--fd-expected-failures")
-    found = run.finish([] if path is None else read_expected_failures(Path(path)))
+    found = run.finish([] if path is None else read_expected_failures(Path(path)), _incomplete(session))
     print("", *found.notes(), sep="\n")
     if found.unexcused and session.config.getoption("--fd-require-coverage"):
         session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
+
+
+def _incomplete(session: pytest.Session) -> str:
+    """Return the reason why tests of the session did not run; empty if all ran."""
+    options = [name for name in _SELECTING if session.config.getoption(name, None)]
+    reasons = [f"{', '.join(options)} excluded tests"] if options else []
+    if session.exitstatus == pytest.ExitCode.INTERRUPTED or session.shouldstop or session.shouldfail:
+        reasons.append("the run was interrupted")
+    return " and ".join(reasons)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -39,6 +39,9 @@ _DTYPES: Final = ("float32", "bfloat16")
 _BLAMED: Final = re.compile(r"(?:\w+:\S+: )?law ([\d., ]+): ")
 """The rules at the beginning of a failure, after the case if it has one."""
 
+INTERRUPTED: Final = "interrupted; later tests were not run"
+"""`Card.error` of a run that the user ended."""
+
 CaseOutcome = Literal["pass", "fail", "expected", "limit"]
 """`expected`: failed, and a line of the file of expected failures names it."""
 AxisValue = int | float | str | bool | None
@@ -129,6 +132,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if every test passed, except those that a limit excludes."""
         return self.error is None and bool(self.results) and not any(self.failures)
+
+    @property
+    def verdict(self) -> str:
+        """`passes`, `does not pass`, or `interrupted` if no test failed before the user ended the run."""
+        if self.error == INTERRUPTED and not self.failures:
+            return "interrupted"
+        return "passes" if self.passed else "does not pass"
 
     @property
     def expected(self) -> list[str]:

@@ -78,8 +78,7 @@ def _one_line(text: str) -> str:
 
 
 def _verdict(card: Card) -> str:
-    words = "passes" if card.passed else "does not pass"
-    return f"{words}, EMULATED, not run on hardware" if card.emulated else words
+    return f"{card.verdict}, EMULATED, not run on hardware" if card.emulated else card.verdict
 
 
 def _lines(report: ConformanceReport) -> Iterator[Line]:

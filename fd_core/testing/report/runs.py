@@ -36,6 +36,7 @@ from fd_core.testing.kit.expected import read_expected_failures
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
+    INTERRUPTED,
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
     SECTIONS,
@@ -98,7 +99,6 @@ _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
 _NO_TESTS: Final = 5
 """Exit code of pytest if all tests were deselected."""
-_INTERRUPTED: Final = "interrupted; later tests were not run"
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
@@ -169,13 +169,13 @@ def run_suite(
         names = list(_measured(kit, targets)) if options.coverage else []
         measured = CoverageRun(names, Path(folder)) if names else None
         for target in targets:
-            if cards and cards[-1].error == _INTERRUPTED:
-                cards.append(_card_of(kit, target, error=_INTERRUPTED, seconds=0.0))
+            if cards and cards[-1].error == INTERRUPTED:
+                cards.append(_card_of(kit, target, error=INTERRUPTED, seconds=0.0))
             else:
                 environment = {} if measured is None else measured.environment
                 cards.append(_card(kit, target, options, progress=progress, environment=environment))
         excuses = [] if options.expected_failures is None else read_expected_failures(options.expected_failures)
-        coverage = [] if measured is None else [measured.result(excuses)]
+        coverage = [] if measured is None else [measured.result(excuses, _incomplete(cards, options))]
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
@@ -184,6 +184,20 @@ def run_suite(
         cards=cards,
         coverage=coverage,
     )
+
+
+def _incomplete(cards: Sequence[Card], options: RunOptions) -> str:
+    """Return the reason why tests of the cards did not run; empty if all ran."""
+    selecting = {
+        "-k": options.expression,
+        "--case": options.cases,
+        "--quick": options.quick,
+        "--soak": options.soak_seconds,
+    }
+    names = ", ".join(name for name, value in selecting.items() if value)
+    count = sum(sum(card.deselected.values()) for card in cards)
+    reasons = [f"{names} excluded {count:,} tests"] if count else []
+    return " and ".join([*reasons, *(f"{card.target} was not finished: {card.error}" for card in cards if card.error)])
 
 
 def _measured(kit: Kit, targets: Sequence[str]) -> Iterator[str]:
@@ -302,7 +316,7 @@ class _Run:
     def card(self, kit: Kit, target: str, output: str, seconds: float) -> Card:
         """Return the card of the run; `output` is the output of its processes."""
         if self.interrupted:
-            return self._card(kit, target, error=_INTERRUPTED, seconds=seconds)
+            return self._card(kit, target, error=INTERRUPTED, seconds=seconds)
         error, code = None, min(self.codes, default=0)
         how = "timed out" if self.silent else "ended the process" + (f" with signal {-code}" if code < 0 else "")
         crashed = self.silent or code < 0

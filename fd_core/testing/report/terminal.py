@@ -51,7 +51,7 @@ def _print_card(card: Card, console: Console) -> None:
         reason = card.error.removeprefix(f"{card.target}: ")
         console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {reason}"))
         return
-    verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
+    verdict = Text("passes", "bold green") if card.passed else Text(card.verdict.upper(), "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
     done = ", ".join(f"{count} {outcome}" for outcome, count in card.totals().items())
     line.append(f": {done}, {card.seconds:.0f} s")
