@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -10,12 +11,22 @@ from pathlib import Path
 import pytest
 
 from fd_core.testing.axes import parts
-from fd_core.testing.connectors import ConnectorSuite
+from fd_core.testing.connectors import ConnectorSuite, cases
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from tests.testing.wrong.moving import WRONG
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_processes_name_their_leases_differently():
+    """As the workers of `pytest -n 2`, which test a connector that finds a lease by its name."""
+    first, second = (runpy.run_path(cases.__file__)["lease_name"] for _ in range(2))
+    for kind in ("random", "last letter", "first letter", "middle letter"):
+        names = [name(kind, number) for name in (first, second) for number in range(9)]
+        assert len(set(names)) == 18 and {len(name) for name in names} == {32}
+    assert first("last letter", 0)[:-1] == first("last letter", 9)[:-1]
+
 
 SHARED = "shared_memory:SharedMemoryConnector"
 DISK = "kv_store:KVStoreConnector"
@@ -78,7 +89,7 @@ import pytest
 from types import SimpleNamespace
 from hypothesis import Phase, settings
 from fd_core.disagg.connectors.{module} import {cls} as Whole
-from fd_core.testing.connectors import ConnectorSuite
+from fd_core.testing.connectors import ConnectorSuite, cases
 
 settings.register_profile("as found", phases=[Phase.generate])  # shrinking takes long and is for people
 settings.load_profile("as found")

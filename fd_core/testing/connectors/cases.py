@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ _LEASES: Final[dict[str, Callable[[int], str]]] = {
     "first letter": lambda number: f"{number:x}{'5a' * 16}"[:32],
     "middle letter": lambda number: f"{'5a' * 8}{number:x}{'a5' * 8}"[:32],
 }
+_OF_THIS_PROCESS: Final = secrets.randbits(128)
+"""Part of the names of leases, for other processes test the same connector at the same time."""
 _MOVES: Final[dict[str, tuple[str, ...]]] = {
     "one by one": ("done", "take", "put"),
     "a window at a time": ("put", "take", "done"),
@@ -182,6 +185,11 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
             transfer.run()
 
 
+def lease_name(kind: str, number: int) -> str:
+    """Return the name of a lease, which differs from those of other numbers in the letters of the kind."""
+    return f"{int(_LEASES[kind](number), 16) ^ _OF_THIS_PROCESS:032x}"
+
+
 def move_lease(decode: Connector, prefill: Connector, case: Case, number: int) -> None:
     """Move the pieces of one lease of a case between two connectors. Raises `AssertionError` for one that differs."""
     with ExitStack() as stack:
@@ -207,7 +215,7 @@ class _Transfer:
 
     def _open_inbox(self, number: int, stack: ExitStack, name: str | None = None) -> Any:
         first, count, limits = int_of(self.case, "first"), int_of(self.case, "pieces"), self._limits(number)
-        name = name or _LEASES[str(self.case["lease"])](number)
+        name = name or lease_name(str(self.case["lease"]), number)
         pieces = range(first, first + max(count, limits["window"]))
         inbox = TimedEnd(self.decode.open_inbox(name, pieces=pieces, **limits), self.decode.settings.timeout)
         stack.callback(inbox.close)
@@ -215,7 +223,7 @@ class _Transfer:
 
     def _open_outbox(self, number: int, inbox: Any, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
         first, count, limits = int_of(self.case, "first"), int_of(self.case, "pieces"), self._limits(number)
-        name = name or _LEASES[str(self.case["lease"])](number)
+        name = name or lease_name(str(self.case["lease"]), number)
         assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
         outbox: Any = self.prefill.open_outbox(name, inbox.address, **limits)
         outbox = TimedEnd(outbox, self.decode.settings.timeout)
@@ -336,7 +344,7 @@ def _happens_before(what: str, transfer: _Transfer) -> None:
     match what:
         case "the same lease":
             earlier = _Transfer({**transfer.case, **half}, transfer.decode, transfer.prefill)
-            earlier.abort(5, _LEASES[str(transfer.case["lease"])](0))
+            earlier.abort(5, lease_name(str(transfer.case["lease"]), 0))
         case "a transfer":
             with ExitStack() as stack:
                 earlier = _Transfer({**transfer.case, "window": half["window"]}, transfer.decode, transfer.prefill)
