@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -794,7 +794,9 @@ class NamesUnfinishedFilesByIds(DiskStore):
 
 class _NamesOfIds(DiskReservations):
     def reserve(self, size):
-        name, file, space = super().reserve(size)
+        if (reserved := super().reserve(size)) is None:
+            return None
+        name, file, space = reserved
         ours = f"{space}-{os.getpid():08x}{threading.get_ident():016x}"
         os.rename(name, ours, src_dir_fd=self.partial, dst_dir_fd=self.partial)
         return ours, file, space
@@ -806,7 +808,8 @@ class AgesByTheMonotonicClock(DiskStore):
 
     def _mark(self, keys):
         for value in (value for key in keys for value in self.path.glob(f"??/{key.hex()}.kv")):
-            os.utime(value, ns=(time.monotonic_ns(), time.monotonic_ns()))
+            with suppress(FileNotFoundError):
+                os.utime(value, ns=(time.monotonic_ns(), time.monotonic_ns()))
 
     def get(self, keys, limit, timeout):
         found = super().get(keys, limit, timeout)
