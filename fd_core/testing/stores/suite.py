@@ -36,7 +36,7 @@ from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
-from fd_core.testing.stores.values import assert_hidden, draws, keys_of
+from fd_core.testing.stores.values import assert_hidden, assert_value, draws, keys_of
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
@@ -520,17 +520,18 @@ class StoreSuite:
     def test_writers_of_two_machines_do_not_collide(self, store: KVStore, make_store: MakeStore, location: str) -> None:
         """Put before each system call of a put in a process with the same process id and thread ids."""
         self.sharing.require()
-        key = key_of(1000)
+        key, stops = key_of(1000), 0
         with writer_process(type(store), location, "write_and_stop") as writer:
-            for at, _ in enumerate(writer.stops()):
+            for stops, _ in enumerate(writer.stops(), 1):
                 try:
                     make_store().open(0.2)
                     store.put([(key, [value_of(key)])], 0.2)
                 except StoreError as error:  # the other one may hold a lock
-                    assert error.reason is FailureReason.TIMEOUT, f"before system call {at} of another machine: {error}"
-        keys = [key_of(number) for number in range(at + 2)]
-        found = as_bytes(store.get([*keys, key], LIMIT, TIMEOUT))
-        assert found == [value_of(each) for each in (*keys, key)], "values of two writers replaced each other"
+                    assert error.reason is FailureReason.TIMEOUT, f"at system call {stops} of another machine: {error}"
+        assert store.put([(key, [value_of(key)])], TIMEOUT) == 1
+        keys = [key, *(key_of(number) for number in range(stops + 1))]
+        for at, (each, found) in enumerate(zip(keys, store.get(keys, LIMIT, TIMEOUT), strict=True)):
+            assert_value(f"value {at} of two machines that put at the same time", found, value_of(each))
 
     @pytest.mark.law("5.5")
     def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
