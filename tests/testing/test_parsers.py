@@ -6,6 +6,7 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.plugins import installed_plugins
+from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
@@ -65,6 +66,15 @@ def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
         for case in cases_of(part_of(target))[0]:
             case.part.check(target, case.values)
     assert re.fullmatch(wrong.rule, caught.value.rule), caught.value
+
+
+def test_failure_that_needs_earlier_answers_names_them(monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", set())
+    wrong = ParserTarget("wrong", WRONG["KnowsToolsOfEarlierRequests"].cls, TOOL_PARSER).alone()
+    part = part_of(wrong)
+    part.case("shape=words,key=w").check(wrong, "")
+    with pytest.raises(AssertionError, match=r"^calls:shape=words,key=w,earlier=other cases: "):
+        part.case("shape=words,key=w,chunk=3,earlier=other cases").check(wrong, "")
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():

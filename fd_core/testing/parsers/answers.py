@@ -9,7 +9,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +19,9 @@ import numpy as np
 from fd_core.plugins import TOOL_PARSER
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.interleaving import interleaved
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Part, cases_of
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.events import Event, joined
@@ -55,6 +57,7 @@ _COMMON: Final = (
     Axis("tail", ("none", "space", "half-marker")),
     Axis("cut", (False, True)),
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
+    Axis("earlier", ("none", "other cases")),
 )
 _CITIES: Final[Mapping[str, dict[str, Any]]] = {
     "optional": {"type": ["string", "null"]},
@@ -422,6 +425,10 @@ def _places(text: str, marker: str) -> Iterator[tuple[int, int]]:
 
 def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], _Model], *, whole: bool = True) -> None:
     rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
+    if case["earlier"] == "none":
+        target = target.alone()
+    else:
+        _read_other_cases(target)
     finished = case["end"] == "finish"
     pieces = pieces_of(target, model.text, case["chunk"], rng)
     if case["instances"] == "abandoned":
@@ -443,6 +450,16 @@ def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], 
             parts = pieces_of(target, model.text[:cut], case["chunk"], rng)
             there = target.read(*parts, tools=model.tools, prompt=model.prompt, finish=finished)
             model.require_of_part(meaning_of(there), cut, markers, finished=finished)
+
+
+@cache
+def _read_other_cases(target: ParserTarget) -> None:
+    """Read texts with all values, once, of which a parser may keep something in its class or its module."""
+    cases, count = cases_of(part_of(target))
+    for case in cases[:count]:
+        model = (calls_model if target.kind is TOOL_PARSER else answer_model)(target, case.values)
+        with suppress(InvariantViolated):
+            target.read(model.text, tools=model.tools, prompt=model.prompt)
 
 
 def _read(

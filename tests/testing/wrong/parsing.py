@@ -908,3 +908,14 @@ class KnowsTheTypesOfTheFirstCall(GlmTools):
     def _value(self, tool, key):
         self.called = self.called or tool
         return (yield from super()._value(self.called, key))
+
+
+@breaks("8.3", "calls")
+class KnowsToolsOfEarlierRequests(GlmTools):
+    """A cache of the module has the schema of a tool by its name, and other requests have other schemas."""
+
+    def __init__(self, tools):
+        super().__init__({name: _SCHEMAS.setdefault(name, schema) for name, schema in tools.items()})
+
+
+_SCHEMAS = {}
