@@ -34,12 +34,12 @@ AXES: Final = (
     Axis("shape", tuple(_SHAPES)),
     Axis("calls", (30, 1, 2, 700)),
     Axis("interval", (1.0, 0.0, 0.001, 5.0, 3600.0)),
-    Axis("now", (0.0, 32_767.0, 2_147_483_640.0, 4_294_967_290.0, 1e12)),
+    Axis("now", (0.0, 32_767.0, 2_147_483_640.0, 4_294_967_290.0, 1e12), ("ScalingPolicy.propose.now",)),
     Axis("follows", (False, True)),
 )
 """Axes of a sequence of calls; a case that follows sets the target to what the policy proposed."""
 _IDLE: Final = GroupLoad(role="mixed", target=9, ready=9, slots=144)
-EXCUSED: Final[Mapping[str, str]] = {}
+EXCUSED: Final[Mapping[str, str]] = {"ScalingPolicy.options": "the suite's `options`"}
 """Fields of the contract that no axis varies, with the reason."""
 
 

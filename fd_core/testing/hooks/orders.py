@@ -53,11 +53,11 @@ _TENANTS: Final[Mapping[str, Callable[[int], str]]] = {
 """Names of tenants, which differ in nothing else."""
 SHARE_AXES: Final = (
     Axis("tenants", (2, 3, 7)),
-    Axis("names", tuple(_TENANTS), ("QueuedRequest.tenant",)),
+    Axis("names", tuple(_TENANTS), ("QueuedRequest.tenant", "SchedulingPolicy.turn.flow")),
     Axis("size", (30, 3000, 2**24), ("QueuedRequest.num_tokens",)),
     Axis("prompt", ("same", "longer", "all")),
     Axis("promised", ("same", "more"), ("QueuedRequest.max_new_tokens",)),
-    Axis("used", ("same", "less", "more")),
+    Axis("used", ("same", "less", "more"), ("SchedulingPolicy.ended.num_computed",)),
     Axis("preempted", (0, 5), ("QueuedRequest.preempted",)),
     Axis("aborted", (0, 2)),
     Axis("waiting", (1, 10)),

@@ -75,7 +75,11 @@ AXES: Final = (
     Axis("weights", ("as set", "zero", "large"), tuple(f"RouterConfig.{name}" for name in _WEIGHTS)),
     Axis("session", _SESSIONS, ("RoutingContext.session",)),
     Axis("random", (0.25, 0.0, 2**-53, 0.5, 1 / 3, 1 - 2**-53), ("RoutingContext.random",)),
-    Axis("now", (1.0, 0.0, 32_767.5, 2_147_483_647.0, 4_294_967_296.5, 1e12), ("RoutingContext.now",)),
+    Axis(
+        "now",
+        (1.0, 0.0, 32_767.5, 2_147_483_647.0, 4_294_967_296.5, 1e12),
+        ("RoutingContext.now", "RouterPolicy.sweep.now"),
+    ),
     Axis("calls", (3, 1, 40)),
     Axis("pace", (1.0, 0.0, 1e-3, 1000.0, 1e6)),
     Axis(

@@ -155,7 +155,11 @@ AXES: Final = (
     ),
     Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
     Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),
-    Axis("ids", ("short", "long", "unicode", "reused"), ("RequestSpec.request_id",)),
+    Axis(
+        "ids",
+        ("short", "long", "unicode", "reused"),
+        ("RequestSpec.request_id", "Scheduler.abort.request_id", "Scheduler.phases.request_id"),
+    ),
     Axis(
         "incident",
         (
@@ -171,9 +175,10 @@ AXES: Final = (
             "repeated",
             "paused",
         ),
+        ("Scheduler.commit.output", "Scheduler.change_weights.nonce"),
     ),
     Axis("operations", ("first", "last", "late", "at_once")),
-    Axis("outcome", ("well", "in_part", "badly")),
+    Axis("outcome", ("well", "in_part", "badly"), ("Scheduler.complete.completion",)),
     Axis("schedulers", ("one", "two")),
 )
 """Axes of a scheduler's settings, requests and incidents."""

@@ -7,12 +7,13 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import fd_core.testing as package
-from fd_core import types
+from fd_core import plugins, types
 from fd_core.cluster.scaling import GroupLoad
 from fd_core.config import EngineConfig, Limits
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings, KVInbox, KVOutbox
@@ -86,6 +87,16 @@ TYPES = (
     FreePart,
 )
 """Values that plugins receive, and contracts whose methods receive them."""
+WHOLE = ("Backend", "Family", "Launcher")
+"""Contracts whose kits vary engines, models and processes, and no arguments."""
+CONTRACTS = [
+    getattr(importlib.import_module(f"fd_core.{module}"), name)
+    for kind in vars(plugins).values()
+    if isinstance(kind, plugins.Kind)
+    for module, _, name in [kind.contract.partition(":")]
+    if name not in WHOLE
+]
+"""Contracts of all kinds of plugins."""
 
 
 def _makes_parts(name: str) -> bool:
@@ -117,10 +128,10 @@ def fields_of(cls: type) -> list[str]:
     """Return the fields of a type; for a contract of methods, their arguments as `Class.method.argument`."""
     if inspect.isabstract(cls):
         methods = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
-        arguments = [(name, each) for name, method in methods.items() for each in inspect.signature(method).parameters]
         return [
             f"{cls.__name__}.{each if name == '__init__' else f'{name}.{each}'}"
-            for name, each in arguments
+            for name, method in methods.items()
+            for each in inspect.signature(method).parameters
             if each != "self"
         ]
     names = (
@@ -141,13 +152,31 @@ def test_every_value_of_an_axis_is_in_a_case(part):
     ] == []
 
 
+def fields_in_types(cls: type) -> set[str]:
+    """Return the arguments of a contract's methods that have a type whose own fields are checked."""
+    names = {each.__name__ for each in TYPES}
+    return {
+        f"{cls.__name__}.{each if name == '__init__' else f'{name}.{each}'}"
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method)
+        for each, annotation in inspect.get_annotations(method).items()
+        if names.intersection(re.findall(r"\w+", str(annotation)))
+    }
+
+
+@pytest.mark.parametrize("cls", CONTRACTS, ids=lambda cls: cls.__name__)
+def test_every_argument_of_a_contract_is_varied_or_excused(cls):
+    left = {*fields_of(cls)} - VARIED - EXCUSED.keys() - fields_in_types(cls)
+    assert left == set(), "no axis of a kit names these arguments of a contract"
+
+
 @pytest.mark.parametrize("cls", TYPES, ids=lambda cls: cls.__name__)
 def test_every_field_is_varied_or_excused(cls):
     assert [name for name in fields_of(cls) if name not in VARIED and name not in EXCUSED] == []
 
 
 def test_axes_and_excuses_name_fields_that_exist():
-    known = {name for cls in TYPES for name in fields_of(cls)}
+    known = {name for cls in (*TYPES, *CONTRACTS) for name in fields_of(cls)}
     assert (VARIED | EXCUSED.keys()) - known == set()
     assert all(EXCUSED.values())
 
