@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -43,6 +44,10 @@ _LONG: Final = 500
 _COVERAGE: Final[pytest.StashKey[CoverageRun]] = pytest.StashKey()
 _MEASURED: Final = "fdcore-coverage-"
 """Beginning of the name of the folder with the data of coverage."""
+_HELD: Final = "fd_held"
+"""Property of a report: part and values of a case that passed."""
+_NOT_TESTED: Final = "not tested: "
+"""Beginning of the reasons of `fd_core.testing.kit.requirements.lacks`."""
 _EXPECTED: Final = pytest.StashKey[str]()
 """Line that lists a test as an expected failure."""
 
@@ -284,14 +289,41 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the text of the invariants that a failed test checks to its report."""
+    """Add the text of the invariants that a failed test checks, and the cases that passed, to its report."""
     report = yield
+    if case_of(item) is not None and call.when == "call":
+        from fd_core.testing.axes.parts import take_held
+
+        report.user_properties += [(_HELD, (case.part.name, dict(case.values))) for case in take_held()]
     rules = rules_of(item)
     if rules and call.when == "call" and report.failed:
         from fd_core.testing.kit.law import RULES
 
         report.sections.append(("the law", "\n".join(f"{rule}: {RULES[rule]}" for rule in rules)))
     return report
+
+
+def held_of(report: pytest.TestReport) -> list[tuple[str, dict[str, Any]]]:
+    """Return part and values of the cases that passed in a test."""
+    return [value for name, value in report.user_properties if name == _HELD]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the values of each axis at which a plugin held, and the reasons why tests were skipped, as cards do."""
+    held: dict[str, dict[str, set[Any]]] = {}
+    for part, values in (each for report in terminalreporter.getreports("passed") for each in held_of(report)):
+        for axis, value in values.items():
+            held.setdefault(part, {}).setdefault(axis, set()).add(value)
+    for part, axes in held.items():
+        from fd_core.testing.report.model import values_text
+
+        found = ", ".join(f"{axis} {values_text(values)}" for axis, values in axes.items())
+        terminalreporter.write_line(f"held where tested, {part}: {found}")
+    skipped = Counter(f"{report.longrepr[-1]}" for report in terminalreporter.getreports("skipped"))
+    for text, count in skipped.items():
+        _, is_limit, reason = text.partition(_NOT_TESTED)
+        if is_limit:
+            terminalreporter.write_line(f"limit, tests excluded: {count}: {reason}")
 
 
 @pytest.hookimpl(wrapper=True)

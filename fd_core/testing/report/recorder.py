@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.testing.axes.parts import take_held
 from fd_core.testing.kit import plugin
 from fd_core.testing.report.model import AxisValue, CaseOutcome, Result
 
@@ -112,7 +111,7 @@ class _ResultRecorder:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._write(CaseStarted(*plugin.identity_of(item)))
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
         target, section, test = plugin.identity_of(item)
@@ -134,8 +133,7 @@ class _ResultRecorder:
                 rules=plugin.rules_of(item),
                 expected=plugin.expectation_of(item),
             )
-            held = [(case.part.name, dict(case.values)) for case in take_held()]
-            self._write(CaseEnded(target, result, held))
+            self._write(CaseEnded(target, result, plugin.held_of(report)))
         return report
 
     def _write(self, event: RecordedEvent) -> None:

@@ -130,7 +130,7 @@ def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {"put": [], "get": [], "longest_prefix": [], "delete": []}
     for number in range(250):
         key = key_of(number % 64)
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda key=key: store.put([(key, [value_of(key, 100)])], TIMEOUT),
             lambda key=key: store.get([key], LIMIT, TIMEOUT),
             lambda key=key: store.longest_prefix([key], LIMIT, TIMEOUT),
