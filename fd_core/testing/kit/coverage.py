@@ -90,7 +90,7 @@ class PluginCoverage(msgspec.Struct, frozen=True, kw_only=True):
             found = f"every line and branch of {self.plugins} was executed by a check, or is excused"
         excuses = dict.fromkeys(gap.excuse for gap in self.gaps if gap.excuse)
         return [
-            *([f"coverage is incomplete, for {self.incomplete}"] if self.incomplete else []),
+            *([f"coverage is incomplete, for {self.incomplete}"] if self.incomplete and places else []),
             f"{found} ({self.lines} lines in functions)",
             *(f"never executed, excused: {excuse}" for excuse in excuses),
             *(f"executed now: remove the line: {line}" for line in self.unneeded),

@@ -131,10 +131,10 @@ def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
     for number in range(250):
         key = key_of(number % 64)
         calls: tuple[Callable[[], object], ...] = (
-            lambda key=key: store.put([(key, [value_of(key, 100)])], TIMEOUT),
-            lambda key=key: store.get([key], LIMIT, TIMEOUT),
-            lambda key=key: store.longest_prefix([key], LIMIT, TIMEOUT),
-            lambda key=key: store.delete([key], TIMEOUT),
+            functools.partial(store.put, [(key, [value_of(key, 100)])], TIMEOUT),
+            functools.partial(store.get, [key], LIMIT, TIMEOUT),
+            functools.partial(store.longest_prefix, [key], LIMIT, TIMEOUT),
+            functools.partial(store.delete, [key], TIMEOUT),
         )
         for moved, call in zip(found.values(), calls, strict=True):
             before = counts.read_text()
