@@ -1,13 +1,18 @@
 """The core's scheduler passes the kit, and each wrong one fails the case that names its fault."""
 
+import inspect
+import re
+
 import pytest
 
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.scheduling.contract import Scheduler
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
+from fd_core.testing.schedulers.twins import reusing_ids
 from tests.testing.right.scheduling import TakesTheLastSlot
 from tests.testing.wrong import planning, scheduling
 
@@ -73,3 +78,12 @@ def test_cases_reach_the_edge_of_an_envelope_and_nothing_beyond(name: str) -> No
 def test_wrong_schedulers_cover_every_section() -> None:
     assert len(WRONG) >= 80
     assert {rule[0] for rule in RULES} - {"7"} == {wrong.rule[0] for wrong in WRONG.values()}
+
+
+def test_reused_ids_reach_every_method_of_the_contract_with_ids():
+    """A method that takes or returns the id of a request, by itself or in a request, a plan or a delta."""
+    signatures = {name: inspect.signature(method) for name, method in vars(Scheduler).items() if callable(method)}
+    carry = re.compile("request_id|RequestSpec|RequestActivity|StepPlan|Delta")
+    named = {name for name, signature in signatures.items() if carry.search(f"{name}{signature}")}
+    assert named >= {"add", "abort", "plan", "commit", "complete", "request_ids", "phases", "activities"}
+    assert named - vars(reusing_ids(None).func).keys() == set()
