@@ -233,10 +233,12 @@ class _SharesOfTime:
         self._spent = {case.part.name: 0.0 for case in map(case_of, session.items) if case is not None}
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         case = case_of(item)
-        is_over = case is not None and self._spent[case.part.name] >= self._seconds / len(self._spent)
-        return True if is_over else None
+        if case is None or self._spent[case.part.name] < self._seconds / len(self._spent):
+            return None
+        item.session._setupstate.teardown_exact(nextitem)  # of the test before
+        return True
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         if (case := case_of(item)) is not None:
