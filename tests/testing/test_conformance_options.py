@@ -115,6 +115,17 @@ def test_soak_runs_only_cases_of_a_fresh_seed(monkeypatch: pytest.MonkeyPatch) -
     assert found.seeds != (0,)
 
 
+def test_soak_leaves_out_the_last_cases_of_a_file(tmp_path: Path) -> None:
+    for number, part in enumerate(("SMALL", "OTHER")):
+        source = f"import pytest\nfrom tests.testing.small_suite import {part}\n\n@pytest.mark.fd_cases({part})\n"
+        (tmp_path / f"test_{number}.py").write_text(f"{source}def test_case(case):\n    case.check(False, '')\n")
+    options = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--fd-soak=1e-6"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_soak_goes_on_with_other_seeds_until_time_is_over() -> None:
     rounds = RunOptions(soak_seconds=60.0, seed=7).processes()
     assert [next(rounds)[0] for _ in range(3)] == ["--fd-seed=7", "--fd-seed=8", "--fd-seed=9"]
