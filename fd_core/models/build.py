@@ -37,6 +37,7 @@ from fd_core.models.families.spec import (
     feed_forward_shares,
     head_shares,
     parts_of,
+    recurrent_outputs,
     recurrent_shares,
     rope_tables,
     stage_layers,
@@ -360,6 +361,7 @@ class _Reader:
         """Read a block with a recurrence in place of attention."""
         inputs, output = attention_shares(spec, self.ops.parallel)
         heads, channels = recurrent_shares(spec, self.ops.parallel)[-1], conv_channels(spec, self.ops.parallel)
+        normed = recurrent_outputs(spec, self.ops.parallel) if spec.rule == "scan" else slice(None)
 
         def vector(stored: VectorSpec | None, of: Any = slice(None)) -> Array | None:
             return None if stored is None else self.ops.prepare_vector(self.values(stored)[of])
@@ -375,7 +377,9 @@ class _Reader:
             value_dim=spec.value_dim,
             decay=vector(spec.decay, heads),
             time_bias=vector(spec.time_bias, heads),
-            norm=None if spec.head_norm is None else Norm(vector(spec.head_norm), self.spec.eps),
+            norm=None if spec.head_norm is None else Norm(vector(spec.head_norm, normed), spec.head_eps),
+            skip=vector(spec.skip, heads),
+            time_limits=spec.time_limits,
         )
         return Recurrence(
             norm=self.optional_norm(spec.norm),

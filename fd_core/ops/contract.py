@@ -58,6 +58,7 @@ __all__ = [
     "PenaltyInput",
     "PlainActivation",
     "Recurrent",
+    "RecurrentRule",
     "Rope",
     "SampleInput",
     "StepInput",
@@ -72,6 +73,7 @@ CLAMP: Final = 7.0
 """Limit of gate and up in `clamped_swiglu`."""
 PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
 """Of a feed-forward block without a gate: `quick_gelu` is x / (1 + exp(-1.702 x)), `relu2` the square of relu."""
+RecurrentRule = Literal["gate", "delta", "scan"]
 SCALE_BYTES: Final = 4
 """Bytes of the float32 scale after the elements of a quantized key or value."""
 FLOAT_BYTES: Final = 4
@@ -272,6 +274,14 @@ class Recurrent:
 
     and the outputs are silu(z) times the norm of y (Yang et al., "Gated Delta Networks", 2024). All in float32.
 
+    `scan`: the inputs are z, v, k, q, a, and v, k, q are convolved and activated, but not normalized. With the time
+    t = softplus(a + time_bias) within `time_limits`,
+
+        S = exp(-exp(decay) * t) * S;  S = S + k (t * v);  y = q S + skip * v
+
+    and the outputs are the norm of y * silu(z), over the heads of values of each head of keys together (Mamba 2: Dao
+    and Gu, "Transformers are SSMs", 2024).
+
     A block of a recurrent layer's group holds, in the bytes of its layer's keys and then values, float32: the number of
     tokens that the state has consumed, as an integer; the last taps - 1 inputs of the convolution; the matrices [value
     heads, key_dim, value_dim]; and a journal, the inputs of tokens after that number, as many as fit, at most
@@ -279,9 +289,9 @@ class Recurrent:
     block table is at first the state of its last token, or an earlier one with a journal up to it.
     """
 
-    rule: Literal["gate", "delta"]
+    rule: RecurrentRule
     conv: Array
-    """[taps, channels] prepared by `prepare_vector`, the oldest first."""
+    """[taps, channels] prepared by `prepare_vector`, the oldest first; in the order of the inputs."""
     conv_bias: Array | None = None
     """[channels]"""
     key_heads: int = 0
@@ -293,7 +303,10 @@ class Recurrent:
     time_bias: Array | None = None
     """[value heads] likewise."""
     norm: Norm | None = None
-    """Of a head's output."""
+    """Of a head's output; of `scan`, with weights for all heads."""
+    skip: Array | None = None
+    """[value heads] likewise."""
+    time_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def channels(self) -> int:
@@ -306,15 +319,21 @@ class Recurrent:
         return self.value_heads * self.value_dim or self.channels
 
     @property
+    def inputs(self) -> int:
+        """Width of the inputs."""
+        return 3 * self.channels if self.rule == "gate" else self.sizes[1] + self.outputs
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """See `state_sizes`."""
         taps, channels = self.conv.shape
-        return state_sizes(int(channels), int(taps), self.value_heads, self.key_dim * self.value_dim)
+        return state_sizes(self.rule, int(channels), int(taps), self.value_heads, self.key_dim * self.value_dim)
 
 
-def state_sizes(channels: int, taps: int, heads: int, matrix: int) -> tuple[int, int]:
+def state_sizes(rule: RecurrentRule, channels: int, taps: int, heads: int, matrix: int) -> tuple[int, int]:
     """Return the float32 elements of a recurrent state without its journal, and of each token of the journal."""
-    return 1 + (taps - 1) * channels + heads * matrix, channels + 2 * heads
+    scalars = {"gate": 0, "delta": 2, "scan": 1}
+    return 1 + (taps - 1) * channels + heads * matrix, channels + scalars[rule] * heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -932,6 +951,8 @@ class Ops(abc.ABC):
 
     def recur(self, x: Array, recurrent: Recurrent, layer: Any, step: StepInput) -> Array:
         """Compute the outputs of a recurrence [T, outputs] for its inputs [T, ...], and write the states of the rows.
+
+        May write into the inputs.
 
         A row at position 0 begins with zeros; any other one with the state in the table entry of the token before it.
         After the step, the state is that of the row's first token or a later one, with a journal of those after it. It

@@ -13,6 +13,7 @@ from fd_core.config import SpeculativeConfig
 from fd_core.config.layer_groups import LayerGroups
 from fd_core.errors import ConfigError
 from fd_core.models.families.recurrent.lfm import Lfm2
+from fd_core.models.families.recurrent.mamba import GraniteHybrid
 from fd_core.models.families.recurrent.qwen import Qwen3Next
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.drafting import OracleDrafter
@@ -25,11 +26,15 @@ SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
 BLOCK: Final = 8
 MODELS: Final[dict[str, tuple[type[Any], dict[str, Any]]]] = {
     "lfm2": (Lfm2, Lfm2.cases["adjusted"]),
+    "granite": (
+        GraniteHybrid,
+        {**GraniteHybrid.cases["dense"], "mamba_expand": 1, "mamba_d_head": 8, "mamba_d_state": 4, "head_dim": 32},
+    ),
     "qwen3_next": (Qwen3Next, {**Qwen3Next.cases["plain"], "linear_num_value_heads": 2, "head_dim": 32}),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, case = MODELS[request.param]
     folder = tmp_path_factory.mktemp("recurrent") / request.param
@@ -96,6 +101,14 @@ def test_preempted_requests_go_on_from_saved_states(
         if kv == "auto":  # 8 bits show rounding errors of sums in another order
             assert texts.tokens == golden(model)
         engine.check_integrity()
+
+
+@pytest.mark.law("5.2")
+@pytest.mark.parametrize("model", ["granite"], indirect=True)
+def test_states_of_mamba_survive(model: Path, secrets: dict[str, str], tmp_path: Path) -> None:
+    test_settings_do_not_change_texts(model, {"tensor_parallel_size": 2, "backend": "cpu", "num_kv_blocks": 45})
+    test_preempted_requests_go_on_from_saved_states(model, "int8", saves=True, secrets=secrets, tmp_path=tmp_path)
+    test_rejected_drafts_leave_no_trace(model, "cpu")
 
 
 @pytest.mark.law("6.2")

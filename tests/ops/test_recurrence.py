@@ -37,10 +37,15 @@ class Layer:
         def vector(*shape: int) -> Any:
             return ops.prepare_vector(rng.normal(size=shape).astype(np.float32))
 
-        heads = {"key_heads": 2, "value_heads": 4, "key_dim": 7, "value_dim": 18} if rule == "delta" else {}
-        channels = 2 * 14 + 72 if heads else 150
-        more = {"decay": vector(4), "time_bias": vector(4), "norm": Norm(vector(18), 1e-5)} if heads else {}
-        bias = None if heads else vector(channels)
+        each = 5 if rule == "scan" else 2  # so that several threads have heads of values of one of keys
+        heads = {"key_heads": 2, "value_heads": 2 * each, "key_dim": 7, "value_dim": 18} if rule != "gate" else {}
+        channels = 2 * 14 + 36 * each if heads else 150
+        more = {"decay": vector(2 * each), "time_bias": vector(2 * each)} if heads else {}
+        if heads:
+            more["norm"] = Norm(vector(18 if rule == "delta" else 36 * each), 1e-5)
+        if rule == "scan":
+            more |= {"skip": vector(2 * each), "time_limits": (0.1, 2.0)}
+        bias = None if rule == "delta" else vector(channels)
         self.ops = ops
         self.recurrent = Recurrent(rule, vector(4, channels), bias, **heads, **more)  # type: ignore[arg-type]
         state, journal = self.recurrent.sizes
@@ -48,8 +53,7 @@ class Layer:
             1, kv_heads, 16, block_size, dtype, groups=LayerGroups(1, 1, 2), state=state, journal=journal
         )
         self.blocks = -(-TOKENS // block_size)
-        width = channels + 72 + 8 if heads else 3 * channels
-        self.inputs = rng.normal(size=(TOKENS, width)).astype(np.float32)
+        self.inputs = rng.normal(size=(TOKENS, self.recurrent.inputs)).astype(np.float32)
         self.rng = np.random.default_rng(3)
 
     def cache(self) -> KVCache:
@@ -71,7 +75,7 @@ class Layer:
         return np.array(self.ops.to_host(self.ops.recur(given, self.recurrent, cache.layer(0), step)))[: upto - start]
 
 
-@pytest.mark.parametrize("rule", ["gate", "delta"])
+@pytest.mark.parametrize("rule", ["gate", "delta", "scan"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("pack", PACKS)
 def test_outputs_do_not_depend_on_chunks_and_rejected_drafts(pack: str, dtype: str, rule: str) -> None:

@@ -21,7 +21,15 @@ import numpy.typing as npt
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.ops.contract import TURNED_TOKENS, Activation, Ops, PlainActivation, Rope, state_sizes
+from fd_core.ops.contract import (
+    TURNED_TOKENS,
+    Activation,
+    Ops,
+    PlainActivation,
+    RecurrentRule,
+    Rope,
+    state_sizes,
+)
 from fd_core.ops.parallel import Parallel, Stage
 
 _SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "su", "yarn")
@@ -397,9 +405,9 @@ class RecurrentSpec(_Parts):
 
     norm: NormSpec | None
     inputs: LinearSpec
-    """Its parts: B, C, x of a `gate`; q, k, v, z, b, a of `delta`."""
+    """Its parts: B, C, x of a `gate`; q, k, v, z, b, a of `delta`; z, v, k, q, a of `scan`."""
     output: LinearSpec
-    rule: Literal["gate", "delta"]
+    rule: RecurrentRule
     conv: VectorSpec
     """[channels, 1, taps], the oldest tap first."""
     conv_bias: VectorSpec | None = None
@@ -412,7 +420,11 @@ class RecurrentSpec(_Parts):
     time_bias: VectorSpec | None = None
     """[value heads]"""
     head_norm: VectorSpec | None = None
-    """[value_dim]"""
+    """[value_dim], or [value heads * value_dim] of `scan`."""
+    head_eps: float = 1e-6
+    skip: VectorSpec | None = None
+    """[value heads]"""
+    time_limits: tuple[float, float] = (0.0, math.inf)
     post_norm: NormSpec | None = None
     stream_norm: NormSpec | None = None
 
@@ -1001,7 +1013,7 @@ def attention_shares(spec: AttentionSpec | RecurrentSpec, parallel: Parallel) ->
     """Return a rank's shards of q/k/v, or the inputs of a recurrence, and of the output projection."""
     if isinstance(spec, RecurrentSpec):
         shares = recurrent_shares(spec, parallel)
-        return LinearShare(rows=shares), _leading_back(spec.output, shares[2], parallel)
+        return LinearShare(rows=shares), _leading_back(spec.output, recurrent_outputs(spec, parallel), parallel)
     heads, kv_heads = head_shares(spec, parallel)
     if spec.latent is not None:
         first, second = spec.qkv.outs
@@ -1025,6 +1037,8 @@ def recurrent_shares(spec: RecurrentSpec, parallel: Parallel) -> tuple[slice, ..
             heads = times(share, spec.value_heads // spec.key_heads)
             keys, values = times(share, spec.key_dim), times(heads, spec.value_dim)
             shares = (keys, keys, values, values, heads, heads)
+            if spec.rule == "scan":
+                shares = (values, values, keys, keys, heads)
     if uneven:
         raise ConfigError(
             f"cannot divide a recurrent layer evenly among {parallel.size} ranks", field="--tensor-parallel-size"
@@ -1032,12 +1046,16 @@ def recurrent_shares(spec: RecurrentSpec, parallel: Parallel) -> tuple[slice, ..
     return shares
 
 
+def recurrent_outputs(spec: RecurrentSpec, parallel: Parallel) -> slice:
+    """Return a rank's outputs of a recurrence."""
+    return recurrent_shares(spec, parallel)[2 if spec.rule == "delta" else 0]
+
+
 def conv_channels(spec: RecurrentSpec, parallel: Parallel) -> Indices:
     """Return a rank's channels of the convolution."""
-    shares, outs = recurrent_shares(spec, parallel), spec.inputs.outs
-    if spec.rule == "gate":
-        return np.arange(outs[0])[shares[0]]
-    begins = accumulate(outs[:2], initial=0)
+    parts = {"gate": slice(0, 1), "delta": slice(0, 3), "scan": slice(1, 4)}[spec.rule]
+    shares, outs = recurrent_shares(spec, parallel)[parts], spec.inputs.outs[parts]
+    begins = accumulate(outs, initial=0)
     return np.concatenate(
         [begin + np.arange(share.start, share.stop) for begin, share in zip(begins, shares, strict=False)]
     )
@@ -1046,7 +1064,8 @@ def conv_channels(spec: RecurrentSpec, parallel: Parallel) -> Indices:
 def state_sizes_of(spec: RecurrentSpec, parallel: Parallel) -> tuple[int, int]:
     """Return `state_sizes` of a rank."""
     channels, taps = len(conv_channels(spec, parallel)), spec.conv.shape[-1]
-    return state_sizes(channels, taps, spec.value_heads // parallel.size, spec.key_dim * spec.value_dim)
+    heads, matrix = spec.value_heads // parallel.size, spec.key_dim * spec.value_dim
+    return state_sizes(spec.rule, channels, taps, heads, matrix)
 
 
 def feed_forward_shares(gate_up: LinearSpec, down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:

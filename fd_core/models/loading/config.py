@@ -139,10 +139,12 @@ class ModelConfig:
         value = self._get("layer_types")
         if value is None:
             return None
-        known = ("full_attention", local)
+        known = {"full_attention": "full_attention", local: local}
+        if local == "linear_attention":
+            known |= {"attention": "full_attention", "mamba": local}  # names of earlier versions of transformers
         if not isinstance(value, list | tuple) or len(value) != num_layers or not set(value) <= set(known):
             raise self._wrong("layer_types", f"a list of {num_layers} values from {' and '.join(known)}", value)
-        return tuple(value)
+        return tuple(known[each] for each in value)
 
     def activation(self, field: str = "hidden_act") -> PlainActivation:
         """Return the activation of the feed-forward layers; by default silu, or tanh-approximated gelu for Gemma."""

@@ -41,9 +41,9 @@ class RecurrentShape(Structure):
     """`fd::RecurrentShape`: the recurrence of one layer."""
 
     _fields_ = (
-        *_all(c_int, "delta", "taps", "channels", "key_heads", "value_heads", "key_dim", "value_dim", "table"),
-        ("eps", c_float),
-        *_all(c_void_p, "conv", "bias", "decay", "time_bias", "norm"),
+        *_all(c_int, "rule", "taps", "channels", "key_heads", "value_heads", "key_dim", "value_dim", "table"),
+        *_all(c_float, "eps", "least_time", "most_time"),
+        *_all(c_void_p, "conv", "bias", "decay", "time_bias", "norm", "skip"),
     )
 
 

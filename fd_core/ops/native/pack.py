@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from fd_core.ops.contract import (
     PenaltyInput,
     PlainActivation,
     Recurrent,
+    RecurrentRule,
     SampleInput,
     StepInput,
 )
@@ -314,24 +315,23 @@ class NativeOps(TorchOps):
         return y
 
     def recur(self, x: Array, recurrent: Recurrent, layer: Any, step: StepInput) -> Array:
-        norm, delta = recurrent.norm, recurrent.rule == "delta"
+        norm, of = recurrent.norm, recurrent
         with self._call(x, step) as call:
-            source = call.input(
-                x, 3 * recurrent.channels if not delta else recurrent.sizes[1] + recurrent.outputs, True
-            )
+            source = call.input(x, recurrent.inputs, True)
             buffer, y = call.output(x, recurrent.outputs, self.runtime.wide)
             heads = recurrent.key_heads, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim
             shape = RecurrentShape(
-                delta,
+                get_args(RecurrentRule).index(recurrent.rule),
                 *recurrent.conv.shape,
                 *heads,
                 call.table(step),
                 0.0 if norm is None else norm.eps,
+                *recurrent.time_limits,
                 *(
                     call.pointer(each)
-                    for each in (recurrent.conv, recurrent.conv_bias, recurrent.decay, recurrent.time_bias)
+                    for each in (of.conv, of.conv_bias, of.decay, of.time_bias, None if norm is None else norm.weight)
                 ),
-                None if norm is None else call.pointer(norm.weight),
+                call.pointer(recurrent.skip),
             )
             call.add("recur", ctypes.byref(shape), layer.cache.handle, layer.index, source, buffer)
         return y

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import FLOAT_BYTES, MAX_JOURNAL, HostStep, Recurrent
+from fd_core.ops.contract import FLOAT_BYTES, MAX_JOURNAL, HostStep, Norm, Recurrent
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
@@ -75,23 +75,33 @@ def recur(x: Floats, recurrent: Recurrent, blocks: StateBlocks, step: HostStep, 
 
 
 def _journaled(x: Floats, recurrent: Recurrent) -> Floats:
-    """Return the inputs of the convolution, and b and a of each head: [T, journal]."""
+    """Return the inputs of the convolution, and the scalars of each head: [T, journal]."""
     if recurrent.rule == "gate":
         b, _, c = np.split(x, 3, axis=1)
         return b * c
-    return np.concatenate([x[:, : recurrent.channels], x[:, x.shape[1] - 2 * recurrent.value_heads :]], axis=1)
+    first, end = recurrent.outputs if recurrent.rule == "scan" else 0, recurrent.channels + recurrent.outputs
+    return np.concatenate([x[:, first : first + recurrent.channels], x[:, end:]], axis=1)
 
 
 def _finished(y: Floats, x: Floats, recurrent: Recurrent) -> Floats:
     """Normalize and gate the outputs."""
     if recurrent.rule == "gate":
         return y * x[:, recurrent.channels : 2 * recurrent.channels]
-    heads = y.reshape(len(y), recurrent.value_heads, -1)
-    if recurrent.norm is not None:
-        mean_square = np.square(heads).mean(axis=-1, keepdims=True)
-        heads = heads / np.sqrt(mean_square + np.float32(recurrent.norm.eps)) * np.asarray(recurrent.norm.weight)
-    z = x[:, recurrent.channels : recurrent.channels + recurrent.outputs]
-    return heads.reshape(y.shape) * _silu(z)
+    first = 0 if recurrent.rule == "scan" else recurrent.channels
+    gates = _silu(x[:, first : first + recurrent.outputs])
+    if recurrent.rule == "scan":
+        return _normed(y * gates, recurrent.key_heads, recurrent.norm)
+    return _normed(y, recurrent.value_heads, recurrent.norm) * gates
+
+
+def _normed(y: Floats, groups: int, norm: Norm | None) -> Floats:
+    """Normalize equal parts of the outputs."""
+    if norm is None:
+        return y
+    parts = y.reshape(len(y), groups, -1)
+    mean_square = np.square(parts).mean(axis=-1, keepdims=True)
+    weight = np.asarray(norm.weight).reshape(-1, parts.shape[-1])
+    return np.reshape(parts / np.sqrt(mean_square + np.float32(norm.eps)) * weight, y.shape)
 
 
 class _Walk:
@@ -115,7 +125,10 @@ class _Walk:
             y = y + of.conv_bias
         self._before[:-1] = self._before[1:].copy()
         self._before[-1:] = new
-        return y if of.rule == "gate" else self._delta(_silu(y), *token[of.channels :].reshape(2, -1))
+        if of.rule == "gate":
+            return np.asarray(y)
+        scalars = token[of.channels :].reshape(-1, of.value_heads)
+        return self._delta(_silu(y), *scalars) if of.rule == "delta" else self._scan(_silu(y), scalars[0])
 
     def _delta(self, qkv: Floats, b: Floats, a: Floats) -> Floats:
         of, matrices = self._of, self._matrices
@@ -128,6 +141,19 @@ class _Walk:
         change = beta[:, None] * (v.reshape(of.value_heads, -1) - np.einsum("hk,hkv->hv", k, matrices))
         matrices += k[:, :, None] * change[:, None]
         y: Floats = np.einsum("hk,hkv->hv", q * np.float32(of.key_dim**-0.5), matrices).ravel()
+        return y
+
+    def _scan(self, vkq: Floats, a: Floats) -> Floats:
+        of, matrices = self._of, self._matrices
+        rates, time_bias = np.exp(np.asarray(of.decay)), np.asarray(of.time_bias)
+        v, k, q = np.split(vkq, [of.outputs, of.outputs + of.key_heads * of.key_dim])
+        v, shared = v.reshape(of.value_heads, -1), of.value_heads // of.key_heads
+        k, q = (np.repeat(each.reshape(of.key_heads, -1), shared, axis=0) for each in (k, q))
+        time = np.clip(_softplus(a + time_bias), *np.array(of.time_limits, np.float32))
+        matrices *= np.exp(-rates * time)[:, None, None]
+        matrices += k[:, :, None] * (time[:, None] * v)[:, None]
+        skipped = 0 if of.skip is None else np.asarray(of.skip)[:, None] * v
+        y: Floats = np.ravel(np.einsum("hk,hkv->hv", q, matrices) + skipped)
         return y
 
 

@@ -34,6 +34,7 @@ def fd_register_models() -> list[Entry]:
         Entry("gpt_oss", f"{families}.experts:GptOss", "gpt-oss"),
         Entry("granite", f"{families}.granite:Granite", "Granite 3"),
         Entry("granite_moe", f"{families}.granite:GraniteMoe", "Granite 3, mixtures of experts"),
+        Entry("granite_moe_hybrid", f"{recurrent}.mamba:GraniteHybrid", "Granite 4"),
         Entry("hunyuan", f"{families}.hunyuan:HunyuanDense", "Hunyuan, dense"),
         Entry("hunyuan_moe", f"{families}.hunyuan:HunyuanMoe", "Hunyuan, mixtures of experts"),
         Entry("internlm3", f"{families}.llama:InternLm3", "InternLM 3"),

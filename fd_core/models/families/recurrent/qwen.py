@@ -121,6 +121,7 @@ class Qwen3Next(Family):
             decay=VectorSpec(f"{prefix}.A_log", (value_heads,)),
             time_bias=VectorSpec(f"{prefix}.dt_bias", (value_heads,)),
             head_norm=VectorSpec(f"{prefix}.norm.weight", (value_dim,)),
+            head_eps=config.number("rms_norm_eps", 1e-6),
         )
 
     def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:

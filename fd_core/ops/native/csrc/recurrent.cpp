@@ -6,14 +6,16 @@ namespace {
 
 constexpr int kJournal = 16;    // most tokens of a journal
 constexpr int kChannels = 128;  // of a unit of work without heads
+constexpr int kHeads = 4;       // most heads of values of a unit of work
 constexpr int kBatch = 32;      // tokens whose inputs are convolved before their heads are computed
 constexpr float kNormEps = 1e-6f;
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-/// One row's tokens for some channels, and with heads for one head of keys with its heads of values. What it computes for
-/// a token depends on nothing but the token's inputs and the state before it, however tokens are divided among steps.
+/// One row's tokens for some channels, and with heads for one head of keys with heads of values that share it. What it
+/// computes for a token depends on nothing but the token's inputs and the state before it, however tokens are divided
+/// among steps.
 template <class E>
 struct Walk {
     struct Piece {
@@ -24,22 +26,27 @@ struct Walk {
     const Context& context;
     const int in, out;
 
-    std::vector<Piece> pieces;  // channels
+    std::vector<Piece> pieces;  // channels; with heads those of a query, a key and values
     int part = 0, width = 0, stride = 0;
+    int first = 0, heads = 0;                // heads of values of the unit
+    bool owns_keys = true;                   // of several units with the same head of keys, one writes its channels
+    const float* early = nullptr;            // channels of keys and queries, which such a unit may have overwritten
     int begin = 0, start = 0, consumed = 0;  // first row of `in` and position of the step's tokens; position of the state
-    const int heads, lanes;                  // of values of a unit; floats of a row of a matrix
+    const int lanes;                         // floats of a row of a matrix
     std::vector<float> taps, bias, window, active, whole, replayed, scalars, y, raw;
     std::vector<float> matrices;  // [heads][vectors of a row][key_dim][kLanes], so that the lines of a vector have other sets
 
     Walk(const RecurrentShape& s, const StateBlocks& blocks, const Context& context, int in, int out)
-        : s(s), blocks(blocks), context(context), in(in), out(out), heads(s.delta ? s.shared() : 0),
-          lanes(round_up(s.value_dim, kLanes)) {}
+        : s(s), blocks(blocks), context(context), in(in), out(out), lanes(round_up(s.value_dim, kLanes)) {}
 
     void select(int of) {
         part = of;
-        if (s.delta) {
-            const int keys = s.key_heads * s.key_dim, values = heads * s.value_dim;
-            pieces = {{of * s.key_dim, s.key_dim}, {keys + of * s.key_dim, s.key_dim}, {2 * keys + of * values, values}};
+        if (s.value_heads) {
+            const int key = of / splits(s), skipped = of % splits(s) * kHeads;
+            owns_keys = skipped == 0, first = key * s.shared() + skipped, heads = std::min(kHeads, s.shared() - skipped);
+            pieces = {{s.queries() + key * s.key_dim, s.key_dim},
+                      {s.keys() + key * s.key_dim, s.key_dim},
+                      {s.values() + first * s.value_dim, heads * s.value_dim}};
         } else {
             pieces = {{of * kChannels, std::min(kChannels, s.channels - of * kChannels)}};
         }
@@ -55,6 +62,15 @@ struct Walk {
         y.resize(size_t(kBatch) * std::max(1, heads) * lanes);
         scalars.resize(size_t(kBatch) * 2 * std::max(1, heads));
         raw.resize(width + 2 * heads);
+    }
+    /// Units of work of a head of keys.
+    static int splits(const RecurrentShape& s) { return ceil_div(s.shared(), kHeads); }
+    /// The place in `early` of channels of keys or queries of a block, or -1.
+    static int early_at(const RecurrentShape& s, size_t at) {
+        const bool token = at >= size_t(s.state());
+        const size_t from = at - (token ? s.state() : 1), each = token ? s.journal() : s.channels;
+        const int channel = int(from % each) - std::min(s.keys(), s.queries()), both = 2 * s.key_heads * s.key_dim;
+        return channel < 0 || channel >= both ? -1 : int(from / each + (token ? s.taps - 1 : 0)) * both + channel;
     }
     void gather(const float* row, float* to) const {
         for (const Piece& p : pieces) {
@@ -76,7 +92,7 @@ struct Walk {
         for (int t = 0; t < s.taps - 1; t++)
             each_piece(1 + size_t(t) * s.channels, window.data() + size_t(t) * stride, copy);
     }
-    size_t matrix_at(int h) const { return 1 + s.conv_state() + (size_t(part) * heads + h) * s.key_dim * s.value_dim; }
+    size_t matrix_at(int h) const { return 1 + s.conv_state() + size_t(first + h) * s.key_dim * s.value_dim; }
     /// Hand each part of a row of a head's matrix to `take(in the order of the state, in the order of this, count)`.
     template <class Take>
     void each_vector(int h, Take&& take) {
@@ -88,20 +104,26 @@ struct Walk {
     float* matrix(int h, int v) { return matrices.data() + (size_t(h) * lanes + v) * s.key_dim; }
     template <class Copy>
     void each_of_token(int index, float* values, Copy&& copy) const {
-        const size_t first = s.state() + size_t(index) * s.journal();
-        each_piece(first, values, copy);
-        for (int i = 0; i < (heads ? 2 : 0); i++)
-            copy(first + s.channels + i * s.value_heads + part * heads, heads, values + width + i * heads);
+        const size_t at = s.state() + size_t(index) * s.journal();
+        each_piece(at, values, copy);
+        for (int i = 0; i < s.scalars(); i++)
+            copy(at + s.channels + i * s.value_heads + first, heads, values + width + i * heads);
     }
 
     /// Begin with the state of a block, or with zeros; `position` is that of the state.
-    void load(int block, int position, int first, int first_row) {
-        consumed = position, start = first, begin = first_row;
+    void load(int block, int position, int first_token, int first_row) {
+        consumed = position, start = first_token, begin = first_row;
         matrices.assign(size_t(heads) * s.key_dim * lanes, 0.0f);
         whole.resize(size_t(s.key_dim) * s.value_dim);
         replayed.resize(size_t(start - consumed) * raw.size());
         if (block < 0) return;
-        auto copy = [&](size_t at, size_t count, float* to) { blocks.read(block, at, count, to); };
+        auto copy = [&](size_t at, size_t count, float* to) {
+            const int place = early ? early_at(s, at) : -1;
+            if (place < 0)
+                blocks.read(block, at, count, to);
+            else
+                std::memcpy(to, early + place, count * sizeof(float));
+        };
         each_of_state(copy);
         for (int h = 0; h < heads; h++) {
             blocks.read(block, matrix_at(h), whole.size(), whole.data());
@@ -111,7 +133,9 @@ struct Walk {
     }
     /// Write the state after `position` tokens and the journal of those from there to `upto`.
     void store(int block, int position, int upto) {
-        auto copy = [&](size_t at, size_t count, const float* from) { blocks.write(block, at, count, from); };
+        auto copy = [&](size_t at, size_t count, const float* from) {
+            if (owns_keys || early_at(s, at) < 0) blocks.write(block, at, count, from);
+        };
         each_of_state(copy);
         for (int h = 0; h < heads; h++) {
             each_vector(h, [](float* to, const float* from, size_t bytes) { std::memcpy(to, from, bytes); });
@@ -134,12 +158,11 @@ struct Walk {
             return;
         }
         const float* x = context.row<float>(in, begin + t - start);
-        gather(x, to);
-        if (s.delta) {
-            const float* b = x + s.channels + s.outputs() + part * heads;
-            std::memcpy(to + width, b, heads * sizeof(float));
-            std::memcpy(to + width + heads, b + s.value_heads, heads * sizeof(float));
-        } else {
+        gather(x + s.first_channel(), to);
+        for (int i = 0; i < s.scalars(); i++)
+            std::memcpy(to + width + i * heads, x + s.channels + s.outputs() + i * s.value_heads + first,
+                        heads * sizeof(float));
+        if (s.rule == Rule::gate) {
             const float* other = x + 2 * s.channels + pieces[0].at;
             for (int i = 0; i < width; i++) to[i] *= other[i];
         }
@@ -154,10 +177,11 @@ struct Walk {
             inputs(t + i, raw.data());
             std::memcpy(window.data() + size_t(s.taps - 1 + i) * stride, raw.data(), width * sizeof(float));
             for (int h = 0; h < heads; h++) {
-                const int head = part * heads + h;
+                const int head = first + h, last = width + (s.scalars() - 1) * heads + h;
                 float* scalar = scalars.data() + (size_t(i) * heads + h) * 2;
-                scalar[0] = std::exp(-std::exp(s.decay[head]) * softplus(raw[width + heads + h] + s.time_bias[head]));
-                scalar[1] = sigmoid(raw[width + h]);
+                const float time = std::clamp(softplus(raw[last] + s.time_bias[head]), s.least_time, s.most_time);
+                scalar[0] = std::exp(-std::exp(s.decay[head]) * time);
+                scalar[1] = s.rule == Rule::scan ? time : sigmoid(raw[width + h]);
             }
             float* x = active.data() + size_t(i) * stride;
             for (int c = 0; c < stride; c += kLanes) {
@@ -165,9 +189,9 @@ struct Walk {
                 for (int tap = 0; tap < s.taps; tap++)
                     sum = vfma(vload(taps.data() + size_t(tap) * stride + c),
                                vload(window.data() + size_t(i + tap) * stride + c), sum);
-                vstore(x + c, s.delta ? activate(sum, Activation::silu) : sum);
+                vstore(x + c, s.value_heads ? activate(sum, Activation::silu) : sum);
             }
-            if (s.delta) {
+            if (s.rule == Rule::delta) {
                 unit(x, 1.0f / std::sqrt(float(s.key_dim)));
                 unit(x + s.key_dim, 1.0f);
             }
@@ -201,10 +225,16 @@ struct Walk {
                 for (int r = last; r < s.key_dim; r++) take(r, sums[0]);
                 return (sums[0] + sums[1]) + (sums[2] + sums[3]);
             };
-            const V known = each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * kLanes), sum); });
-            const V change = vset(scalar[1]) * (vload(value) - decay * known);
-            for (V& sum : sums) sum = vset(0.0f);
-            const V result = each([&](int r, V& sum) {
+            V wanted = vload(value), result = vset(0.0f);
+            if (s.rule == Rule::delta) {
+                wanted = wanted -
+                    decay * each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * kLanes), sum); });
+                for (V& sum : sums) sum = vset(0.0f);
+            } else if (s.skip) {
+                result = vset(s.skip[first + h]) * wanted;
+            }
+            const V change = vset(scalar[1]) * wanted;
+            result = result + each([&](int r, V& sum) {
                 const V x = vfma(vset(k[r]), change, decay * vload(matrix + size_t(r) * kLanes));
                 vstore(matrix + size_t(r) * kLanes, x);
                 sum = vfma(vset(q[r]), x, sum);
@@ -213,29 +243,33 @@ struct Walk {
         }
     }
     void put_outputs(int i, int row) {
-        const float* x = context.row<float>(in, row);
+        float* x = context.row<float>(in, row);
         E* to = context.row<E>(out, row);
-        if (!s.delta) {
-            const float *made = active.data() + size_t(i) * stride, *gate = x + s.channels + pieces[0].at;
+        if (s.rule == Rule::gate) {
+            const float *made = active.data() + size_t(i) * stride, *gate = x + s.first_gate() + pieces[0].at;
             for (int c = 0; c < width; c++) put(to + pieces[0].at + c, gate[c] * made[c]);
             return;
         }
         for (int h = 0; h < heads; h++) {
             float* made = y.data() + (size_t(i) * heads + h) * lanes;
-            rms_norm(made, s.norm, s.value_dim, s.eps, made);
-            const int at = (part * heads + h) * s.value_dim;
-            const float* z = x + s.channels + at;
+            if (s.rule == Rule::delta) rms_norm(made, s.norm, s.value_dim, s.eps, made);
+            const int at = (first + h) * s.value_dim;
+            float* z = x + s.first_gate() + at;
             for (int c = 0; c < s.value_dim; c += kLanes) {
                 vstore(made + c, vload(made + c) * activate(vload(z + c), Activation::silu));  // rows are padded
-                convert(made + c, std::min(kLanes, s.value_dim - c), to + at + c);
+                if (s.rule == Rule::delta) convert(made + c, std::min(kLanes, s.value_dim - c), to + at + c);
             }
+            if (s.rule == Rule::scan) std::memcpy(z, made, s.value_dim * sizeof(float));
         }
     }
     /// Mark the outputs of a row whose state is not there.
     void refuse(int from, int to) const {
-        const int at = s.delta ? part * heads * s.value_dim : pieces[0].at, count = s.delta ? heads * s.value_dim : width;
-        for (int row = from; row < to; row++)
+        const int at = s.value_heads ? first * s.value_dim : pieces[0].at;
+        const int count = s.value_heads ? heads * s.value_dim : width;
+        for (int row = from; row < to; row++) {
             for (int c = 0; c < count; c++) put(context.row<E>(out, row) + at + c, NAN);
+            if (s.rule == Rule::scan) std::fill_n(context.row<float>(in, row) + at, count, NAN);
+        }
     }
 };
 
@@ -281,9 +315,23 @@ void Recur<E>::run(const Context& context) {
         std::memcpy(&count, &number, sizeof count);
         if (count <= start && start - count <= drafts) consumed[row] = count;
     }
+    using Unit = Walk<E>;
+    const int splits = shape.value_heads ? Unit::splits(shape) : 1, both = 2 * shape.key_heads * shape.key_dim;
+    std::vector<std::vector<float>> early(step.rows);
+    for (int row = 0; row < step.rows && splits > 1; row++) {
+        const int start = start_of(row);
+        if (start == 0 || consumed[row] < 0) continue;
+        early[row].resize(size_t(shape.taps - 1 + start - consumed[row]) * both);
+        for (size_t i = 0; i < early[row].size() / both; i++) {
+            const int token = int(i) - (shape.taps - 1);
+            const size_t at = token < 0 ? 1 + i * shape.channels : shape.state() + size_t(token) * shape.journal();
+            const size_t channel = std::min(shape.keys(), shape.queries());
+            blocks.read(table(row)[(start - 1) / block_size], at + channel, both, early[row].data() + i * both);
+        }
+    }
     context.wait_for_all();
-    const int parts = shape.delta ? shape.key_heads : ceil_div(shape.channels, kChannels);
-    Walk<E> walk(shape, blocks, context, in, out);
+    const int parts = shape.value_heads ? shape.key_heads * splits : ceil_div(shape.channels, kChannels);
+    Unit walk(shape, blocks, context, in, out);
     for (int unit; (unit = context.counter().fetch_add(1)) < step.rows * parts;) {
         const int row = unit / parts, begin = step.query_start[row], end = step.query_start[row + 1];
         if (begin == end) continue;
@@ -293,6 +341,7 @@ void Recur<E>::run(const Context& context) {
             continue;
         }
         const int start = start_of(row), upto = step.context_len[row];
+        walk.early = early[row].empty() ? nullptr : early[row].data();
         walk.load(start > 0 ? table(row)[(start - 1) / block_size] : -1, consumed[row], start, begin);
         // The first token is certain; those that may be drafts go to the journal.
         const int settled = std::max(start + 1, upto - drafts);
@@ -306,6 +355,14 @@ void Recur<E>::run(const Context& context) {
             walk.store(table(row)[entry], settled, upto);
         walk.advance(settled, upto);
     }
+    if (shape.rule != Rule::scan) return;
+    context.wait_for_all();
+    const int width = shape.outputs() / shape.key_heads, begin = step.query_start[0];
+    const Range mine = context.share(step.query_start[step.rows] - begin);
+    for (int row = begin + mine.begin; row < begin + mine.end; row++)
+        for (int group = 0; group < shape.key_heads; group++)
+            rms_norm(context.row<float>(in, row) + group * width, shape.norm + group * width, width, shape.eps,
+                     context.row<E>(out, row) + group * width);
 }
 
 template struct Recur<float>;

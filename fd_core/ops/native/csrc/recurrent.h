@@ -5,16 +5,24 @@
 
 namespace fd {
 
-struct RecurrentShape {
-    int delta;  // else the rule is `gate`
-    int taps, channels, key_heads, value_heads, key_dim, value_dim, table;
-    float eps;
-    const float *conv, *bias, *decay, *time_bias, *norm;
+enum class Rule : int { gate, delta, scan };
 
-    int outputs() const { return delta ? value_heads * value_dim : channels; }
+struct RecurrentShape {
+    Rule rule;
+    int taps, channels, key_heads, value_heads, key_dim, value_dim, table;
+    float eps, least_time, most_time;
+    const float *conv, *bias, *decay, *time_bias, *norm, *skip;
+
+    int outputs() const { return value_heads ? value_heads * value_dim : channels; }
+    int scalars() const { return value_heads ? (rule == Rule::delta ? 2 : 1) : 0; }  // of each head, in the inputs
+    int first_channel() const { return rule == Rule::scan ? outputs() : 0; }         // in the inputs
+    int first_gate() const { return rule == Rule::scan ? 0 : channels; }
+    int queries() const { return rule == Rule::scan ? outputs() + key_heads * key_dim : 0; }  // in the channels
+    int keys() const { return rule == Rule::scan ? outputs() : key_heads * key_dim; }
+    int values() const { return rule == Rule::scan ? 0 : 2 * key_heads * key_dim; }
     int conv_state() const { return (taps - 1) * channels; }
     int state() const { return 1 + conv_state() + value_heads * key_dim * value_dim; }
-    int journal() const { return channels + 2 * value_heads; }
+    int journal() const { return channels + scalars() * value_heads; }
     int shared() const { return value_heads / key_heads; }
 };
 
@@ -56,7 +64,8 @@ void StateBlocks::copy(int block, size_t first, size_t count, Take&& take) const
     }
 }
 
-/// out = the outputs of a recurrence for the float32 inputs `in`, whose states it reads and writes.
+/// out = the outputs of a recurrence for the float32 inputs `in`, whose states it reads and writes; `scan` also writes
+/// outputs before their norm into the gates of `in`.
 template <class E>
 struct Recur : Operation {
     RecurrentShape shape;

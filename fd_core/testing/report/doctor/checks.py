@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config.layer_groups import LayerGroups
-from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, PlainActivation, Recurrent, Rope
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    KVShape,
+    Lora,
+    Norm,
+    Ops,
+    PlainActivation,
+    Recurrent,
+    RecurrentRule,
+    Rope,
+)
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -295,12 +306,11 @@ def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     return Prepared(lambda: ops.settle(ops.moe_residual(x, layer.norm, experts, "silu")), moved)
 
 
-def _recurrence(ops: Ops, size: Size, rule: Literal["gate", "delta"], method: str = "recur") -> Prepared:
+def _recurrence(ops: Ops, size: Size, rule: RecurrentRule, method: str = "recur") -> Prepared:
     """Prepare two steps of two rows: prompts, then chunks that continue from their states."""
     g, values = size.geometry, Values(4)
     gates = rule == "gate"
     channels = g.hidden if gates else (2 * g.kv_heads + g.heads) * g.d
-    width = 3 * channels if gates else channels + g.heads * g.d + 2 * g.heads
 
     def vector(*shape: int) -> Array:
         return ops.prepare_vector(values(*shape))
@@ -309,8 +319,10 @@ def _recurrence(ops: Ops, size: Size, rule: Literal["gate", "delta"], method: st
         {} if gates else {"key_heads": g.kv_heads, "value_heads": g.heads, "key_dim": g.d, "value_dim": g.d}
     )
     more = {} if gates else {"decay": vector(g.heads), "time_bias": vector(g.heads), "norm": Norm(vector(g.d), 1e-5)}
+    if rule == "scan":
+        more |= {"norm": Norm(vector(g.heads * g.d), 1e-5), "skip": vector(g.heads), "time_limits": (0.5, 2.0)}
     recurrent = Recurrent(rule, vector(4, channels), **sizes, **more)
-    state, journal = recurrent.sizes
+    (state, journal), width = recurrent.sizes, recurrent.inputs
     shape = KVShape(1, g.kv_heads, g.d, 1, groups=LayerGroups(1, 1, 2), state=state, journal=journal)
     tokens = -(-shape.least_block_size(_width(ops), 8) // 32) * 32
     layer = ops.allocate_kv(replace(shape, block_size=tokens), 2).layer(0)
@@ -319,9 +331,10 @@ def _recurrence(ops: Ops, size: Size, rule: Literal["gate", "delta"], method: st
     count = len(steps[0].positions), len(steps[1].positions)
     moved = (2 * state * 4 + sum(count) * width * _width(ops)) * 2
     if method == "recur":
-        given = [activations(ops, values(each, width)) for each in count]
-        pairs = [*zip(given, steps, strict=True)]
-        return Prepared(lambda: [ops.recur(x, recurrent, layer, step) for x, step in pairs], moved, list)
+        given = [*zip([values(each, width) for each in count], steps, strict=True)]
+        return Prepared(
+            lambda: [ops.recur(activations(ops, x), recurrent, layer, step) for x, step in given], moved, list
+        )
     pairs = [(activations(ops, values(each, g.hidden)), step) for each, step in zip(count, steps, strict=True)]
     inputs = ops.prepare_linear([raw(values(width, g.hidden) * g.hidden**-0.5)])
     rest = Norm(vector(g.hidden), 1e-5), inputs, recurrent, layer
@@ -515,7 +528,7 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("settle", _settle)
     yield OpCheck("attention", partial(_attention, method="attention"))
     yield OpCheck("moe_residual", partial(_moe, method="moe_residual"), asks=("moe",))
-    rules: tuple[Literal["gate", "delta"], ...] = ("gate", "delta")
+    rules: tuple[RecurrentRule, ...] = get_args(RecurrentRule)
     for rule in rules:
         yield OpCheck("recur", partial(_recurrence, rule=rule), rule, asks=("recurs",))
         yield OpCheck("recurrence", partial(_recurrence, rule=rule, method="recurrence"), rule, asks=("recurs",))

@@ -1,0 +1,190 @@
+"""Granite 4, whose recurrent layers are those of Mamba 2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from fd_core.errors import ModelError
+from fd_core.models.families.builtin.granite import Granite
+from fd_core.models.families.contract import Family
+from fd_core.models.families.spec import (
+    LinearSpec,
+    MoeSpec,
+    NormSpec,
+    RecurrentSpec,
+    Traits,
+    VectorSpec,
+    gate_up_down,
+    head_dim_of,
+    rope_spec,
+)
+from fd_core.models.loading.config import ModelConfig
+
+_PARTS: Final = ("input_linear", "output_linear")
+
+
+def mamba(
+    config: ModelConfig,
+    prefix: str,
+    norm: NormSpec | None,
+    *,
+    groups: int,
+    heads: int,
+    state: int,
+    head_dim: int,
+    taps: int,
+    bias: bool,
+    conv_bias: bool,
+    **more: Any,
+) -> RecurrentSpec:
+    """Describe a layer of Mamba 2; `groups` of heads share their keys and queries, which have `state` elements."""
+    hidden, values, keys = config.count("hidden_size"), heads * head_dim, groups * state
+    if heads % groups:
+        raise ModelError(f"{config.origin}: {heads} heads of a recurrent layer are not a multiple of {groups} groups")
+    channels = values + 2 * keys
+    return RecurrentSpec(
+        norm=norm,
+        inputs=LinearSpec((f"{prefix}.in_proj",), (values, values, keys, keys, heads), hidden, bias=bias),
+        output=LinearSpec((f"{prefix}.out_proj",), (hidden,), values, bias=bias),
+        rule="scan",
+        conv=VectorSpec(f"{prefix}.conv1d.weight", (channels, 1, taps)),
+        conv_bias=VectorSpec(f"{prefix}.conv1d.bias", (channels,)) if conv_bias else None,
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=state,
+        value_dim=head_dim,
+        decay=VectorSpec(f"{prefix}.A_log", (heads,)),
+        time_bias=VectorSpec(f"{prefix}.dt_bias", (heads,)),
+        head_norm=VectorSpec(f"{prefix}.norm.weight", (values,)),
+        skip=VectorSpec(f"{prefix}.D", (heads,)),
+        **more,
+    )
+
+
+def _time_limits(config: ModelConfig) -> tuple[float, float]:
+    match config.values.get("time_step_limit"):
+        case None:
+            return 0.0, math.inf
+        case [int() | float() as low, {"__float__": "Infinity"}] if low >= 0:  # as transformers writes it
+            return float(low), math.inf
+        case [int() | float() as low, int() | float() as high] if 0 <= low < high:
+            return float(low), float(high)
+        case wrong:
+            raise ModelError(f"{config.origin}: time_step_limit must be two increasing numbers, got {wrong!r}")
+
+
+class GraniteHybrid(Family):
+    """`GraniteMoeHybridForCausalLM`: layers of Mamba 2 and of attention, and shared experts with or without others."""
+
+    architectures = ("GraniteMoeHybridForCausalLM",)
+    model_type = "granitemoehybrid"
+    defaults: ClassVar = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+    }
+    cases: ClassVar = {
+        "experts": {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 6,
+            "mamba_expand": 3,
+            "hidden_size": 60,
+            "mamba_d_state": 12,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+            "rms_norm_eps": 1e-5,
+        },
+        "dense": {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_head": 16,
+            "mamba_d_state": 9,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.25, 0.75],
+        },
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model."""
+        if config.activation() != "silu":
+            raise ModelError(f"{config.origin}: recurrent layers have no other hidden_act than silu")
+        hidden, heads = config.count("hidden_size"), config.count("mamba_n_heads")
+        width = config.number("mamba_expand") * hidden
+        automatic = config.values.get("mamba_d_head") in (None, "auto")
+        sizes = {
+            "groups": config.count("mamba_n_groups"),
+            "heads": heads,
+            "state": config.count("mamba_d_state"),
+            "head_dim": int(width) // heads if automatic else config.count("mamba_d_head"),
+            "taps": config.count("mamba_d_conv"),
+        }
+        if sizes["head_dim"] * heads != int(width):
+            raise ModelError(f"{config.origin}: {heads} heads of {sizes['head_dim']} elements are not {width:g} wide")
+        types = config.layer_types(config.count("num_hidden_layers"), "linear_attention")
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        rope = rope if config.text("position_embedding_type", "nope") == "rope" else rope.unrotated
+
+        def recurrent(layer: int, prefix: str, norm: NormSpec | None) -> RecurrentSpec | None:
+            if types is not None and types[layer] == "full_attention":
+                return None
+            return mamba(
+                config,
+                f"{prefix}.mamba",
+                norm,
+                **sizes,
+                bias=config.flag("mamba_proj_bias"),
+                conv_bias=config.flag("mamba_conv_bias"),
+                head_eps=config.number("rms_norm_eps", 1e-6),
+                time_limits=_time_limits(config),
+            )
+
+        return replace(
+            Granite().traits(config),
+            rope=lambda layer: rope,
+            recurrent=recurrent,
+            moe=partial(self.experts, config),
+            inner="shared_intermediate_size",
+            fused={"gate_up": "shared_mlp.input_linear"},
+            names={"mlp.down_proj": "shared_mlp.output_linear"},
+        )
+
+    def experts(self, config: ModelConfig, layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+        """Describe the experts of a layer, which are stored in one tensor; None without them."""
+        count = config.index("num_local_experts", 0)
+        if not count:
+            return None
+        hidden, inner, shared = (
+            config.count(each) for each in ("hidden_size", "intermediate_size", "shared_intermediate_size")
+        )
+        block = f"{prefix}.block_sparse_moe"
+        stacked = partial(gate_up_down, block, hidden, inner, names=_PARTS)
+        return MoeSpec(
+            norm=norm,
+            router=VectorSpec(f"{block}.router.layer.weight", (count, hidden)),
+            experts=tuple(stacked(stack=(index, count)) for index in range(count)),
+            top_k=config.count("num_experts_per_tok"),
+            normalize=True,
+            shared=gate_up_down(f"{prefix}.shared_mlp", hidden, shared, names=_PARTS),
+        )
