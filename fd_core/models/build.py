@@ -113,7 +113,7 @@ def build_decoder(
     for each in of_stage:
         first, block = each.attention, each.feed_forward
         attention = reader.recurrence(first) if isinstance(first, RecurrentSpec) else reader.attention(first)
-        layers.append(Layer(attention, reader.mlp(block) if isinstance(block, MlpSpec) else reader.moe(block)))
+        layers.append(Layer(attention, None if block is None else reader.feed_forward_of(block)))
     final_norm = reader.optional_norm(spec.final_norm)
     decoder = Decoder(
         table,
@@ -181,7 +181,7 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
 def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
     """Return a layer with the experts of which a rank has a share."""
     block = layer.feed_forward
-    if isinstance(block, MlpSpec):
+    if not isinstance(block, MoeSpec):
         return layer
     return replace(layer, feed_forward=replace(block, experts=block.experts[block.held(parallel)]))
 
@@ -403,6 +403,9 @@ class _Reader:
             absorb=self.ops.prepare_heads(np.ascontiguousarray(each[:, : spec.key].transpose(0, 2, 1))),
             expand=self.ops.prepare_heads(np.ascontiguousarray(each[:, spec.key :])),
         )
+
+    def feed_forward_of(self, spec: MlpSpec | MoeSpec) -> Mlp | Moe:
+        return self.mlp(spec) if isinstance(spec, MlpSpec) else self.moe(spec)
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         gate_up, down = self.feed_forward(spec.gate_up, spec.down, after=spec.norm)

@@ -172,7 +172,7 @@ class Layer:
     """Attention, or a recurrence in its place, then feed-forward."""
 
     attention: Attention | Recurrence
-    feed_forward: Mlp | Moe
+    feed_forward: Mlp | Moe | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,7 @@ class DecoderModel:
             x = _normed(x, attention.stream_norm, ops)
             if isinstance(block, Moe):
                 x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
-            else:
+            elif block is not None:
                 inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
                 x = _normed(x, block.stream_norm, ops)

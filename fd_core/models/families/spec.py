@@ -504,7 +504,12 @@ class LayerSpec(_Parts):
     """Attention, or a recurrence in its place, then feed-forward."""
 
     attention: AttentionSpec | RecurrentSpec
-    feed_forward: MlpSpec | MoeSpec
+    feed_forward: MlpSpec | MoeSpec | None
+
+    @property
+    def downs(self) -> tuple[LinearSpec, ...]:
+        """Linears of the feed-forward block whose inputs are its inner widths."""
+        return () if self.feed_forward is None else self.feed_forward.downs
 
     @property
     def adaptable(self) -> tuple[LinearSpec, ...]:
@@ -575,7 +580,8 @@ class DecoderSpec(_Parts):
         """
         linears = []
         for layer in self.layers:
-            norms = (layer.attention.norm, None, layer.feed_forward.norm, None)
+            block = layer.feed_forward
+            norms = (layer.attention.norm, None, None if block is None else block.norm, None)
             pairs = [*zip(layer.adaptable, norms, strict=False)]  # experts have no adaptable linears
             if isinstance(layer.attention, AttentionSpec) and layer.attention.gated:
                 pairs = pairs[1:]  # the gate is computed separately
@@ -589,7 +595,7 @@ class DecoderSpec(_Parts):
         return {
             "vocab_size": self.num_ids,
             "hidden": self.embedding.shape[1],
-            "inner": max(down.ins for layer in self.layers for down in layer.feed_forward.downs),
+            "inner": max((down.ins for each in self.layers for down in each.downs), default=0),
             "head_dim": max(each.head_dim for each in attention),
             "group": max(-(-each.num_heads // each.num_kv_heads) for each in attention),
             "experts": max((len(each.experts) for each in experts), default=0),
@@ -661,6 +667,9 @@ class Traits:
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
     recurrent: Callable[[int, str, NormSpec | None], RecurrentSpec | None] = lambda layer, prefix, norm: None
     """Likewise: the recurrence of a layer that has one in place of attention."""
+    stored: tuple[tuple[int, int | None], ...] | None = None
+    """For each layer, the index under which its attention is stored, and that of its feed-forward, or None without
+    one; None if both have the layer's, and the config the number of layers."""
     gated_attention: bool = False
     """True if each head of the queries is followed by a gate of its output."""
     scale: float | None = None
@@ -767,7 +776,7 @@ def decoder_spec(
     epsilon.
     """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
-    num_layers = config.count("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers") if traits.stored is None else len(traits.stored)
     tied = config.flag("tie_word_embeddings") or architecture.endswith("Model") or not traits.causal
     names = traits.names
     layers, count = [], 0
@@ -820,7 +829,7 @@ def decoder_spec(
 
 def _is_gated(layer: LayerSpec) -> bool:
     block = layer.feed_forward
-    return isinstance(block, MoeSpec) or block.gated
+    return isinstance(block, MoeSpec) or (block is not None and block.gated)
 
 
 def _norm(name: str, width: int, traits: Traits) -> NormSpec:
@@ -829,7 +838,8 @@ def _norm(name: str, width: int, traits: Traits) -> NormSpec:
 
 
 def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
-    prefix = f"{traits.names.get('model.layers', 'model.layers')}.{layer}"
+    stored, stored_second = (layer, layer) if traits.stored is None else traits.stored[layer]
+    prefix = f"{traits.names.get('model.layers', 'model.layers')}.{stored}"
     hidden = config.count("hidden_size")
 
     def named(name: str) -> str:
@@ -843,7 +853,9 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     first = norm("input_layernorm") if before and layer not in traits.unnormed else None
     places = tuple(norm("post_attention_layernorm") if each else None for each in (after, stream))
     attention = traits.recurrent(layer, prefix, first) or _attention(config, traits, layer, named, first, places)
-    second = first
+    if stored_second is None:
+        return LayerSpec(attention, None)
+    prefix, second = f"{prefix.removesuffix(str(stored))}{stored_second}", first
     if not traits.parallel:
         name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
         second = norm(name) if before else None
@@ -1158,7 +1170,7 @@ def _refusal(spec: DecoderSpec, parallel: Parallel) -> ConfigError | None:
     try:
         for layer in spec.layers:
             block = layer.feed_forward
-            downs = block.downs
+            downs = layer.downs
             attention_shares(layer.attention, parallel)
             if spec.recurrent and spec.attention[0].num_kv_heads % parallel.size:
                 raise ConfigError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -123,6 +124,8 @@ def digest_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> str
 
 
 _LIMIT = 64 << 20
+_INFINITY: Final = re.compile(rb"(?<=[\s\[,:])Infinity\b")
+"""As Python writes it, and transformers did before it wrote an object in its place."""
 
 
 def read_limited(path: Path, limit: int = _LIMIT) -> bytes:
@@ -146,4 +149,6 @@ def parse_json_object(content: bytes, origin: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        if (standard := _INFINITY.sub(b'{"__float__":"Infinity"}', content)) != content:
+            return parse_json_object(standard, origin)
         raise ModelError(f"{origin} is not a JSON object: {error}") from error

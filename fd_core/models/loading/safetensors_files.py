@@ -104,7 +104,8 @@ _SINGLE = "model.safetensors"
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor of a multimodal model: of its text part, without a prefix."""
+    """Return the name of a tensor of a multimodal model: of its text part, without a prefix; or of Nemotron-H."""
+    name = re.sub(r"^backbone\.", "model.", name)
     name = name.removeprefix("model.") if name.startswith("model.visual.") else name
     return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 
@@ -123,7 +124,7 @@ class SafetensorsCheckpoint(Checkpoint):
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
-        if "text_config" in whole:
+        if "text_config" in whole or "backbone.embeddings.weight" in tensors:
             views = {text_name(name): view for name, view in views.items()}
         table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
         if table is not None:  # an encoder, whose names have the prefix of its output layer, or not

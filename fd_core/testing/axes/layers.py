@@ -293,7 +293,7 @@ def cases_of_model(model: DecoderSpec) -> list[Case]:
     kinds = dict.fromkeys(
         tuple(_layer_case(model, layer.attention, layer.feed_forward).items())
         for layer in model.layers
-        if isinstance(layer.attention, AttentionSpec)
+        if isinstance(layer.attention, AttentionSpec) and layer.feed_forward is not None
     )
     return [{**dict(kind), **step} for kind in kinds for step in _MODEL_STEPS]
 

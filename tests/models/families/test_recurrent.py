@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from fd_core.backends.contract import cache_shape
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.families.recurrent.lfm import Lfm2
+from fd_core.models.families.recurrent.mamba import GraniteHybrid, NemotronH
 from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35
 from fd_core.models.families.spec import require_division, state_sizes_of
 from fd_core.models.loading.config import ModelConfig
@@ -89,3 +90,36 @@ def test_text_part_of_qwen3_5_is_served(tmp_path: Path) -> None:
         model = load_model(checkpoint, NumpyOps())
     assert replace(model.spec, architecture=expected.architecture) == expected.spec
     assert model.num_parameters == expected.num_parameters
+
+
+def test_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
+    """Which has a pattern of layers, names that begin with `backbone`, and an infinite number."""
+    fields = {**NemotronH.defaults, **SIZES, **NemotronH.cases["plain"], "architectures": list(NemotronH.architectures)}
+    tensors = write_config(fields, tmp_path, seed=1)
+    with open_checkpoint(tmp_path) as checkpoint:
+        expected = load_model(checkpoint, NumpyOps())
+    del fields["layers_block_type"]
+    published = json.dumps(fields | {"hybrid_override_pattern": "M-M*-", "time_step_limit": [0.0, float("inf")]})
+    (tmp_path / "config.json").write_text(published)
+    renamed = {name.replace("model.", "backbone.", 1): values for name, values in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert load_model(checkpoint, NumpyOps()).spec == expected.spec
+    assert [layer.feed_forward is None for layer in expected.spec.layers] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "fields", "message"),
+    [
+        (NemotronH, "plain", {"hybrid_override_pattern": "ME*"}, "layers of the kind moe are not supported"),
+        (NemotronH, "plain", {"hybrid_override_pattern": "M--*"}, "a feed-forward layer must follow one of"),
+        (NemotronH, "plain", {"mamba_hidden_act": "gelu"}, "no other mamba_hidden_act than silu"),
+        (NemotronH, "plain", {"n_groups": 4}, "6 heads of a recurrent layer are not a multiple of 4 groups"),
+        (GraniteHybrid, "dense", {"mamba_d_head": 15}, "8 heads of 15 elements are not 128 wide"),
+        (GraniteHybrid, "dense", {"time_step_limit": [1, 0.5]}, "time_step_limit must be two increasing numbers"),
+    ],
+)
+def test_layers_of_mamba_that_cannot_be_computed_are_refused(family, case, fields, message) -> None:  # type: ignore[no-untyped-def]
+    config = {**family.defaults, **SIZES, **family.cases[case], "architectures": list(family.architectures)}
+    with pytest.raises(ModelError, match=message):
+        describe(ModelConfig(config | fields))

@@ -1,4 +1,4 @@
-"""Granite 4, whose recurrent layers are those of Mamba 2."""
+"""Granite 4 and Nemotron-H, whose recurrent layers are those of Mamba 2."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class GraniteHybrid(Family):
             "intermediate_size": 32,
             "shared_intermediate_size": 40,
             "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
             "mamba_expand": 3,
             "hidden_size": 60,
             "mamba_d_state": 12,
@@ -188,3 +189,105 @@ class GraniteHybrid(Family):
             normalize=True,
             shared=gate_up_down(f"{prefix}.shared_mlp", hidden, shared, names=_PARTS),
         )
+
+
+class NemotronH(Family):
+    """`NemotronHForCausalLM`: each stored layer is one of Mamba 2, of attention without positions, or feed-forward."""
+
+    architectures = ("NemotronHForCausalLM",)
+    model_type = "nemotron_h"
+    renamed: ClassVar = {"hidden_act": "mamba_hidden_act", "tie_word_embeddings": "(transformers ignores it)"}
+    defaults: ClassVar = {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size": 21504,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "time_step_min": 0.001,
+    }
+    cases: ClassVar = {
+        "plain": {
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+            "layer_norm_epsilon": 1e-4,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "time_step_min": 0.3,
+        },
+        "biases": {
+            "layers_block_type": ["full_attention", "linear_attention", "mlp", "linear_attention"],
+            "mlp_bias": True,
+            "mlp_hidden_act": "silu",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 9,
+            "n_groups": 2,
+            "ssm_state_size": 7,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model, without layers of experts, which have no gate."""
+        kinds = self.kinds(config)
+        mixers = [index for index, kind in enumerate(kinds) if kind != "mlp"]
+        follows = [index + 1 < len(kinds) and kinds[index + 1] == "mlp" for index in mixers]
+        if not mixers or len(mixers) + sum(follows) != len(kinds):
+            raise ModelError(f"{config.origin}: a feed-forward layer must follow one of attention or Mamba 2")
+        if config.activation() != "silu":
+            raise ModelError(f"{config.origin}: recurrent layers have no other mamba_hidden_act than silu")
+        rope = rope_spec(config, head_dim_of(config), theta=10_000.0).unrotated
+
+        def recurrent(layer: int, prefix: str, norm: NormSpec | None) -> RecurrentSpec | None:
+            if kinds[mixers[layer]] == "full_attention":
+                return None
+            return mamba(
+                config,
+                f"{prefix}.mixer",
+                norm,
+                groups=config.count("n_groups"),
+                heads=config.count("mamba_num_heads"),
+                state=config.count("ssm_state_size"),
+                head_dim=config.count("mamba_head_dim"),
+                taps=config.count("conv_kernel"),
+                bias=config.flag("use_bias"),
+                conv_bias=config.flag("use_conv_bias"),
+                head_eps=config.number("layer_norm_epsilon", 1e-5),
+                time_limits=(config.number("time_step_min"), math.inf),
+            )
+
+        return Traits(
+            rope=lambda layer: rope,
+            recurrent=recurrent,
+            stored=tuple((at, at + 1 if pair else None) for at, pair in zip(mixers, follows, strict=True)),
+            mlp_bias=config.flag("mlp_bias"),
+            gated=False,
+            activation="mlp_hidden_act",
+            eps="layer_norm_epsilon",
+            names={
+                "model.embed_tokens": "model.embeddings",
+                "model.norm": "model.norm_f",
+                "input_layernorm": "norm",
+                "post_attention_layernorm": "norm",
+                **{f"self_attn.{each}_proj": f"mixer.{each}_proj" for each in "qkvo"},
+                **{f"mlp.{each}_proj": f"mixer.{each}_proj" for each in ("up", "down")},
+            },
+            ignored=(r"^mtp\.",),
+        )
+
+    def kinds(self, config: ModelConfig) -> list[str]:
+        """Return the kind of each stored layer, in the names of `transformers`."""
+        pattern = config.text("hybrid_override_pattern", "")
+        letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+        found = [letters.get(letter, letter) for letter in pattern] or config.strings("layers_block_type")
+        found = [{"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in found]
+        if wrong := set(found) - {"linear_attention", "full_attention", "mlp"}:
+            raise ModelError(f"{config.origin}: layers of the kind {sorted(wrong)[0]} are not supported")
+        return found

@@ -119,5 +119,5 @@ def _halved(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _weight(values: Values, name: str, shape: tuple[int, ...], initial: Floats) -> Floats:
     """Return weights whose logits vary between tokens, and norms and biases around their initial values, 1 or 0."""
     if len(shape) == 1:
-        return np.rint(initial) + values(*shape, scale=0.2)
+        return np.clip(np.rint(initial), 0, 1) + values(*shape, scale=0.2)
     return values(*shape, scale=0.5 if "embed" in name else 0.25 if "lm_head" in name else shape[-1] ** -0.5)

@@ -79,7 +79,7 @@ class FamilyTarget:
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
         renamed = self.family.renamed
-        usual = _RecordedConfig({**values, renamed.get("hidden_act", "hidden_act"): "silu"})
+        usual = _RecordedConfig({"num_hidden_layers": 1, **values, renamed.get("hidden_act", "hidden_act"): "silu"})
         rope = RopeSpec((1.0,))
         decoder_spec("", ModelConfig(usual, renamed=renamed), Traits(rope=lambda layer: rope))
         return (self.read(values) - usual.read | {"tie_word_embeddings"}) & values.keys()
