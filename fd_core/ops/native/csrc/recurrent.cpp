@@ -8,6 +8,7 @@ constexpr int kJournal = 16;    // most tokens of a journal
 constexpr int kChannels = 128;  // of a unit of work without heads
 constexpr int kHeads = 4;       // most heads of values of a unit of work
 constexpr int kBatch = 32;      // tokens whose inputs are convolved before their heads are computed
+constexpr int kColumns = 2;    // vectors of columns at once
 constexpr float kNormEps = 1e-6f;
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
@@ -57,7 +58,7 @@ struct Walk {
         for (int t = 0; t < s.taps; t++) gather(s.conv + size_t(t) * s.channels, taps.data() + size_t(t) * stride);
         bias.assign(stride, 0.0f);
         if (s.bias) gather(s.bias, bias.data());
-        window.assign(size_t(s.taps - 1 + kBatch) * stride, 0.0f);
+        window.resize(size_t(s.taps - 1 + kBatch) * stride);
         active.resize(size_t(kBatch) * stride);
         y.resize(size_t(kBatch) * std::max(1, heads) * lanes);
         scalars.resize(size_t(kBatch) * 2 * std::max(1, heads));
@@ -93,13 +94,19 @@ struct Walk {
             each_piece(1 + size_t(t) * s.channels, window.data() + size_t(t) * stride, copy);
     }
     size_t matrix_at(int h) const { return 1 + s.conv_state() + size_t(first + h) * s.key_dim * s.value_dim; }
-    /// Hand each part of a row of a head's matrix to `take(in the order of the state, in the order of this, count)`.
-    template <class Take>
-    void each_vector(int h, Take&& take) {
-        for (int v = 0; v < lanes; v += kLanes)
-            for (int r = 0; r < s.key_dim; r++)
-                take(whole.data() + size_t(r) * s.value_dim + v, matrix(h, v) + size_t(r) * kLanes,
-                     std::min(kLanes, s.value_dim - v) * sizeof(float));
+    /// Copy a head's matrix from the order of the state to that of this, or back.
+    void order(int h, bool back) {
+        for (int r = 0; r < s.key_dim; r++)
+            for (int v = 0; v < lanes; v += kLanes) {
+                float *in_state = whole.data() + size_t(r) * s.value_dim + v, *here = matrix(h, v) + size_t(r) * kLanes;
+                const float* from = back ? here : in_state;
+                float* to = back ? in_state : here;
+                const int held = s.value_dim - v;
+                if (held >= kLanes)
+                    vstore(to, vload(from));
+                else
+                    std::memcpy(to, from, held * sizeof(float));
+            }
     }
     float* matrix(int h, int v) { return matrices.data() + (size_t(h) * lanes + v) * s.key_dim; }
     template <class Copy>
@@ -113,7 +120,9 @@ struct Walk {
     /// Begin with the state of a block, or with zeros; `position` is that of the state.
     void load(int block, int position, int first_token, int first_row) {
         consumed = position, start = first_token, begin = first_row;
-        matrices.assign(size_t(heads) * s.key_dim * lanes, 0.0f);
+        matrices.resize(size_t(heads) * s.key_dim * lanes);
+        if (block < 0 || lanes > s.value_dim) std::fill(matrices.begin(), matrices.end(), 0.0f);
+        if (block < 0) std::fill_n(window.begin(), size_t(s.taps - 1) * stride, 0.0f);
         whole.resize(size_t(s.key_dim) * s.value_dim);
         replayed.resize(size_t(start - consumed) * raw.size());
         if (block < 0) return;
@@ -127,7 +136,7 @@ struct Walk {
         each_of_state(copy);
         for (int h = 0; h < heads; h++) {
             blocks.read(block, matrix_at(h), whole.size(), whole.data());
-            each_vector(h, [](const float* from, float* to, size_t bytes) { std::memcpy(to, from, bytes); });
+            order(h, false);
         }
         for (int t = consumed; t < start; t++) each_of_token(t - consumed, replayed.data() + (t - consumed) * raw.size(), copy);
     }
@@ -138,7 +147,7 @@ struct Walk {
         };
         each_of_state(copy);
         for (int h = 0; h < heads; h++) {
-            each_vector(h, [](float* to, const float* from, size_t bytes) { std::memcpy(to, from, bytes); });
+            order(h, true);
             blocks.write(block, matrix_at(h), whole.size(), whole.data());
         }
         for (int t = position; t < upto; t++) {
@@ -197,7 +206,8 @@ struct Walk {
             }
         }
         for (int h = 0; h < heads; h++)
-            for (int v = 0; v < lanes; v += kLanes) columns(h, v, count);
+            for (int v = 0; v < lanes; v += kColumns * kLanes)
+                v + kColumns * kLanes <= lanes ? columns<kColumns>(h, v, count) : columns<1>(h, v, count);
         std::memmove(window.data(), window.data() + size_t(count) * stride, size_t(s.taps - 1) * stride * sizeof(float));
         for (int i = 0; i < count; i++)
             if (t + i >= start) put_outputs(i, begin + t + i - start);
@@ -208,38 +218,49 @@ struct Walk {
         scale /= std::sqrt(sum + kNormEps);
         for (int i = 0; i < s.key_dim; i++) x[i] *= scale;
     }
-    /// Some columns of a head's matrix, which stay in the nearest cache for all tokens.
+    /// N vectors of columns of a head's matrix, which stay in the nearest cache for all tokens; sums of several vectors
+    /// at once hide the latency of additions.
+    template <int N>
     void columns(int h, int v, int count) {
         float* matrix = this->matrix(h, v);
-        alignas(64) float value[kLanes] = {};
-        const int held = std::min(kLanes, s.value_dim - v), last = s.key_dim / 4 * 4;
+        const size_t next = size_t(s.key_dim) * kLanes;  // to the next vector of a row
+        alignas(64) float value[N * kLanes] = {};
+        const int held = std::min(N * kLanes, s.value_dim - v), last = s.key_dim / 4 * 4;
         for (int i = 0; i < count; i++) {
             const float *q = active.data() + size_t(i) * stride, *k = q + s.key_dim;
             const float* scalar = scalars.data() + (size_t(i) * heads + h) * 2;
             std::memcpy(value, k + s.key_dim + h * s.value_dim + v, held * sizeof(float));
             const V decay = vset(scalar[0]);
-            V sums[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
-            auto each = [&](auto&& take) {
+            V sums[N][4], change[N], result[N];
+            auto each = [&](auto&& take) {  // in an order that does not depend on N
+                for (auto& parts : sums)
+                    for (V& sum : parts) sum = vset(0.0f);
                 for (int r = 0; r < last; r += 4)
-                    for (int j = 0; j < 4; j++) take(r + j, sums[j]);
-                for (int r = last; r < s.key_dim; r++) take(r, sums[0]);
-                return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+                    for (int j = 0; j < 4; j++)
+                        for (int n = 0; n < N; n++) take(r + j, n, sums[n][j]);
+                for (int r = last; r < s.key_dim; r++)
+                    for (int n = 0; n < N; n++) take(r, n, sums[n][0]);
             };
-            V wanted = vload(value), result = vset(0.0f);
-            if (s.rule == Rule::delta) {
-                wanted = wanted -
-                    decay * each([&](int r, V& sum) { sum = vfma(vset(k[r]), vload(matrix + size_t(r) * kLanes), sum); });
-                for (V& sum : sums) sum = vset(0.0f);
-            } else if (s.skip) {
-                result = vset(s.skip[first + h]) * wanted;
+            auto whole = [&](int n) { return (sums[n][0] + sums[n][1]) + (sums[n][2] + sums[n][3]); };
+            for (int n = 0; n < N; n++) {
+                change[n] = vload(value + n * kLanes);
+                result[n] = s.skip ? vset(s.skip[first + h]) * change[n] : vset(0.0f);
             }
-            const V change = vset(scalar[1]) * wanted;
-            result = result + each([&](int r, V& sum) {
-                const V x = vfma(vset(k[r]), change, decay * vload(matrix + size_t(r) * kLanes));
-                vstore(matrix + size_t(r) * kLanes, x);
+            if (s.rule == Rule::delta) {
+                each([&](int r, int n, V& sum) {
+                    sum = vfma(vset(k[r]), vload(matrix + n * next + size_t(r) * kLanes), sum);
+                });
+                for (int n = 0; n < N; n++) change[n] = change[n] - decay * whole(n);
+            }
+            for (V& each_change : change) each_change = vset(scalar[1]) * each_change;
+            each([&](int r, int n, V& sum) {
+                float* at = matrix + n * next + size_t(r) * kLanes;
+                const V x = vfma(vset(k[r]), change[n], decay * vload(at));
+                vstore(at, x);
                 sum = vfma(vset(q[r]), x, sum);
             });
-            vstore(y.data() + (size_t(i) * heads + h) * lanes + v, result);
+            for (int n = 0; n < N; n++)
+                vstore(y.data() + (size_t(i) * heads + h) * lanes + v + n * kLanes, result[n] + whole(n));
         }
     }
     void put_outputs(int i, int row) {
