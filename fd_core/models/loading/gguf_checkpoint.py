@@ -3,6 +3,7 @@
 - Rows of q and k that were permuted for interleaved rope get Hugging Face's order.
 - A number that was added to norm weights is subtracted, because the model adds it as Hugging Face's does.
 - Keys and values of latent attention, which newer files have apart, are joined to one tensor.
+- Recurrent layers: A is stored as -exp(A_log), and vectors as matrices.
 - Experts: one stacked tensor for each projection, of which each expert is a view of its part, or in old files one each.
 """
 
@@ -62,6 +63,9 @@ _BLOCK = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _CORRECTION = "exp_probs_b"
+_UNSUFFIXED = frozenset({"ssm_a", "ssm_d", "ssm_dt"})
+"""Parts whose name at Hugging Face does not end in their kind."""
+_CONVOLUTIONS = frozenset({"ssm_conv1d", "shortconv.conv"})
 _IGNORED = ".nextn."
 """Of layers for multi-token prediction."""
 _SHARED_GATE = "ffn_gate_inp_shexp"
@@ -71,12 +75,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _CONFIGURED = frozenset({_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS})
 """Tensors that become part of the config."""
-_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)(?:\.(\d{1,5}))?\.(weight|bias)")
+_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?((?:shortconv\.)?[a-z_]+(?:1d)?)(?:\.(\d{1,5}))?(?:\.(weight|bias))?")
 
 
 def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[str, TensorView]:
     match = _PATTERN.fullmatch(tensor.name)
-    block, part, expert, kind = match.groups() if match else (None, "", None, "")
+    block, part, expert, kind = match.groups() if match else (None, "", None, None)
+    kind = kind or ("weight" if part in _UNSUFFIXED else "")
     layer = f"model.layers.{int(block or 0)}"
     parts = {**_BLOCK, **gguf.tensors}
     if expert is not None:
@@ -87,10 +92,13 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         name = f"{layer}.{parts[part]}"
         as_row = "moe_statics" in name  # ERNIE's is a matrix
         return {name: TensorView((1, *tensor.shape), tensor, _as_row) if as_row else TensorView(tensor.shape, tensor)}
-    if block is None and part in _TOP:
-        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
+    if not kind:
+        part = ""
+    if block is None and (name := {**_TOP, **gguf.top}.get(part)):
+        return {f"{name}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:
-        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
+        suffix = "" if part in _UNSUFFIXED else f".{kind}"
+        return {f"{layer}.{parts[part]}{suffix}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and len(tensor.shape) == (3 if kind == "weight" else 2):
         return {
             f"{layer}.{parts[part].format(index)}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
@@ -116,9 +124,22 @@ def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str
         # The order of rows that turns (pair, half) of each head back into (half, pair).
         rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return TensorView(tensor.shape, tensor, rows=rows)
+    if part in _CONVOLUTIONS and kind == "weight" and len(tensor.shape) == 2:
+        return _reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
+    if part in ("ssm_a", "ssm_d", "ssm_norm"):
+        return _reshaped(tensor, (math.prod(tensor.shape),), logarithms=part == "ssm_a")
     if part == _SHARED_GATE and len(tensor.shape) == 1:
         return TensorView((1, *tensor.shape), tensor, _as_row)
     return TensorView(tensor.shape, tensor)
+
+
+def _reshaped(tensor: StoredTensor, shape: tuple[int, ...], *, logarithms: bool = False) -> TensorView:
+    def changed(stored: Weight) -> RawTensor:
+        values = stored.to_float32().reshape(shape)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return RawTensor("F32", _finite(np.log(-values), tensor, "logarithms") if logarithms else values)
+
+    return TensorView(shape, tensor, changed)
 
 
 def _as_row(stored: Weight) -> RawTensor:
@@ -250,6 +271,10 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
     return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
 
 
+_OF_LAYERS: Final = ("attention.head_count_kv", "feed_forward_length")
+"""Metadata that files of models with recurrent layers list for each layer, 0 for those without."""
+
+
 def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf) -> tuple[dict[str, Any], Gguf]:
     """Return the config in Hugging Face's terms, and how tensors are stored; `ModelError` for an unknown architecture.
 
@@ -271,6 +296,10 @@ def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf)
     architecture, model_type, stored = known[name]
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
+    for key in _OF_LAYERS:
+        listed = own.get(key)
+        if isinstance(listed, list | tuple) and all(type(each) is int for each in listed) and 0 in listed:
+            own |= {key: max(listed), f"{key}.layers": listed}
     shape = ModelConfig(own, prefix, metadata.origin)
     config = _common(shape, tensors) | {"architectures": [architecture], "model_type": model_type}
     for kind in ("bos", "eos"):

@@ -24,6 +24,8 @@ class Gguf:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a layer whose name differs from the usual one: GGUF's name to Hugging Face's, with `{}` for the index
     of an expert."""
+    top: Mapping[str, str] = field(default_factory=dict)
+    """The same of tensors outside of layers, with whole names."""
     permuted: bool = False
     """True if the rows of q and k were permuted for interleaved rope."""
     norm_offset: float = 0.0
@@ -42,6 +44,15 @@ def windows(shape: ModelConfig) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": ["sliding_attention" if window and each else "full_attention" for each in slides],
     }
+
+
+def layers_with(shape: ModelConfig, key: str) -> list[bool]:
+    """Return whether each layer has a number above 0 of what `key` counts; all have without a list."""
+    layers = shape.count("block_count")
+    listed = shape.values.get(f"{key}.layers", [1] * layers)
+    if len(listed) != layers:
+        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {layers} layers")
+    return [each > 0 for each in listed]
 
 
 KnownGguf = Mapping[str, tuple[str, str, Gguf]]

@@ -20,7 +20,8 @@ from fd_core.models.families.spec import (
 from fd_core.models.loading.config import ModelConfig
 
 
-def _factors(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+def gguf_factors(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the factors of a GGUF file."""
     return {
         "embedding_multiplier": shape.optional_single("embedding_scale"),
         "residual_multiplier": shape.optional_single("residual_scale"),
@@ -30,7 +31,7 @@ def _factors(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
 
 
 def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    return _factors(shape, tensors) | {
+    return gguf_factors(shape, tensors) | {
         "num_local_experts": shape.count("expert_count"),
         "num_experts_per_tok": shape.count("expert_used_count"),
         "separate_experts": True,
@@ -52,7 +53,7 @@ class Granite(Family):
         },
         "biases": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3.0},
     }
-    gguf: ClassVar = {"granite": Gguf(config=_factors, permuted=True)}
+    gguf: ClassVar = {"granite": Gguf(config=gguf_factors, permuted=True)}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""

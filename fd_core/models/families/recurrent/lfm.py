@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fd_core.models.families.contract import Family
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LinearSpec,
     NormSpec,
@@ -15,6 +15,17 @@ from fd_core.models.families.spec import (
     rope_spec,
 )
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import layers_with
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    attends = layers_with(shape, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
+        "conv_L_cache": shape.count("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 class Lfm2(Family):
@@ -46,6 +57,26 @@ class Lfm2(Family):
             "full_attn_idxs": [2],
             "layer_types": ["conv", "conv", "full_attention"],
         },
+    }
+
+    gguf: ClassVar = {
+        "lfm2": Gguf(
+            config=_gguf_config,
+            tensors={
+                "attn_norm": "operator_norm",
+                "ffn_norm": "ffn_norm",
+                "attn_output": "self_attn.out_proj",
+                "attn_q_norm": "self_attn.q_layernorm",
+                "attn_k_norm": "self_attn.k_layernorm",
+                "ffn_gate": "feed_forward.w1",
+                "ffn_up": "feed_forward.w3",
+                "ffn_down": "feed_forward.w2",
+                "shortconv.conv": "conv.conv",
+                "shortconv.in_proj": "conv.in_proj",
+                "shortconv.out_proj": "conv.out_proj",
+            },
+            top=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+        )
     }
 
     def traits(self, config: ModelConfig) -> Traits:

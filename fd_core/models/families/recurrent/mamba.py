@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from fd_core.errors import ModelError
-from fd_core.models.families.builtin.granite import Granite
-from fd_core.models.families.contract import Family
+from fd_core.models.families.builtin.granite import Granite, gguf_factors
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LinearSpec,
     MoeSpec,
@@ -20,8 +20,10 @@ from fd_core.models.families.spec import (
     gate_up_down,
     head_dim_of,
     rope_spec,
+    separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import layers_with
 
 _PARTS: Final = ("input_linear", "output_linear")
 
@@ -76,6 +78,63 @@ def _time_limits(config: ModelConfig) -> tuple[float, float]:
             raise ModelError(f"{config.origin}: time_step_limit must be two increasing numbers, got {wrong!r}")
 
 
+_STORED: Final = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+
+
+def _has(tensors: StoredTensors, part: str) -> bool:
+    return any(name.endswith(f".{part}") for name in tensors)
+
+
+def _granite_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    attends, inner = layers_with(shape, "attention.head_count_kv"), shape.count("ssm.inner_size")
+    heads = shape.count("ssm.time_step_rank")
+    return gguf_factors(shape, tensors) | {
+        "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
+        "position_embedding_type": "rope" if shape.flag("rope.scaling.finetuned") else "nope",
+        "num_local_experts": shape.index("expert_count", 0),
+        "num_experts_per_tok": shape.optional_count("expert_used_count"),
+        "shared_intermediate_size": shape.count("expert_shared_feed_forward_length"),
+        "separate_experts": True,
+        "attention_bias": _has(tensors, "attn_q.bias"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner / shape.count("embedding_length"),
+        "mamba_n_groups": shape.count("ssm.group_count"),
+        "mamba_d_state": shape.count("ssm.state_size"),
+        "mamba_d_conv": shape.count("ssm.conv_kernel"),
+        "mamba_conv_bias": _has(tensors, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(tensors, "ssm_in.bias"),
+    }
+
+
+def _nemotron_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    kinds = zip(layers_with(shape, "attention.head_count_kv"), layers_with(shape, "feed_forward_length"), strict=True)
+    heads = shape.count("ssm.time_step_rank")
+    return {
+        "layers_block_type": [
+            "full_attention" if attends else "mlp" if feeds else "linear_attention" for attends, feeds in kinds
+        ],
+        "layer_norm_epsilon": shape.single("attention.layer_norm_rms_epsilon"),
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": _has(tensors, "ffn_up.bias"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": shape.count("ssm.inner_size") // heads,
+        "n_groups": shape.count("ssm.group_count"),
+        "ssm_state_size": shape.count("ssm.state_size"),
+        "conv_kernel": shape.count("ssm.conv_kernel"),
+        "use_conv_bias": _has(tensors, "ssm_conv1d.bias"),
+        "use_bias": _has(tensors, "ssm_in.bias"),
+    }
+
+
 class GraniteHybrid(Family):
     """`GraniteMoeHybridForCausalLM`: layers of Mamba 2 and of attention, and shared experts with or without others."""
 
@@ -127,22 +186,33 @@ class GraniteHybrid(Family):
         },
     }
 
+    gguf: ClassVar = {
+        "granitehybrid": Gguf(
+            config=_granite_config,
+            tensors={
+                "ffn_gate_inp": "block_sparse_moe.router.layer",
+                **{part: f"mamba.{name}" for part, name in _STORED.items()},
+            },
+            permuted=True,
+        )
+    }
+
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model."""
         if config.activation() != "silu":
             raise ModelError(f"{config.origin}: recurrent layers have no other hidden_act than silu")
         hidden, heads = config.count("hidden_size"), config.count("mamba_n_heads")
-        width = config.number("mamba_expand") * hidden
+        width = round(config.number("mamba_expand") * hidden)
         automatic = config.values.get("mamba_d_head") in (None, "auto")
         sizes = {
             "groups": config.count("mamba_n_groups"),
             "heads": heads,
             "state": config.count("mamba_d_state"),
-            "head_dim": int(width) // heads if automatic else config.count("mamba_d_head"),
+            "head_dim": width // heads if automatic else config.count("mamba_d_head"),
             "taps": config.count("mamba_d_conv"),
         }
-        if sizes["head_dim"] * heads != int(width):
-            raise ModelError(f"{config.origin}: {heads} heads of {sizes['head_dim']} elements are not {width:g} wide")
+        if sizes["head_dim"] * heads != width:
+            raise ModelError(f"{config.origin}: {heads} heads of {sizes['head_dim']} elements are not {width} wide")
         types = config.layer_types(config.count("num_hidden_layers"), "linear_attention")
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
         rope = rope if config.text("position_embedding_type", "nope") == "rope" else rope.unrotated
@@ -161,18 +231,23 @@ class GraniteHybrid(Family):
                 time_limits=_time_limits(config),
             )
 
-        return replace(
+        traits = replace(
             Granite().traits(config),
             rope=lambda layer: rope,
             recurrent=recurrent,
             moe=partial(self.experts, config),
             inner="shared_intermediate_size",
+        )
+        if config.flag("separate_experts"):
+            return traits
+        return replace(
+            traits,
             fused={"gate_up": "shared_mlp.input_linear"},
             names={"mlp.down_proj": "shared_mlp.output_linear"},
         )
 
     def experts(self, config: ModelConfig, layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
-        """Describe the experts of a layer, which are stored in one tensor; None without them."""
+        """Describe the experts of a layer, which are in one tensor except in GGUF files; None without them."""
         count = config.index("num_local_experts", 0)
         if not count:
             return None
@@ -181,13 +256,18 @@ class GraniteHybrid(Family):
         )
         block = f"{prefix}.block_sparse_moe"
         stacked = partial(gate_up_down, block, hidden, inner, names=_PARTS)
+        experts = tuple(stacked(stack=(index, count)) for index in range(count))
+        always = gate_up_down(f"{prefix}.shared_mlp", hidden, shared, names=_PARTS)
+        if config.flag("separate_experts"):
+            experts = separate_experts(f"{prefix}.mlp.experts", count, hidden, inner)
+            always = gate_up_down(f"{prefix}.mlp.shared_experts", hidden, shared)
         return MoeSpec(
             norm=norm,
             router=VectorSpec(f"{block}.router.layer.weight", (count, hidden)),
-            experts=tuple(stacked(stack=(index, count)) for index in range(count)),
+            experts=experts,
             top_k=config.count("num_experts_per_tok"),
             normalize=True,
-            shared=gate_up_down(f"{prefix}.shared_mlp", hidden, shared, names=_PARTS),
+            shared=always,
         )
 
 
@@ -232,6 +312,21 @@ class NemotronH(Family):
             "use_bias": True,
             "use_conv_bias": False,
         },
+    }
+
+    gguf: ClassVar = {
+        "nemotron_h": Gguf(
+            config=_nemotron_config,
+            tensors={
+                "attn_norm": "norm",
+                "attn_output": "mixer.o_proj",
+                **{f"attn_{each}": f"mixer.{each}_proj" for each in "qkv"},
+                **{f"ffn_{each}": f"mixer.{each}_proj" for each in ("up", "down")},
+                **{part: f"mixer.{name}" for part, name in _STORED.items()},
+            },
+            top={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+            permuted=True,
+        )
     }
 
     def traits(self, config: ModelConfig) -> Traits:

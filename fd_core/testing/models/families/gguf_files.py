@@ -22,7 +22,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "feed_forward_length": ("intermediate_size_mlp", "intermediate_size"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.key_length": ("head_dim",),
     "attention.value_length": ("head_dim",),
@@ -36,7 +36,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
     "expert_shared_count": ("moe_num_shared_experts", "n_shared_experts"),
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
@@ -47,6 +47,11 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "leading_dense_block_count": ("moe_layer_start_index", "first_k_dense_replace"),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "use_parallel_residual": ("use_parallel_residual",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel"),
+    "ssm.state_size": ("mamba_d_state", "ssm_state_size"),
+    "ssm.group_count": ("mamba_n_groups", "n_groups"),
+    "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
 }
 """Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
 _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
@@ -56,6 +61,11 @@ _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), "norm_topk_prob"),
 }
 """Fields among them that the converter does not write for an architecture."""
+_RECURRENT: Final = {
+    *("layer_types", "layers_block_type", "num_hidden_layers", "mamba_expand", "mamba_d_head", "mamba_head_dim"),
+    *("conv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias", "attention_bias", "mlp_bias"),
+}
+"""Fields that files of models with recurrent layers hold as lists, sizes or tensors."""
 _SUFFIXES: Final = (".weight", ".bias")
 
 
@@ -97,7 +107,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def written_fields(arch: str) -> set[str]:
     """Return the fields of `config.json` that the converter writes in some form."""
     fields = {field for names in _KEYS.values() for field in names} | _ROPE | _LATENT | {"tie_word_embeddings"}
-    return fields - {_UNWRITTEN.get(arch)}
+    return fields - {_UNWRITTEN.get(arch)} | (_RECURRENT if arch in ("lfm2", "granitehybrid", "nemotron_h") else set())
 
 
 def kept_fields(arch: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,9 +125,10 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
 
     Raises `NamelessTensor`, and `AssertionError` if the GGUF reader of `transformers` does not revert the changes.
     """
+    layers = len(config.get("layers_block_type") or range(config["num_hidden_layers"]))
     known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
     assert known is not None, f"the gguf package has no architecture {arch}"
-    names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(known, layers)
     tensors = _rope_factors(config)
     experts: dict[str, dict[int, Floats]] = defaultdict(dict)
     for name in original.names():
@@ -139,9 +150,13 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
             index, _, projection = rest.partition(".")
             experts[f"{layer}.experts.{projection}"][int(index)] = value
             continue
-        if name.endswith(".input_linear.weight"):  # gate and up of all experts
-            for part, half in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True):
-                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+        if name.endswith(".input_linear.weight"):  # gate and up of all experts, or of those that each token uses
+            kind = "_exps" if value.ndim > 2 else "_shexp" if config.get("num_local_experts") else ""
+            for part, half in zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}{kind}.weight"] = half
+            continue
+        if name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
+            tensors[f"blk.{name.split('.')[2]}.ffn_down.weight"] = value
             continue
         if arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
             layer, key = f"blk.{name.split('.')[2]}", config["qk_nope_head_dim"]
@@ -149,19 +164,32 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
             tensors[f"{layer}.attn_k_b.weight"] = np.ascontiguousarray(heads[:, :key].swapaxes(1, 2))
             tensors[f"{layer}.attn_v_b.weight"] = np.ascontiguousarray(heads[:, key:])
             continue
-        given = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), _SUFFIXES)
+        known_as = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(
+            ".dt_bias", ".dt_proj.bias"
+        )
+        if arch == "nemotron_h":
+            known_as = known_as.replace("model.", "backbone.", 1)
+        given = names.get_name(known_as, _SUFFIXES)
         if given is None:
             raise NamelessTensor(f"llama.cpp has no name for {name} in {arch}")
-        given += "" if given.endswith(_SUFFIXES) else ".weight"
+        given += "" if given.endswith((*_SUFFIXES, ".ssm_a", ".ssm_d")) else ".weight"
         tensors[given] = changed = _changed(stored, name, value, config)
         _require_reverted(arch, given, value, changed, config)
     for name, parts in experts.items():
         tensors[names.get_name(name, _SUFFIXES)] = np.stack([parts[index] for index in sorted(parts)])
     metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, config).items()}
+    if arch == "lfm2":
+        metadata["lfm2.feed_forward_length"] = tensors["blk.0.ffn_up.weight"].shape[0]
     return write_gguf(path, arch, metadata, tensors)
 
 
 def _changed(stored: Gguf, name: str, value: Floats, config: Mapping[str, Any]) -> Floats:
+    if name.endswith(".A_log"):
+        return -np.exp(value)[:, np.newaxis]
+    if name.endswith(".D"):
+        return value[:, np.newaxis]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return value.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
     if name.endswith("norm.weight"):
         return value + np.float32(stored.norm_offset)
     if stored.permuted and (".q_proj." in name or ".k_proj." in name):
@@ -182,7 +210,7 @@ def _require_reverted(arch: str, name: str, value: Floats, changed: Floats, conf
     if arch in GGUF_SUPPORTED_ARCHITECTURES:
         processor = TENSOR_PROCESSORS.get(arch, TensorProcessor)(config=dict(config))
         found = processor.process(changed, name).weights
-        same = np.allclose(found, np.squeeze(value), atol=3e-7)
+        same = np.allclose(np.squeeze(found), np.squeeze(value), atol=3e-7)
         assert same, f"transformers reads other values of {name} in {arch}"
 
 
@@ -230,6 +258,18 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
                 raise NamelessTensor("llama.cpp has no dense layers after those with experts")
         if (weight := _rope(config).get("mscale_all_dim")) is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * weight
+    kinds = config.get("layers_block_type") or config.get("layer_types") or []
+    if arch in ("lfm2", "granitehybrid", "nemotron_h"):
+        found["block_count"] = len(kinds)
+        count = found["attention.head_count_kv"]
+        found["attention.head_count_kv"] = [count * (kind in ("full_attention", "attention")) for kind in kinds]
+        heads = found.get("ssm.time_step_rank", 0)
+        if arch == "granitehybrid":
+            found["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
+            found["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+        if arch == "nemotron_h":
+            found["ssm.inner_size"] = heads * config["mamba_head_dim"]
+            found["feed_forward_length"] = [found["feed_forward_length"] * (kind == "mlp") for kind in kinds]
     if "intermediate_size_mlp" in config:
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
