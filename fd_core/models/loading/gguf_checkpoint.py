@@ -94,6 +94,14 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         return {name: TensorView((1, *tensor.shape), tensor, _as_row) if as_row else TensorView(tensor.shape, tensor)}
     if not kind:
         part = ""
+    if block is not None and part == "ssm_ba" and (heads := config.get("linear_num_key_heads")):
+        # Rows for b and a of the heads of values of each head of keys in turn.
+        grouped = np.arange(tensor.shape[0] // (2 * heads) * 2 * heads).reshape(heads, 2, -1).swapaxes(0, 1)
+        shape = (tensor.shape[0] // 2, *tensor.shape[1:])
+        name = f"{layer}.linear_attn.in_proj"
+        return {
+            f"{name}_{each}.{kind}": TensorView(shape, tensor, rows=grouped[i].ravel()) for i, each in enumerate("ba")
+        }
     if block is None and (name := {**_TOP, **gguf.top}.get(part)):
         return {f"{name}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:
@@ -112,6 +120,10 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
 
 
 def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str, Any], gguf: Gguf) -> TensorView:
+    if part in _CONVOLUTIONS and kind == "weight" and len(tensor.shape) == 2:
+        return _reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
+    if part in ("ssm_a", "ssm_d", "ssm_norm"):
+        return _reshaped(tensor, (math.prod(tensor.shape),), logarithms=part == "ssm_a")
     if (offset := np.float32(gguf.norm_offset)) and part.endswith("norm") and kind == "weight":
         return TensorView(tensor.shape, tensor, lambda stored: RawTensor("F32", stored.to_float32() - offset))
     if gguf.permuted and part in ("attn_q", "attn_k"):
@@ -124,10 +136,6 @@ def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str
         # The order of rows that turns (pair, half) of each head back into (half, pair).
         rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return TensorView(tensor.shape, tensor, rows=rows)
-    if part in _CONVOLUTIONS and kind == "weight" and len(tensor.shape) == 2:
-        return _reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
-    if part in ("ssm_a", "ssm_d", "ssm_norm"):
-        return _reshaped(tensor, (math.prod(tensor.shape),), logarithms=part == "ssm_a")
     if part == _SHARED_GATE and len(tensor.shape) == 1:
         return TensorView((1, *tensor.shape), tensor, _as_row)
     return TensorView(tensor.shape, tensor)

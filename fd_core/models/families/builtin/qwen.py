@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
@@ -36,7 +36,15 @@ def _experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     }
 
 
-def _shared_experts(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+SHARED_EXPERT: Final = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
+}
+"""Tensors of GGUF files for an expert that every token uses."""
+
+
+def gguf_shared_expert(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    """Return the fields about experts, with one that every token uses, of a GGUF file."""
     return _experts(shape, tensors) | {
         "shared_expert_intermediate_size": shape.count("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -165,13 +173,8 @@ class Qwen2Moe(Family):
     }
     gguf: ClassVar = {
         "qwen2moe": Gguf(
-            config=_shared_experts,
-            tensors={
-                "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-                "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-                "ffn_up_shexp": "mlp.shared_expert.up_proj",
-                "ffn_down_shexp": "mlp.shared_expert.down_proj",
-            },
+            config=gguf_shared_expert,
+            tensors=SHARED_EXPERT,
         )
     }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from fd_core.models.families.builtin.qwen import gated_experts
-from fd_core.models.families.contract import Family
+from fd_core.models.families.builtin.qwen import SHARED_EXPERT, gated_experts, gguf_shared_expert
+from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LinearSpec,
     NormSpec,
@@ -34,6 +34,28 @@ _SHARED: Final = {
     *("linear_conv_kernel_dim", "partial_rotary_factor", "attention_bias", "num_hidden_layers", "layer_types"),
 }
 """Fields of cases that are not about experts."""
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    heads = shape.count("ssm.time_step_rank")
+    attends = [f"blk.{layer}.attn_q.weight" in tensors for layer in range(shape.count("block_count"))]
+    return gguf_shared_expert(shape, tensors) | {
+        "norm_topk_prob": True,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+        "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
+        "linear_conv_kernel_dim": shape.count("ssm.conv_kernel"),
+        "linear_key_head_dim": shape.count("ssm.state_size"),
+        "linear_num_key_heads": shape.count("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": shape.count("ssm.inner_size") // heads,
+        "separate_inputs": True,
+    }
+
+
+def separate_inputs(prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
+    """Describe the linears to q, k, v, to z, to b and to a, as Qwen3.5 and GGUF files have them."""
+    names = tuple(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    return LinearSpec(names, outs, hidden, counts=(3, 1, 1, 1))
 
 
 class Qwen3Next(Family):
@@ -76,6 +98,23 @@ class Qwen3Next(Family):
         },
     }
 
+    gguf: ClassVar = {
+        "qwen3next": Gguf(
+            config=_gguf_config,
+            tensors={
+                **SHARED_EXPERT,
+                "attn_qkv": "linear_attn.in_proj_qkv",
+                "attn_gate": "linear_attn.in_proj_z",
+                "ssm_conv1d": "linear_attn.conv1d",
+                "ssm_dt": "linear_attn.dt_bias",
+                "ssm_a": "linear_attn.A_log",
+                "ssm_norm": "linear_attn.norm",
+                "ssm_out": "linear_attn.out_proj",
+            },
+            norm_offset=1.0,
+        )
+    }
+
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""
         return replace(self.dense(config), moe=gated_experts(config))
@@ -110,7 +149,9 @@ class Qwen3Next(Family):
         keys, values = key_heads * key_dim, value_heads * value_dim
         return RecurrentSpec(
             norm=norm,
-            inputs=self.inputs(prefix, (keys, keys, values, values, value_heads, value_heads), hidden, key_heads),
+            inputs=(separate_inputs if config.flag("separate_inputs") else self.inputs)(
+                prefix, (keys, keys, values, values, value_heads, value_heads), hidden, key_heads
+            ),
             output=LinearSpec((f"{prefix}.out_proj",), (hidden,), values),
             rule="delta",
             conv=VectorSpec(f"{prefix}.conv1d.weight", (2 * keys + values, 1, taps)),
@@ -138,6 +179,8 @@ class Qwen35(Qwen3Next):
 
     architectures = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     model_type = "qwen3_5_text"
+    gguf: ClassVar = {}
+    """The converter of llama.cpp changes the order of the heads of values, which quantized columns cannot follow."""
     defaults: ClassVar = {
         "num_key_value_heads": 4,
         "intermediate_size": 12288,
@@ -152,6 +195,5 @@ class Qwen35(Qwen3Next):
         return replace(self.dense(config), ignored=(r"^mtp\.", r"^visual\."))
 
     def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
-        """Describe the linears to q, k, v, to z, to b and to a."""
-        names = tuple(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-        return LinearSpec(names, outs, hidden, counts=(3, 1, 1, 1))
+        """Describe the linears, which are stored apart."""
+        return separate_inputs(prefix, outs, hidden, key_heads)

@@ -48,21 +48,23 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "use_parallel_residual": ("use_parallel_residual",),
     "shortconv.l_cache": ("conv_L_cache",),
-    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel"),
-    "ssm.state_size": ("mamba_d_state", "ssm_state_size"),
-    "ssm.group_count": ("mamba_n_groups", "n_groups"),
-    "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
+    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim"),
+    "ssm.state_size": ("mamba_d_state", "ssm_state_size", "linear_key_head_dim"),
+    "ssm.group_count": ("mamba_n_groups", "n_groups", "linear_num_key_heads"),
+    "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"),
 }
 """Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
 _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
 _LATENT: Final = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("llama", "starcoder2"), "sliding_window"),
-    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), "norm_topk_prob"),
+    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3next"), "norm_topk_prob"),
 }
 """Fields among them that the converter does not write for an architecture."""
+_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "qwen3next")
 _RECURRENT: Final = {
     *("layer_types", "layers_block_type", "num_hidden_layers", "mamba_expand", "mamba_d_head", "mamba_head_dim"),
+    *("linear_value_head_dim", "full_attention_interval"),
     *("conv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias", "attention_bias", "mlp_bias"),
 }
 """Fields that files of models with recurrent layers hold as lists, sizes or tensors."""
@@ -107,7 +109,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def written_fields(arch: str) -> set[str]:
     """Return the fields of `config.json` that the converter writes in some form."""
     fields = {field for names in _KEYS.values() for field in names} | _ROPE | _LATENT | {"tie_word_embeddings"}
-    return fields - {_UNWRITTEN.get(arch)} | (_RECURRENT if arch in ("lfm2", "granitehybrid", "nemotron_h") else set())
+    return fields - {_UNWRITTEN.get(arch)} | (_RECURRENT if arch in _HYBRIDS else set())
 
 
 def kept_fields(arch: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,6 +157,15 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
             for part, half in zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True):
                 tensors[f"blk.{name.split('.')[2]}.ffn_{part}{kind}.weight"] = half
             continue
+        if name.endswith("in_proj_qkvz.weight"):
+            rows = value.reshape(config["linear_num_key_heads"], -1, value.shape[-1])
+            key, layer = config["linear_key_head_dim"], f"blk.{name.split('.')[2]}"
+            q, k, v, z = np.split(rows, [key, 2 * key, key + rows.shape[1] // 2], axis=1)
+            tensors[f"{layer}.attn_qkv.weight"] = np.concatenate(
+                [each.reshape(-1, value.shape[-1]) for each in (q, k, v)]
+            )
+            tensors[f"{layer}.attn_gate.weight"] = np.ascontiguousarray(z).reshape(-1, value.shape[-1])
+            continue
         if name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
             tensors[f"blk.{name.split('.')[2]}.ffn_down.weight"] = value
             continue
@@ -190,7 +201,7 @@ def _changed(stored: Gguf, name: str, value: Floats, config: Mapping[str, Any]) 
         return value[:, np.newaxis]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return value.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
-    if name.endswith("norm.weight"):
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return value + np.float32(stored.norm_offset)
     if stored.permuted and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
@@ -259,7 +270,9 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if (weight := _rope(config).get("mscale_all_dim")) is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * weight
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
-    if arch in ("lfm2", "granitehybrid", "nemotron_h"):
+    if arch == "qwen3next":
+        found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+    elif arch in _HYBRIDS:
         found["block_count"] = len(kinds)
         count = found["attention.head_count_kv"]
         found["attention.head_count_kv"] = [count * (kind in ("full_attention", "attention")) for kind in kinds]
