@@ -952,7 +952,7 @@ class Ops(abc.ABC):
     def recur(self, x: Array, recurrent: Recurrent, layer: Any, step: StepInput) -> Array:
         """Compute the outputs of a recurrence [T, outputs] for its inputs [T, ...], and write the states of the rows.
 
-        May write into the inputs.
+        May write into `x`.
 
         A row at position 0 begins with zeros; any other one with the state in the table entry of the token before it.
         After the step, the state is that of the row's first token or a later one, with a journal of those after it. It

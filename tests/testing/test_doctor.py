@@ -20,7 +20,7 @@ from rich.console import Console
 from fd_core.cli.plugins.conformance import _print as print_report
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.axes import latent, layers, parts, pools, products, routing, sampling
+from fd_core.testing.axes import latent, layers, parts, pools, products, recurrent, routing, sampling
 from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES
 from fd_core.testing.report.doctor.examine import copy_bandwidth, examine, examine_cases
 from fd_core.testing.report.doctor.runs import DoctorReport, OpFinding
@@ -112,7 +112,7 @@ def test_operation_is_examined_in_cases_of_the_kit(monkeypatch):
 
 
 def test_every_operation_of_the_kit_has_cases_in_the_doctor():
-    modules = (latent, layers, pools, products, routing, sampling)
+    modules = (latent, layers, pools, products, recurrent, routing, sampling)
     found = {part.name for module in modules for part in vars(module).values() if isinstance(part, parts.Part)}
     # These need large memory, or are the operations of other parts.
     assert found - {"pool", "table", "elements"} == {check.part.name for check in PART_CHECKS}

@@ -9,12 +9,13 @@ from fd_core.testing.axes import pools, products, routing, sampling
 from fd_core.testing.axes.latent import LATENT
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, cases_of
+from fd_core.testing.axes.recurrent import RECURRENT
 from tests.testing.wrong.kernels import FAULTS
 
 _OF_SIZES = products.ELEMENTS, pools.POOL, pools.TABLE
 PARTS = {
     part.name: part
-    for part in (LAYERS, LATENT, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, *_OF_SIZES)
+    for part in (LAYERS, LATENT, RECURRENT, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, *_OF_SIZES)
 }
 TRIES = 12
 """Cases with the values of a fault that are tried; in some, another value hides it."""

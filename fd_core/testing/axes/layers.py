@@ -114,7 +114,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
     "Experts.first": "ranks vary it; see `test_ranks`",
     "KVShape.first_layer": "stages vary it; see `test_ranks`",
-    **dict.fromkeys(("KVShape.state", "KVShape.journal"), "the kit of families varies recurrent layers"),
 }
 """Fields of the contract that no axis varies, with the reason."""
 

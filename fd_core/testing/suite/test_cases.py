@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fd_core.testing.axes import latent, pools, products, routing, sampling, steps
+from fd_core.testing.axes import latent, pools, products, recurrent, routing, sampling, steps
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, supported_by
 from fd_core.testing.kit.requirements import lacks
@@ -30,6 +30,12 @@ def test_layer(target: Target, require: Require, case: KitCase) -> None:
 @pytest.mark.fd_cases(latent.LATENT)
 def test_latent_attention(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer", "latents")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(recurrent.RECURRENT)
+def test_recurrent_layer(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "kv_transfer", "recurs")
     check(target, case)
 
 

@@ -48,6 +48,7 @@ TYPES = (
     contract.Lora,
     contract.Norm,
     contract.PenaltyInput,
+    contract.Recurrent,
     contract.Rope,
     contract.SampleInput,
     contract.StepInput,

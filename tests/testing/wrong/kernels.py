@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 
 from fd_core.ops.contract import HostCopies, Norm
+from fd_core.ops.numpy import recurrence
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
@@ -124,6 +126,45 @@ class TakesTheFirstElementsAsValues(NumpyOps):
         moved = np.concatenate([layer[..., heads.latent :], layer[..., : heads.latent]], axis=-1)
         q = np.concatenate([q[..., heads.latent :], q[..., : heads.latent]], axis=-1)
         return super().paged_attention(q, moved, heads, step)
+
+
+@shown_by("recurrent", prompt=9)
+class BeginsWithTheStateOfAnEarlierRequest(NumpyOps):
+    def recur(self, x, recurrent, layer, step):
+        with mock.patch.object(np, "zeros", lambda count, dtype: np.full(count, 0.5, dtype)):
+            return super().recur(x, recurrent, layer, step)
+
+
+@shown_by("recurrent", rows=2)
+class WritesStatesOfPaddedRows(NumpyOps):
+    """Rows of padding have the first block, which may be a request's."""
+
+    def recur(self, x, recurrent, layer, step):
+        y = super().recur(x, recurrent, layer, step)
+        layer[:, 0] = layer[:, step.block_tables[0, 0]]
+        return y
+
+
+@shown_by("recurrent", rejected=2, rule="delta")
+class ConsumesRejectedTokens(NumpyOps):
+    """The state is that after the last token of a row, which may be a draft."""
+
+    def recur(self, x, recurrent, layer, step):
+        with mock.patch.object(recurrence, "MAX_JOURNAL", 0):
+            return super().recur(x, recurrent, layer, step)
+
+
+@shown_by("recurrent", chunk=40)
+class RoundsStates(NumpyOps):
+    """States are stored in bfloat16."""
+
+    def recur(self, x, recurrent, layer, step):
+        def write(blocks, of, consumed, state, journal):
+            stored(blocks, of, consumed, (state.view(np.uint32) & 0xFFFF0000).view(np.float32), journal)
+
+        stored = recurrence.StateBlocks.write
+        with mock.patch.object(recurrence.StateBlocks, "write", write):
+            return super().recur(x, recurrent, layer, step)
 
 
 @shown_by("layer", context=4097, kv_dtype="int8")

@@ -30,6 +30,7 @@ from fd_core.testing.axes import pools, products, routing, sampling
 from fd_core.testing.axes.latent import LATENT
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.recurrent import RECURRENT
 from fd_core.testing.models.arrays import (
     Values,
     activations,
@@ -125,6 +126,7 @@ PART_CHECKS: Final = (
     PartCheck("add_at", sampling.CELLS),
     PartCheck("attention", LAYERS, ("primitives", "kv_transfer")),
     PartCheck("latent_attention", LATENT, ("primitives", "latents")),
+    PartCheck("recurrence", RECURRENT, ("primitives", "recurs")),
 )
 """Parts of the kit by operation; `CELLS` also gathers and writes rows, and `LAYERS` calls all fusions."""
 

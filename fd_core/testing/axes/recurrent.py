@@ -1,0 +1,164 @@
+"""Axes of recurrent layers: rules, sizes, and the steps of some requests; each case compared with numpy."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.config.layer_groups import LayerGroups
+from fd_core.models.families.spec import DecoderSpec
+from fd_core.ops.contract import KVShape, Norm, Ops, Recurrent
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import ITEM_BYTES
+from fd_core.testing.axes.covering import Axis, Case, Value, int_of
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.models.arrays import (
+    TOLERANCE,
+    Floats,
+    Values,
+    activations,
+    assert_near,
+    assert_same,
+    on_device,
+    raw,
+    step_input,
+)
+
+_AXES: Final = (
+    Axis(
+        "rule",
+        ("delta", "gate", "scan"),
+        ("Recurrent.rule", "Recurrent.decay", "Recurrent.time_bias", "Recurrent.norm"),
+    ),
+    Axis("rows", (2, 1, 5)),
+    Axis("prompt", (9, 1, 33)),
+    Axis("chunk", (1, 5, 40)),
+    Axis("rejected", (0, 2), ("KVShape.journal",)),
+    Axis("key_heads", (1, 2), ("Recurrent.key_heads",)),
+    Axis("shared", (2, 1, 5), ("Recurrent.value_heads",)),
+    Axis("key_dim", (8, 7, 33), ("Recurrent.key_dim", "KVShape.state")),
+    Axis("value_dim", (16, 9, 40), ("Recurrent.value_dim",)),
+    Axis("taps", (4, 2, 3), ("Recurrent.conv",)),
+    Axis("conv_bias", (False, True), ("Recurrent.conv_bias",)),
+    Axis("options", (True, False), ("Recurrent.skip", "Recurrent.time_limits")),
+    Axis("blocks", (1, 3)),
+    Axis("kv_dtype", ("auto", "int8")),
+    Axis("composed", (False, True), needs="paged_kv"),
+)
+"""`prompt` and `chunk`: tokens of the first two steps of each row, the latter with `rejected` ones after them, and one
+token follows. `blocks` is the size of a block, in those that hold a state; `options` are those of `scan`."""
+_HIDDEN: Final = 38
+_MOST_DRAFTS: Final = 4
+
+
+class _RecurrentOn:
+    """A recurrent block and a cache on one pack, in which only a part of the blocks are of requests."""
+
+    def __init__(self, ops: Ops, case: Case) -> None:
+        self.ops, self.case, make = ops, case, Values(7)
+        rule, keys, dim = str(case["rule"]), int_of(case, "key_heads"), int_of(case, "key_dim")
+        heads, width = keys * int_of(case, "shared"), int_of(case, "value_dim")
+        channels = 45 if rule == "gate" else 2 * keys * dim + heads * width
+
+        def vector(*shape: int, scale: float = 0.5) -> Any:
+            return ops.prepare_vector(make(*shape, scale=scale))
+
+        more: dict[str, Any] = {}
+        if rule != "gate":
+            more = {"key_heads": keys, "value_heads": heads, "key_dim": dim, "value_dim": width}
+            more |= {"decay": vector(heads), "time_bias": vector(heads)}
+            more["norm"] = Norm(vector(width if rule == "delta" else heads * width), 1e-3)
+        if rule == "scan" and case["options"]:
+            more |= {"skip": vector(heads), "time_limits": (0.5, 1.0)}
+        bias = vector(channels) if case["conv_bias"] else None
+        self.recurrent = Recurrent(rule, vector(int_of(case, "taps"), channels), bias, **more)  # type: ignore[arg-type]
+        self.norm = Norm(ops.prepare_vector(1 + make(_HIDDEN, scale=0.1)), 1e-5)
+        self.inputs = ops.prepare_linear([raw(make(self.recurrent.inputs, _HIDDEN, scale=_HIDDEN**-0.5))])
+        state, journal = self.recurrent.sizes
+        shape = KVShape(2, 4, 64, 1, str(case["kv_dtype"]), groups=LayerGroups(1, 1, 2), state=state, journal=journal)
+        least = shape.least_block_size(ITEM_BYTES[ops.dtype], _MOST_DRAFTS)
+        self.size = -(-least // 16) * 16 * int_of(case, "blocks")
+        self.longest = _lengths(case).max() + int_of(case, "rejected") + 1
+        each = -(-self.longest // self.size)
+        self.count = int_of(case, "rows") * each + 1
+        self.tables = np.arange(self.count - 1, 0, -1, dtype=np.int32).reshape(-1, each)
+        self.cache = ops.allocate_kv(KVShape(**{**_fields(shape), "block_size": self.size}), self.count)
+        blocks = self.exported()
+        blocks.view(np.uint8)[:] = 0xFF  # NaN, as a failed request leaves blocks
+        self.cache.import_blocks(np.arange(self.count, dtype=np.int32), blocks)
+        self.x = make(int_of(case, "rows"), self.longest, _HIDDEN)
+
+    def exported(self) -> Any:
+        return self.cache.export_blocks(np.arange(self.count, dtype=np.int32))
+
+    def compute(self, begins: Any, ends: Any) -> Floats:
+        """Return the outputs of the tokens between two positions of each row."""
+        ops, rows = self.ops, [*zip((ends - begins).tolist(), ends.tolist(), strict=True)]
+        step = on_device(ops, step_input(rows, self.size, self.tables))
+        x = np.concatenate([row[begin:end] for row, begin, end in zip(self.x, begins, ends, strict=True)])
+        given = activations(ops, x), self.norm, self.inputs, self.recurrent, self.cache.layer(1), step
+        y = Ops.recurrence(ops, *given) if self.case["composed"] else ops.recurrence(*given)
+        return np.array(ops.to_host(y), np.float32)
+
+
+def _fields(shape: KVShape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+
+
+def _lengths(case: Case) -> Any:
+    """Return the accepted tokens of each row after the first two steps; of every other row the second is a decode."""
+    rows = np.arange(int_of(case, "rows"))
+    return int_of(case, "prompt") + rows + np.where(rows % 2, 1, int_of(case, "chunk"))
+
+
+def check_recurrent(ops: Ops, case: Case) -> None:
+    """Compare outputs of three steps with numpy. Raises `AssertionError`."""
+    ours, oracle = _RecurrentOn(ops, case), _RecurrentOn(NumpyOps(), case)
+    before, tolerance = ours.exported(), max(4 * TOLERANCE[ops.dtype], 1e-4)
+    prompts, lengths = int_of(case, "prompt") + np.arange(int_of(case, "rows")), _lengths(case)
+    steps = (0 * prompts, prompts), (prompts, lengths + int_of(case, "rejected")), (lengths, lengths + 1)
+    for begins, ends in steps:
+        assert_near(ops, ops.from_host(ours.compute(begins, ends)), oracle.compute(begins, ends), tolerance)
+        drafts = np.random.default_rng(5).permutation(ours.x.shape[1])
+        for side in (ours, oracle):  # other tokens follow rejected ones
+            side.x = np.where(np.arange(side.longest)[:, None] < lengths[:, None, None], side.x, side.x[:, drafts])
+    after = ours.exported()
+    assert_same(after[:, 0], before[:, 0], "another layer")
+    assert_same(after[0], before[0], "a block of no request")
+
+
+def _allowed(case: Case) -> bool:
+    matrix = int_of(case, "key_heads") * int_of(case, "shared") * int_of(case, "key_dim") * int_of(case, "value_dim")
+    return matrix <= 4000
+
+
+def _sizes(case: Case) -> dict[str, int]:
+    return {"max_num_seqs": int_of(case, "rows"), "max_model_len": int(_lengths(case).max()) + 3, "head_dim": 64}
+
+
+def _of_model(model: DecoderSpec) -> list[Case]:
+    """Return some steps over each size of recurrent layers in a model."""
+    sizes: dict[tuple[tuple[str, Value], ...], None] = {}
+    for each in model.recurrent:
+        case: dict[str, Value] = {
+            "rule": each.rule,
+            "taps": each.conv.shape[-1],
+            "conv_bias": each.conv_bias is not None,
+        }
+        if each.value_heads:
+            case |= {"key_heads": each.key_heads, "shared": each.value_heads // each.key_heads}
+            case |= {"key_dim": each.key_dim, "value_dim": each.value_dim}
+        sizes[tuple(case.items())] = None
+    return [{**dict(each), "chunk": 5} for each in sizes]
+
+
+RECURRENT: Final[Part[Ops]] = Part(
+    "recurrent",
+    _AXES,
+    check_recurrent,
+    _allowed,
+    {"max_num_seqs": Edge("rows"), "max_model_len": Edge("chunk")},
+    sizes=_sizes,
+    of_model=_of_model,
+)
