@@ -93,7 +93,7 @@ def test_text_part_of_qwen3_5_is_served(tmp_path: Path) -> None:
 
 
 def test_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
-    """Which has a pattern of layers, names that begin with `backbone`, and an infinite number."""
+    """Config with a pattern of layers, names that begin with `backbone`, and an infinite number."""
     fields = {**NemotronH.defaults, **SIZES, **NemotronH.cases["plain"], "architectures": list(NemotronH.architectures)}
     tensors = write_config(fields, tmp_path, seed=1)
     with open_checkpoint(tmp_path) as checkpoint:
