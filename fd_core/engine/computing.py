@@ -22,6 +22,7 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
+from fd_core.models.draft_head import with_draft_head
 from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint
@@ -158,7 +159,19 @@ class Computing:
 
     def _load(self, path: Path | None) -> Model:
         with self.ops.replaceable_weights():
-            return self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+            model = self.backend.load_model(path, self.ops, lambda done, total: self._progress("load", done, total))
+            speculative = self._config.speculative
+            if speculative is None or not self._reads_states:
+                return model
+            return with_draft_head(model, Path(speculative.model or ""))
+
+    @property
+    def _reads_states(self) -> bool:
+        """True if the drafter reads hidden states, by a head that is loaded with the model."""
+        speculative = self._config.speculative
+        if speculative is None or not speculative.num_speculative_tokens:
+            return False
+        return self._plugins.load(DRAFTER, speculative.method).reads_states
 
     def update(self, path: str, runner: Runner) -> None:
         """Replace the weights on all ranks; nothing changes on `BadRequest`, `ModelError` and `MemoryError`."""
@@ -305,12 +318,12 @@ class Computing:
     def layer_groups(self) -> LayerGroups:
         """Groups into which the layers of all ranks are divided, so that KV outside of windows is freed.
 
-        There is one group if a draft model shares the blocks, or the scheduler does not support several.
+        There is one group if a drafter shares the blocks, or the scheduler does not support several.
         """
         config, model = self._config, self.model
         scheduler = self._plugins.load(SCHEDULER, config.scheduler)
         shared = self.drafter is not None and self.drafter.kv_shape is not None
-        if shared or not scheduler.groups_layers:
+        if shared or self._reads_states or not scheduler.groups_layers:
             return ONE_GROUP
         longest = self.max_positions if config.max_model_len is None else config.max_model_len
         return model.layer_groups(longest) if isinstance(model, GroupedModel) else ONE_GROUP

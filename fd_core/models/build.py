@@ -102,7 +102,7 @@ def build_decoder(
     """Read and prepare the weights of a spec, or of the stage of `ops`; return the formats that they are computed
     in."""
     of_stage = tuple(_held(layer, ops.parallel) for layer in spec.layers[stage_layers(spec, ops.stage)])
-    reader = _Reader(
+    reader = Reader(
         replace(spec, layers=of_stage, images=None), checkpoint, ops, max_positions, progress, quantization
     )
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
@@ -139,7 +139,7 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
     tower, most = spec.tower, spec.most_patches
     ops = copy.copy(ops)
     ops.stage = Stage()  # the first stage computes all of its layers
-    reader = _Reader(tower, checkpoint, ops, most, None, "auto")
+    reader = Reader(tower, checkpoint, ops, most, None, "auto")
     decoder, weights = build_decoder(tower, checkpoint, ops, most, None)
     settings = ModelConfig(checkpoint.processor_config, origin=str(checkpoint.path / "preprocessor_config.json"))
     if not math.isclose(settings.number("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
@@ -187,7 +187,7 @@ def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Reads one tensor at a time, so that at most one layer's weights exist twice."""
 
     spec: DecoderSpec
@@ -204,10 +204,12 @@ class _Reader:
 
     @cached_property
     def total(self) -> int:
+        """Elements of all tensors."""
         return sum(map(math.prod, dict(self.spec.tensors()).values()))
 
     @cached_property
     def expert_names(self) -> Collection[str]:
+        """Tensors of experts."""
         blocks = [layer.feed_forward for layer in self.spec.layers]
         pairs = [pair for block in blocks if isinstance(block, MoeSpec) for pair in block.experts]
         return {linear.tensor(name) for pair in pairs for linear in pair for name in linear.names}
@@ -317,10 +319,32 @@ class _Reader:
         return self.ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def attention(self, spec: AttentionSpec) -> Attention:
-        queries, kv = head_shares(spec, self.ops.parallel)
+        """Read an attention block."""
+        queries, _ = head_shares(spec, self.ops.parallel)
         qkv, output = attention_shares(spec, self.ops.parallel)
+        first, gate = None, None
+        if spec.gated:
+            weights, biases = self.weights(spec.qkv, qkv), self.biases(spec.qkv, qkv)
+            first, gate = (
+                self.ops.prepare_linear([weights[i] for i in of], None if biases is None else [biases[i] for i in of])
+                for of in ((0, 2, 3), (1,))
+            )
+        return Attention(
+            norm=self.optional_norm(spec.norm),
+            qkv=self.linear(spec.qkv, qkv, after=spec.norm) if first is None else first,
+            gate=gate,
+            heads=self.heads(spec),
+            output=self.linear(spec.output, output, adds=True),
+            post_norm=self.optional_norm(spec.post_norm),
+            stream_norm=self.optional_norm(spec.stream_norm),
+            latent=None if spec.latent is None else self.latent(spec.latent, queries, spec.head_dim),
+        )
+
+    def heads(self, spec: AttentionSpec) -> Heads:
+        """Return this rank's share of the heads, with their norms."""
+        queries, kv = head_shares(spec, self.ops.parallel)
         each_kv = max(spec.num_kv_heads, self.ops.parallel.size)  # of all ranks, which may hold the same ones
-        heads = Heads(
+        return Heads(
             num_heads=queries.stop - queries.start,
             num_kv_heads=kv.stop - kv.start,
             head_dim=spec.head_dim,
@@ -338,23 +362,6 @@ class _Reader:
             softcap=spec.softcap,
             latent=0 if spec.latent is None else spec.latent.rank,
             sinks=None if spec.sinks is None else self.ops.prepare_vector(self.values(spec.sinks)[queries]),
-        )
-        first, gate = None, None
-        if spec.gated:
-            weights, biases = self.weights(spec.qkv, qkv), self.biases(spec.qkv, qkv)
-            first, gate = (
-                self.ops.prepare_linear([weights[i] for i in of], None if biases is None else [biases[i] for i in of])
-                for of in ((0, 2, 3), (1,))
-            )
-        return Attention(
-            norm=self.optional_norm(spec.norm),
-            qkv=self.linear(spec.qkv, qkv, after=spec.norm) if first is None else first,
-            gate=gate,
-            heads=heads,
-            output=self.linear(spec.output, output, adds=True),
-            post_norm=self.optional_norm(spec.post_norm),
-            stream_norm=self.optional_norm(spec.stream_norm),
-            latent=None if spec.latent is None else self.latent(spec.latent, queries, spec.head_dim),
         )
 
     def recurrence(self, spec: RecurrentSpec) -> Recurrence:
@@ -408,6 +415,7 @@ class _Reader:
         return self.mlp(spec) if isinstance(spec, MlpSpec) else self.moe(spec)
 
     def mlp(self, spec: MlpSpec) -> Mlp:
+        """Read a dense feed-forward block."""
         gate_up, down = self.feed_forward(spec.gate_up, spec.down, after=spec.norm)
         norm, post_norm, stream_norm = (
             self.optional_norm(each) for each in (spec.norm, spec.post_norm, spec.stream_norm)
@@ -415,11 +423,13 @@ class _Reader:
         return Mlp(norm, gate_up, down, post_norm, stream_norm, gated=spec.gated)
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec, after: NormSpec | None = None) -> tuple[Array, Array]:
+        """Read the linears of a feed-forward block."""
         rows, columns = feed_forward_shares(gate_up, down, self.ops.parallel)
         gated = len(gate_up.outs) > 1
         return self.linear(gate_up, rows, gated=gated, after=after), self.linear(down, columns, adds=True)
 
     def moe(self, spec: MoeSpec) -> Moe:
+        """Read a block of experts."""
         bias, gate = spec.correction_bias, spec.shared_gate
         rows, columns = expert_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
@@ -446,6 +456,7 @@ class _Reader:
         return Moe(self.norm(spec.norm), experts)
 
     def experts(self, specs: Sequence[LinearSpec], share: LinearShare, *, gated: bool) -> Any:
+        """Read one of the linears of all experts."""
         weights = [self.weights(each, share) for each in specs]
         biases = [each for each in (self.biases(spec, share) for spec in specs) if each is not None]
         return self.ops.prepare_experts(weights, *([biases] if biases else ()), gated=gated)
@@ -465,6 +476,7 @@ class _Reader:
         return replace(norm, bias=self.ops.prepare_vector(bias))
 
     def norm_of(self, weight: Floats, eps: float | None = None) -> Norm:
+        """Prepare a norm."""
         return Norm(self.ops.prepare_vector(weight + np.float32(self.spec.norm_offset)), eps or self.spec.eps)
 
     def head_norm(self, spec: NormSpec | None, heads: slice, attention: AttentionSpec) -> Norm | None:
@@ -474,6 +486,7 @@ class _Reader:
         return self.norm_of(self.values(spec.weight).reshape(-1, attention.head_dim)[heads])
 
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
+        """Read a norm, if there is one."""
         return None if spec is None else self.norm(spec)
 
     def linear(
@@ -501,12 +514,14 @@ class _Reader:
         return self.ops.prepare_linear(weights, biases, gated=gated)
 
     def biases(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[RawTensor] | None:
+        """Read the biases of the parts of a linear."""
         if not spec.bias or (share.columns is not None and self.ops.parallel.rank != 0):
             return None
         read = [self.read(spec.bias_tensor(name), _change(spec, centred=centred)).expanded() for name in spec.names]
         return _shared(parts_of(spec, read, _cut), share.rows)
 
     def weights(self, spec: LinearSpec, share: LinearShare, *, centred: bool = False) -> list[Weight]:
+        """Read the weights of the parts of a linear."""
         change = _change(spec, centred=centred)
         weights = parts_of(spec, [self.read_weight(spec.tensor(name), change) for name in spec.names], _cut)
         if self.ops.parallel.size == 1:
@@ -516,6 +531,7 @@ class _Reader:
         return _shared(weights, share.rows)
 
     def values(self, spec: VectorSpec) -> Floats:
+        """Read a norm weight or a table."""
         return self.read(spec.name).to_float32() if spec.name else np.ones(spec.shape, np.float32)
 
 

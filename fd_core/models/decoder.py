@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Latent, Lora, Norm, Ops, Recurrent, StepInput
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
+
+if TYPE_CHECKING:
+    from fd_core.models.draft_head import DraftHead
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
@@ -222,6 +225,8 @@ class DecoderModel:
     """Low-rank terms of each layer, for steps with adapters; None without."""
     images: Any = None
     """The encoder of images, an `ImageEncoder`; None if the model takes none."""
+    draft_head: DraftHead | None = None
+    """Head that drafts from hidden states; its KV is one more layer."""
 
     @property
     def causal(self) -> bool:
@@ -262,7 +267,7 @@ class DecoderModel:
         stages = range(self.ops.stage.index + 1)
         *before, own = (1 + max(index for _, index in self._places(groups, stage)) for stage in stages)
         return KVShape(
-            num_layers=own,
+            num_layers=own + (self.draft_head is not None),
             num_kv_heads=kv.stop - kv.start,
             head_dim=spec.head_dim,
             block_size=block_size,
@@ -319,6 +324,12 @@ class DecoderModel:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
         return self.ops.normalize(self._layers(step, cache), self.decoder.final_norm)
 
+    def tapped(self, step: StepInput, cache: KVCache) -> tuple[Array, ...]:
+        """Return the result of `states`, followed by the parts of the hidden states that the draft head reads."""
+        taps: list[Array] = []
+        states = self.ops.normalize(self._layers(step, cache, taps), self.decoder.final_norm)
+        return states, *taps
+
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
         logits = self.ops.logits_of(states, self.decoder.head, self.decoder.softcap)
@@ -333,8 +344,10 @@ class DecoderModel:
             x = ops.add_positions(x, decoder.positions, step.positions)
         return _normed(x, decoder.embedding_norm, ops)
 
-    def _layers(self, step: StepInput, cache: KVCache) -> Array:
+    def _layers(self, step: StepInput, cache: KVCache, taps: list[Array] | None = None) -> Array:
+        """Return the residual stream after all layers; append to `taps` what the draft head reads."""
         ops, decoder = self.ops, self.decoder
+        tapped = {} if taps is None or self.draft_head is None else self.draft_head.taps
         x = self.embed(step) if step.states is None else step.states
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
         places = self._places(cache.shape.groups, self.ops.stage.index)
@@ -342,6 +355,8 @@ class DecoderModel:
             attention, kv, step = layer.attention, cache.layer(place), steps[group]
             loras = LayerLoras() if self.loras is None else self.loras[index]
             block = layer.feed_forward
+            if taps is not None and index in tapped:
+                taps.append(ops.stream_linear(x, tapped[index]))
             a = self._mixed(x, attention, kv, step, _of_step(loras.qkv, step))
             # An operation that adds to the stream may write into it, so parallel blocks read it before.
             early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
@@ -353,6 +368,8 @@ class DecoderModel:
                 inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
                 x = _normed(x, block.stream_norm, ops)
+        if taps is not None and len(decoder.layers) in tapped:
+            taps.append(ops.stream_linear(x, tapped[len(decoder.layers)]))
         return x
 
     def _mixed(self, x: Array, block: Attention | Recurrence, kv: Any, step: StepInput, lora: Lora | None) -> Array:

@@ -1172,6 +1172,10 @@ class Ops(abc.ABC):
         logits = self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
         return self.all_gather(logits) if split else logits
 
+    def stream_linear(self, x: Array, weight: Array) -> Array:
+        """Linear of the residual stream, which stays as it is: [T, H] -> [T, out]. Drafters read hidden states so."""
+        return self.linear(self.settle(x), weight)
+
     # Whole steps ------------------------------------------------------------------------------------------
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
@@ -1191,7 +1195,10 @@ class Ops(abc.ABC):
         return forward
 
     def compile_states(self, states: Forward) -> Forward:
-        """Compile the function that returns the states of all tokens; it runs on prompt chunks, which benefit less."""
+        """Compile the function that returns the states of all tokens, or a tuple of arrays with a row for each.
+
+        It runs on prompt chunks, which benefit less, and on every step if a drafter reads hidden states.
+        """
         return states
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:

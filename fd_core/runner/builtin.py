@@ -12,11 +12,14 @@ _MATRIX = "fd_core.runner.postprocess"
 
 @hookimpl
 def fd_register_drafters() -> list[Entry]:
-    """Register `ngram`, `suffix` and `draft_model`."""
+    """Register `ngram`, `suffix`, `draft_model` and `eagle3`."""
     return [
         Entry("ngram", f"{_HERE}.lookup:NgramDrafter", "the tokens after the latest occurrence of the same n tokens"),
         Entry("suffix", f"{_HERE}.lookup:SuffixDrafter", "the tokens after the longest suffix that occurred before"),
         Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "the greedy continuation of a smaller model"),
+        Entry(
+            "eagle3", f"{_HERE}.eagle:EagleDrafter", "the continuation by a head that reads the model's hidden states"
+        ),
     ]
 
 

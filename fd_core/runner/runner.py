@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -18,9 +19,9 @@ from fd_core.errors import ModelError
 from fd_core.ops.contract import Array, Forward, HostCopies, KVCache, Ops, StepInput
 from fd_core.ops.weights import Adapter
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.drafting import Drafter, SlotError
+from fd_core.runner.drafting import Drafter, HiddenStates, SlotError
 from fd_core.runner.inputs.images import SlotImages
-from fd_core.runner.inputs.inputs import Fed, LastTokens, Rows, gather_inputs, resolve_rows, uploaded
+from fd_core.runner.inputs.inputs import Fed, LastTokens, Rows, following_tokens, gather_inputs, resolve_rows, uploaded
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling.grammars import Masks, MaskStats, SlotGrammars
 from fd_core.runner.sampling.prompt_scores import PooledParts, Pooler, PromptScorer, PromptScores
@@ -42,6 +43,15 @@ from fd_core.types.metrics import snapshot
 
 Readings = tuple[PromptScores | None, PooledParts | None]
 """Prompt results of a step, on the device."""
+
+
+Hidden = tuple[StepInput, Sequence[Array]]
+"""Input of a step, and the parts of its hidden states that a draft head reads."""
+
+
+def states_of(model: Model) -> Forward:
+    """Return the function that yields the states of all tokens, and what a draft head reads, if there is one."""
+    return model.states if getattr(model, "draft_head", None) is None else model.tapped  # type: ignore[attr-defined]  # it has one
 
 
 class RunnerAdapters:
@@ -79,7 +89,7 @@ class RunnerAdapters:
         model = self._model.with_adapters(slots)
         before = None if self._forwards is None else self._forwards[0]
         forward = self._ops.compile_adapted(model.forward, self._cache, before)
-        self._forwards = forward, self._ops.compile_adapted(model.states)
+        self._forwards = forward, self._ops.compile_adapted(states_of(model))
         self._model = model
         self.slots = slots
 
@@ -135,6 +145,8 @@ class LaunchedStep:
     read: Readings
     copies: HostCopies
     """Token matrix, accepted drafts, peaks, then the optional log-probabilities, prompt scores and vectors."""
+    hidden: Hidden | None
+    """None without a draft head, and for a step without rows."""
 
     def extras(
         self, arrays: Iterable[npt.NDArray[Any]]
@@ -234,8 +246,10 @@ class Runner:
         # A model of `transformers` calls more than operations of the pack, so it is not recorded.
         compiles = getattr(model, "compiles", True)
         self._forward = self.ops.compile(model.forward) if compiles else model.forward
-        self._states = self.ops.compile_states(model.states) if compiles else model.states
-        self._padded = self.ops.padded if compiles and type(self.ops).padded is not Ops.padded else None
+        self._states = self.ops.compile_states(states_of(model)) if compiles else model.states
+        self._draft_head = getattr(model, "draft_head", None)
+        pads = compiles and self._draft_head is None and type(self.ops).padded is not Ops.padded
+        self._padded = self.ops.padded if pads else None
         self._head = model.head
         self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
         takes_images = getattr(model, "images", None) is not None  # models of plugins may lack it
@@ -288,7 +302,7 @@ class Runner:
         work = self._gather(plan, rows)
         if not self.ops.on_host:
             work = uploaded(work, self.ops)
-        sampled, read = self._compute(rows, work, masks)
+        sampled, read, hidden = self._compute(rows, work, masks)
         grid = sampled.tokens
         if work.cells is not None:
             grid = self.ops.gather_rows(grid, work.cells).reshape(-1, width)
@@ -305,7 +319,7 @@ class Runner:
             if part is not None:
                 results += part.arrays
         begins = batch.advance(rows.sampled_slots)
-        return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results))
+        return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results), hidden)
 
     def finish(self, launched: LaunchedStep) -> StepOutput:
         """Wait for the oldest step in flight only.
@@ -325,6 +339,8 @@ class Runner:
         batch.settle(slots, begins, delivered, kept)
         if rows.drafted and self._sampler.penalties.num_rows:
             self._sampler.penalties.extend(slots, delivered, kept)
+        if launched.hidden is not None:
+            self._show(launched.hidden, rows, accepted)
         if self.drafter is not None or self._grammars.matchers:
             self._continue(slots, delivered, verified, accepted=kept)
         ready = batch.num_drafts.copy() if self.drafter is not None or self._grammars.matchers else None
@@ -430,20 +446,26 @@ class Runner:
             unsampled=unsampled,
         )
 
-    def _compute(self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None) -> tuple[Sampled, Readings]:
+    def _compute(
+        self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None
+    ) -> tuple[Sampled, Readings, Hidden | None]:
         """Run the model, sample a token from each row of logits, and compute the prompt results."""
         logits: Array = None
+        hidden: Hidden | None = None
         read: Readings = None, None
         if (inputs := work.inputs) is not None:
             if work.fed is not None:
                 inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
             if self._images is not None:
                 inputs = self._images.embedded(rows, rows.begins, inputs)
-            forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
+            forward, all_states = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()
-            if scored is not None or pooled or self.limits.whole_prompts:
-                states = states_of(inputs, self.cache)
+            if scored is not None or pooled or self.limits.whole_prompts or self._draft_head is not None:
+                states = all_states(inputs, self.cache)
+                if self._draft_head is not None:
+                    states, *taps = states
+                    hidden = inputs, taps
                 read = (
                     None if scored is None else self._scorer.score(states, self._head, scored, self.batch.tokens),
                     self._pooler.pool(states, self._head, pooled) if pooled else None,
@@ -456,8 +478,24 @@ class Runner:
                 logits = forward(inputs, self.cache)
         if work.sampling is None:
             tokens, peaks = work.unsampled
-            return Sampled(tokens, peaks, []), read
-        return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read
+            return Sampled(tokens, peaks, []), read, hidden
+        return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read, hidden
+
+    def _show(self, hidden: Hidden, rows: Rows, accepted: IntArray) -> None:
+        """Pass the hidden states of a settled step to the drafter."""
+        (inputs, taps), batch, drafter, head = hidden, self.batch, self.drafter, self._draft_head
+        if drafter is None or head is None:
+            raise RuntimeError("hidden states without a drafter that reads them")
+        held = (rows.starts + rows.counts)[rows.sampling]
+        room = -(-held // self.limits.block_size) * self.limits.block_size
+        last = rows.cells(self.limits.max_drafts + 1)[np.arange(len(accepted)), accepted]
+        follow, rows_of_last = self.ops.upload([following_tokens(rows, batch.tokens), rows.logits_rows[last]])
+        states = reduce(self.ops.add, taps)
+        step = replace(inputs, token_ids=follow, logits_rows=rows_of_last, states=states)
+        slots = rows.sampled_slots
+        drafter.read(
+            HiddenStates(step, self.cache, head, slots, batch.length[slots], room, batch.tokens, tables=batch.tables)
+        )
 
     def _fail_strange(self, launched: LaunchedStep, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
         """Fail the requests with a delivered token that was sampled from logits that are not finite."""

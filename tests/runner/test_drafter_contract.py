@@ -1,4 +1,4 @@
-"""Contract of all core drafters over the start, continuation and end of requests in slots."""
+"""Contract of the core drafters that read only texts, over the start, continuation and end of requests in slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(target: str) -> type[Drafter]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
-KINDS = {entry.name: load(entry.target) for entry in fd_register_drafters()}
+KINDS = {entry.name: kind for entry in fd_register_drafters() if not (kind := load(entry.target)).reads_states}
 LONGEST, VOCABULARY = LIMITS["max_model_len"], LIMITS["vocab_size"]
 TOKENS = st.integers(0, 2)
 DELIVERIES = st.fixed_dictionaries({}, optional={slot: st.tuples(st.integers(0, 5), TOKENS) for slot in range(4)})

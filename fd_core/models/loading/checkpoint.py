@@ -79,6 +79,17 @@ class Checkpoint(ABC):
         """
         return self.read_weight(name, ()).expanded()
 
+    def read_integers(self, name: str) -> npt.NDArray[np.int64]:
+        """Read a tensor of 64-bit integers; `ModelError` if it is of another type."""
+        tensor = self._view(name).tensor
+        if tensor.dtype != "I64":
+            raise ModelError(f"{self.path}: tensor {name!r} is stored as {tensor.dtype}, expected I64")
+        return tensor.view("<i8")
+
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Change the names of all tensors."""
+        self._views = {change(name): view for name, view in self._views.items()}
+
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: packed if its format is in `formats`, else as `read`."""
         view = self._view(name)

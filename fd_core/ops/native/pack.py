@@ -225,6 +225,9 @@ class NativeOps(TorchOps):
     def linear(self, x: Array, weight: NativeLinear) -> Array:
         return self._product(x, weight)
 
+    def stream_linear(self, x: Array, weight: NativeLinear) -> Array:
+        return self._product(x, weight, of_stream=True)
+
     def _product(
         self,
         x: Array,
@@ -611,10 +614,12 @@ class NativeOps(TorchOps):
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A program, its output buffer and its input: the states of the previous stage, if any."""
+    """A program, its output buffers and its input: the states of the previous stage, if any."""
 
     program: ProgramRecorder
-    result: ProgramSymbol
+    results: tuple[ProgramSymbol, ...]
+    several: bool
+    """True if the forward returns a tuple."""
     states: int | None
 
 
@@ -629,7 +634,7 @@ class ProgramForward:
         self._eager = False
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
-        """Return float32 logits [R, V], or states [T, H] of a stage before the last."""
+        """Return float32 logits [R, V], states [T, H] of a stage before the last, or a tuple of matrices [T, *]."""
         if self._eager:
             return self._forward(step, cache)
         programs, continued = self._programs.setdefault(cache, {}), step.states is not None
@@ -641,9 +646,12 @@ class ProgramForward:
                 self._eager = True
                 return self._forward(step, cache)
         recorded = programs[continued]
-        program, result, tokens = recorded.program, recorded.result, len(step.token_ids)
+        program, result, tokens = recorded.program, recorded.results[0], len(step.token_ids)
         values = self._result(program, len(step.logits_rows) if program.yields_logits else tokens, result.width)
         program.bind(result.buffer, values)
+        more = [self._runtime.matrix(tokens, each.width, each.wide) for each in recorded.results[1:]]
+        for each, matrix in zip(recorded.results[1:], more, strict=True):
+            program.bind(each.buffer, matrix)
         if recorded.states is not None:
             # The residual stream is updated in place, so a stage's output may be its input buffer.
             states: Array = step.states
@@ -651,6 +659,8 @@ class ProgramForward:
             begin.copy_(states)
             program.bind(recorded.states, begin)
         program.run(step, tokens)
+        if recorded.several:
+            return values, *more
         group = self._runtime.group
         if group is None or not program.logits_in_parts:
             return values
@@ -676,9 +686,10 @@ class ProgramForward:
             states, x = recorder.output(None, step.states.shape[1], True)
             symbols = replace(symbols, states=x)
         result = self._forward(symbols, cache)
-        if not isinstance(result, ProgramSymbol):
-            raise CaptureError("the forward does not return the result of an operation")
-        return _Recorded(recorder, result, states)
+        results = result if isinstance(result, tuple) else (result,)
+        if not all(isinstance(each, ProgramSymbol) for each in results):
+            raise CaptureError("the forward does not return results of operations")
+        return _Recorded(recorder, results, isinstance(result, tuple), states)
 
 
 def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None, float]:

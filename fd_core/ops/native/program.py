@@ -206,6 +206,11 @@ class ProgramSymbol(UnknownArray):
         """Columns of the matrix."""
         return self.key[0]
 
+    @property
+    def wide(self) -> bool:
+        """True if it is float32 regardless of the dtype."""
+        return self.key[1]
+
     def __del__(self) -> None:
         # No later operation can read a symbol that the forward pass dropped, so its buffer may serve again.
         if self.buffer >= 0:

@@ -346,10 +346,10 @@ class SessionForward:
         self._sessions: dict[KVShape, tuple[Session, dict[PlanKey, Heads]]] = {}
         """With the kinds of layers whose attention inputs a session reads."""
         self._bindings: weakref.WeakKeyDictionary[KVCache, Binding] = weakref.WeakKeyDictionary()
-        self._eager = False
+        self._eager = self._several = False
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
-        """Return float32 logits [R, V]."""
+        """Return float32 logits [R, V], or what else the forward returns: an array, or a tuple of some."""
         binding = None if self._eager else self._bind(cache)
         if binding is None:
             return self._forward(step, cache)
@@ -357,8 +357,8 @@ class SessionForward:
         for group, slots in enumerate(() if step.grouped is None else step.grouped.kv_slots):
             values[f"kv_slots_{group}"] = slots
         _, kinds = self._sessions[cache.shape]
-        (logits,) = binding.run(values | attention.plans(step, kinds, cache.shape.block_size))
-        return logits
+        results = binding.run(values | attention.plans(step, kinds, cache.shape.block_size))
+        return tuple(results) if self._several else results[0]
 
     def _bind(self, cache: KVCache) -> Binding | None:
         if cache not in self._bindings:
@@ -377,10 +377,13 @@ class SessionForward:
     def _trace(self, shape: KVShape) -> tuple[Session, dict[PlanKey, Heads]]:
         graph = Graph()
         cache: Any = TracedCache(graph, shape)
-        logits = self._forward(_symbolic_step(graph, self._arrays, shape.groups.count), cache)
-        if not isinstance(logits, GraphSymbol):
-            raise TraceError("the forward does not return the result of an operation")
-        return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider), cache.plans
+        result = self._forward(_symbolic_step(graph, self._arrays, shape.groups.count), cache)
+        self._several = isinstance(result, tuple)
+        results = result if self._several else (result,)
+        if not all(isinstance(each, GraphSymbol) for each in results):
+            raise TraceError("the forward does not return results of operations")
+        outputs = cache.outputs() | {f"y{index}": each for index, each in enumerate(results)}
+        return Session(graph, outputs, self._ops.provider), cache.plans
 
 
 def _symbolic_step(graph: Graph, names: Sequence[str], groups: int) -> StepInput:

@@ -8,10 +8,20 @@ from fd_core.runner.drafting.contract import (
     FLAG,
     DraftContext,
     Drafter,
+    HiddenStates,
     PerSlotDrafter,
     SlotError,
     check_drafter,
     make_drafter,
 )
 
-__all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter", "SlotError", "check_drafter", "make_drafter"]
+__all__ = [
+    "FLAG",
+    "DraftContext",
+    "Drafter",
+    "HiddenStates",
+    "PerSlotDrafter",
+    "SlotError",
+    "check_drafter",
+    "make_drafter",
+]

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
 from fd_core.backends.contract import Backend, LoadProgress, Model
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.errors import ConfigError, ModelError
-from fd_core.ops.contract import KVShape, Ops
+from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.types import IntArray
+
+if TYPE_CHECKING:
+    from fd_core.models.draft_head import DraftHead
 
 FLAG: Final = "--speculative-config"
 
@@ -50,6 +53,28 @@ class DraftContext:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """A step of the target, for a drafter that reads its hidden states."""
+
+    step: StepInput
+    """The step with the tokens that follow its own, so that the last one of a slot is the last token of its text.
+    `states` are the sums of what the head reads; `logits_rows` the last tokens that the target computed of `slots`."""
+    cache: KVCache
+    """The target's, which has a layer for the head."""
+    head: DraftHead
+    slots: IntArray
+    """int32[N], slots that sampled."""
+    lengths: IntArray
+    """int32[N], tokens of their texts; the target has computed all but the last one."""
+    room: IntArray
+    """int32[N], tokens for which the slot has KV blocks."""
+    tokens: IntArray
+    """int32[num_slots, *], texts of all slots."""
+    tables: IntArray
+    """int32[1, num_slots, blocks], block tables of all slots."""
+
+
 class SlotError(Exception):
     """Failure of the request in one slot; the runner fails that request and continues with the others."""
 
@@ -74,6 +99,9 @@ class Drafter(abc.ABC):
     """Supported options; others are rejected."""
     uses_model: ClassVar[bool] = False
     """True if it reads `DraftContext.model_path`; then the user must name a model."""
+    reads_states: ClassVar[bool] = False
+    """True if `DraftContext.model_path` is a head that the engine loads with the target. Its KV is a layer of the
+    target's cache: it is saved, restored, shared and sent with the target's, and `read` writes it in every step."""
     kv_shape: KVShape | None = None
     """Set at construction by a drafter with a separate KV cache. Memory for as many blocks of this shape as the target
     has is reserved, and allocated in `allocate`."""
@@ -88,6 +116,13 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def admit(self, slot: int, tokens: IntArray) -> None:
         """Start a request with the known `tokens` int32[n]; discard the slot's previous state."""
+
+    def read(self, given: HiddenStates) -> None:  # noqa: B027 - only for drafters that read hidden states
+        """Compute the head for all tokens of a step; called before `extend`, also for steps that yield no tokens.
+
+        The KV of a token must be written here, as later steps do not compute it again. Positions after the texts may be
+        written up to `room`; the next step overwrites them.
+        """
 
     @abc.abstractmethod
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:

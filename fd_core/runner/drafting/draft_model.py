@@ -130,9 +130,7 @@ class DraftModelDrafter(Drafter):
         length, computed = self._length[slots], self._blocks.computed
         # The last token is always computed: its logits yield the first draft.
         computed[slots] = np.minimum(computed[slots], length - 1)
-        # Drafts per slot if all slots share the tokens that a step can verify.
-        useful = min(limit, -(-max(self._cheap_tokens - len(slots), 0) // max(len(slots), 1)))
-        wanted = np.minimum(useful, self._longest - length)
+        wanted = np.minimum(useful_drafts(len(slots), self._cheap_tokens, limit), self._longest - length)
         rows, chunks = self._choose(slots, wanted)
         if not len(rows):
             return tokens, counts
@@ -181,7 +179,7 @@ class DraftModelDrafter(Drafter):
         """
         ops, length = self._ops, self._length[slots]
         live: npt.NDArray[np.intp] = np.arange(len(slots))
-        chosen, _ = ops.sample(logits, _greedy(ops, len(live)))
+        chosen, _ = ops.sample(logits, greedy(ops, len(live)))
         parts = [(live, chosen)]
         for step in range(1, int(wanted.max())):
             left = np.flatnonzero(wanted[live] > step)
@@ -190,7 +188,7 @@ class DraftModelDrafter(Drafter):
             one = np.ones(len(live), np.int32)
             spans = Spans(slots[live], length[live] + (step - 1), one, logits_rows=np.arange(len(live), dtype=np.int32))
             inputs = dataclasses.replace(build_inputs(spans, *self._known, ops), token_ids=chosen)
-            chosen, _ = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
+            chosen, _ = ops.sample(self._forward(inputs, self._cache), greedy(ops, len(live)))
             parts.append((live, chosen))
         drafts = np.zeros((len(slots), limit), np.int32)
         fetched = ops.fetch([picked for _, picked in parts])
@@ -206,7 +204,13 @@ class DraftModelDrafter(Drafter):
         return self._tokens, self._blocks.tables[None], self._cache.shape.block_size
 
 
-def _greedy(ops: Ops, rows: int) -> SampleInput:
+def useful_drafts(count: int, cheap_tokens: int, limit: int) -> int:
+    """Return the drafts of each of `count` slots if all share the tokens that a step can verify."""
+    return min(limit, -(-max(cheap_tokens - count, 0) // max(count, 1)))
+
+
+def greedy(ops: Ops, rows: int) -> SampleInput:
+    """Return the input for greedy sampling of `rows` rows."""
     whole, seeds, shares = (ops.from_host(np.zeros(rows, kind)) for kind in (np.int32, np.uint64, np.float32))
     columns = {"temperature": shares, "top_k": whole, "top_p": shares, "min_p": shares}
     return SampleInput(**columns, seeds=seeds, positions=whole, all_greedy=True, any_filter=False)

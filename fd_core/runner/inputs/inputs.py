@@ -261,6 +261,15 @@ def gather_inputs(
     )
 
 
+def following_tokens(spans: Spans, tokens: IntArray) -> IntArray:
+    """Return int32[T], the token after each of the spans, which are not padded; see `gather_inputs`."""
+    counts = spans.counts
+    offsets = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.repeat(spans.starts, counts) + offsets + 1
+    following: IntArray = tokens[np.repeat(spans.slots, counts), np.minimum(positions, tokens.shape[1] - 1)]
+    return following
+
+
 def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
     """Return the fields of `StepInput` for the adapter slot of each token, int32[T]."""
     return {name: uploaded(value, ops) for name, value in _adapter_fields(places).items()}

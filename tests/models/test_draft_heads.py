@@ -1,0 +1,68 @@
+"""EAGLE-3 heads: drafts equal those computed from the whole text, and texts those without drafts, on every pack."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.config import SpeculativeConfig
+from fd_core.engine.core import Engine
+from fd_core.runner.drafting.eagle import EagleDrafter
+from tests.models.heads import reference_drafts, write_head
+from tests.models.test_draft_model_packs import PACKS, engine, specs, texts
+
+HELD = {**PACKS, "onnx": {"backend": "cpu+onnx"}}
+
+
+def headed(target: Path, head: Path, pack: str, k: int = 3, **settings: Any) -> Engine:
+    speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=k, cheap_tokens=1000)
+    return plain(target, pack, speculative=speculative, **settings)
+
+
+def plain(target: Path, pack: str, **settings: Any) -> Engine:
+    return engine(target, None, "numpy" if pack == "onnx" else pack, **HELD[pack], **settings)
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Texts and their drafts, in the order in which they were proposed."""
+    found: list[tuple[list[int], list[int]]] = []
+    propose = EagleDrafter.propose
+
+    def watched(self: EagleDrafter, slots: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, counts = propose(self, slots, limit)
+        lengths = self._given.lengths[self._row_of[slots]]
+        for slot, length, row, count in zip(slots, lengths, tokens, counts, strict=True):
+            found.append((self._given.tokens[slot, :length].tolist(), row[:count].tolist()))
+        return tokens, counts
+
+    monkeypatch.setattr(EagleDrafter, "propose", watched)
+    return found
+
+
+@pytest.mark.parametrize("pack", ["numpy", "native"])
+def test_drafts_equal_those_computed_from_whole_text(tiny, tmp_path: Path, proposals, pack: str) -> None:
+    target = tiny("llama")
+    head = write_head(target.folder, tmp_path / "head", drafts=100)
+    texts(headed(target.folder, head, pack), specs())
+    for text, drafts in proposals[::9]:
+        assert drafts == reference_drafts(target.reference, head, text, len(drafts))
+    lengths = [len(drafts) for text, drafts in proposals if len(text) < 90]
+    assert {*lengths} == {1, 2, 3}, "drafts end with the blocks of a slot"
+
+
+@pytest.mark.parametrize("pack", HELD)
+def test_drafts_of_random_head_change_no_text(tiny, tmp_path: Path, pack: str) -> None:
+    if pack == "onnx" and find_spec("onnxruntime") is None:
+        pytest.skip("ONNX Runtime is not installed")
+    target = tiny("llama").folder
+    pressed = headed(target, write_head(target, tmp_path / "head"), pack, num_kv_blocks=26)
+    requests = specs(temperature=1.0)
+    assert texts(pressed, requests, eager=True).tokens == texts(plain(target, pack), requests).tokens
+    stats = pressed.stats().scheduler
+    assert stats.counters.preemptions > 0
+    assert stats.drafts.proposed > stats.drafts.accepted
