@@ -21,6 +21,7 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "plugins": "plugins.plugins:app",
     "quantize": "models.models:quantize",
     "tokenize": "models.models:tokenize",
+    "train-drafter": "models.train_drafter:train_drafter",
     "env": "env:env",
     "bench": "bench.commands:app",
     "calibrate": "planning.calibrate:calibrate",

@@ -22,7 +22,7 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
-from fd_core.models.draft_head import with_draft_head
+from fd_core.models.drafting.head import with_draft_head
 from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint

@@ -36,7 +36,7 @@ from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 if TYPE_CHECKING:
-    from fd_core.models.draft_head import DraftHead
+    from fd_core.models.drafting.head import DraftHead
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""

@@ -18,7 +18,7 @@ from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.types import IntArray
 
 if TYPE_CHECKING:
-    from fd_core.models.draft_head import DraftHead
+    from fd_core.models.drafting.head import DraftHead
 
 FLAG: Final = "--speculative-config"
 
