@@ -25,7 +25,17 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 from fd_core.ops.weights import Adapter, WeightUse
 
-__all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape", "whole_prompts"]
+__all__ = [
+    "AdaptableModel",
+    "Availability",
+    "Backend",
+    "DraftLayer",
+    "HeadedModel",
+    "LoadProgress",
+    "Model",
+    "cache_shape",
+    "whole_prompts",
+]
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
@@ -102,6 +112,36 @@ class AdaptableModel(Model, Protocol):
 
         Entry i belongs to slot i + 1; None is an empty slot. Raises `MemoryError` if they do not fit.
         """
+
+
+class DraftLayer(Protocol):
+    """A layer that drafts from hidden states of a model, of whose KV cache it has the last layer."""
+
+    @property
+    def ids(self) -> Array | None:
+        """int32[drafts], token id of each column of `logits`; None if they are the same."""
+
+    def forward(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute the states [R, H] of the requested rows, and write the layer's KV.
+
+        `step.token_ids` are the tokens after those of the step; `step.states` [T, H] what the layer reads of the model,
+        or this function's results for the tokens before.
+        """
+
+    def logits(self, states: Array) -> Array:
+        """Project states [R, H] to float32 logits [R, drafts]."""
+
+
+@runtime_checkable
+class HeadedModel(Model, Protocol):
+    """A model that may have a draft head."""
+
+    @property
+    def draft_head(self) -> DraftLayer | None:
+        """The head; its KV is one more layer of `kv_shape`."""
+
+    def tapped(self, step: StepInput, cache: KVCache) -> tuple[Array, ...]:
+        """Return the result of `states`, followed by arrays [T, H] whose sum the head reads."""
 
 
 def whole_prompts(model: Model) -> bool:

@@ -22,12 +22,11 @@ from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.leading import RankProcesses
 from fd_core.engine.ranks.messages import ChangeModel, RankLoaded
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError
-from fd_core.models.drafting.head import with_draft_head
 from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
-from fd_core.models.registry import CLASSIFICATION, spec_of
+from fd_core.models.registry import CLASSIFICATION, spec_of, with_draft_head
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import DRAFTER, POSTPROCESS, SCHEDULER, installed_plugins

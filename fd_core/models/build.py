@@ -412,6 +412,7 @@ class Reader:
         )
 
     def feed_forward_of(self, spec: MlpSpec | MoeSpec) -> Mlp | Moe:
+        """Read a feed-forward block of either kind."""
         return self.mlp(spec) if isinstance(spec, MlpSpec) else self.moe(spec)
 
     def mlp(self, spec: MlpSpec) -> Mlp:

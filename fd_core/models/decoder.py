@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,6 @@ from fd_core.models.layer_groups import divide_layers, places_of
 from fd_core.ops.contract import Array, Experts, Heads, KVCache, KVShape, Latent, Lora, Norm, Ops, Recurrent, StepInput
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
-
-if TYPE_CHECKING:
-    from fd_core.models.drafting.head import DraftHead
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
@@ -200,6 +197,58 @@ class Decoder:
     positions: Array | None = None
     """Table that is added to the embedding by position."""
     embedding_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """Weights of an EAGLE-3 head: one layer that reads hidden states of a model (Li et al., 2025).
+
+    It is computed with the model, in the same steps and over the same KV blocks, as one more layer of its cache. At
+    position i it reads the hidden states of token i and the embedding of token i + 1, and yields the state from which
+    token i + 2 is drafted.
+    """
+
+    ops: Ops
+    taps: Mapping[int, Array]
+    """Linears of the target's residual stream before a layer, by its index; their sum is what the head reads."""
+    table: Array
+    table_scale: float
+    embedding_norm: Norm
+    hidden_norm: Norm
+    qkv: tuple[Array, Array]
+    """Parts of the linear for the embedding and for the hidden states."""
+    heads: Heads
+    output: Array
+    mlp: Mlp
+    activation: Any
+    norm: Norm
+    head: Array
+    ids: Array | None
+    """int32[drafts], token id of each row of `head`; None if they are the same."""
+    adds_normed: bool
+    """True if the residual stream begins with the normalized hidden states."""
+
+    def forward(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute the states [R, H] of the requested rows, and write the head's KV.
+
+        `step.token_ids` are the tokens after those of the step; `step.states` [T, H] the sum of `taps`, or this
+        function's results for the tokens before.
+        """
+        ops, hidden = self.ops, step.states
+        normed = ops.rms_norm(hidden, self.hidden_norm)
+        embedded = ops.rms_norm(ops.embedding(self.table, step.token_ids, self.table_scale), self.embedding_norm)
+        projected = ops.add(ops.linear(embedded, self.qkv[0]), ops.linear(normed, self.qkv[1]))
+        q, k, v = ops.split_heads(projected, self.heads)
+        layer = cache.layer(cache.shape.num_layers - 1)
+        ops.write_kv(layer, ops.rope(k, self.heads.rope, step.positions), v, step.kv_slots)
+        a = ops.attention(ops.rope(q, self.heads.rope, step.positions), self.heads, layer, step)
+        x = ops.project_residual(a, self.output, normed if self.adds_normed else hidden)
+        inner = ops.mlp_inputs(x, self.mlp.norm, self.mlp.gate_up, self.activation)
+        return ops.gather_rows(ops.settle(ops.project_residual(inner, self.mlp.down, x)), step.logits_rows)
+
+    def logits(self, states: Array) -> Array:
+        """Project states [R, H] to float32 logits of the draft vocabulary [R, V]."""
+        return self.ops.logits_of(self.ops.rms_norm(states, self.norm), self.head, None)
 
 
 @dataclass(eq=False)

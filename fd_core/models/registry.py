@@ -9,17 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from fd_core.errors import ConfigError, FdError, ModelError
-from fd_core.models.build import ProgressSink, build_decoder, build_images, check_tensors
-from fd_core.models.decoder import DecoderModel
+from fd_core.models.build import ProgressSink, Reader, build_decoder, build_images, check_tensors
+from fd_core.models.decoder import DecoderModel, DraftHead
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.installed import installed_families
-from fd_core.models.families.spec import DecoderSpec, MoeSpec, decoder_spec
+from fd_core.models.families.spec import (
+    DecoderSpec,
+    LinearShare,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    VectorSpec,
+    decoder_spec,
+)
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.models.loading.files import read_json_object
-from fd_core.ops.contract import Ops
+from fd_core.models.opening import open_checkpoint
+from fd_core.ops.contract import Array, Ops
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +39,10 @@ CLASSIFICATION: Final = ("ForSequenceClassification", "ForTokenClassification")
 _MULTIPLIERS: Final = re.compile("^(?!.*_size$).*(layer|expert)")
 """Fields whose integers cannot exceed the number of tensors."""
 _FEW_TENSORS: Final = 1000
+_FLAG: Final = "--speculative-config"
+_HIDDEN_NORM: Final = "model.layers.0.hidden_norm"
+_OF_HEADS: Final = (r"^fc\.weight$", "^d2t$", "^t2d$", r"\.hidden_norm\.weight$")
+"""Tensors of draft heads besides those of a decoder of one layer."""
 _ROPE_BYTES: Final = 1 << 30
 """Limit in bytes of position tables, at least the size of the weights, unless the user sets a length."""
 
@@ -228,3 +243,124 @@ def family_of(name: str) -> Family:
 def _whole(name: str) -> str:
     """Return the name of the same architecture with an output projection."""
     return f"{name.removesuffix('Model').removesuffix(CLASSIFICATION[0])}ForCausalLM"
+
+
+def with_draft_head(model: object, path: Path) -> DecoderModel:
+    """Return the same model with the head of the checkpoint at `path`. Raises `ConfigError` or `ModelError`."""
+    if not isinstance(model, DecoderModel) or not model.causal:
+        raise ConfigError(
+            "drafts from hidden states need a decoder that fd_core computes",
+            field=_FLAG,
+            hint="use ngram, suffix or draft_model",
+        )
+    try:
+        with open_checkpoint(path) as checkpoint:
+            checkpoint.rename(_usual_name)
+            return replace(model, draft_head=_load(model, checkpoint))
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"draft head: {error.message}", field=_FLAG, hint=error.hint) from error
+
+
+def tapped_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the target's layers before which its residual stream is read, in ascending order."""
+    part = config.part("eagle_config")
+    name = "eagle_aux_hidden_state_layer_ids"
+    if part is not None and name in part.values:  # of layers after which it is read
+        layers = tuple(each + 1 for each in part.indices(name))
+    else:
+        layers = config.indices(name) or (2, num_layers // 2, num_layers - 3)
+    if len({*layers}) < len(layers) or not all(0 <= each <= num_layers for each in layers):
+        raise ModelError(f"{config.origin}: {name} is {[*layers]}, but the target has {num_layers} layers")
+    return tuple(sorted(layers))
+
+
+def _usual_name(name: str) -> str:
+    """Return the name of a tensor as in a decoder of one layer."""
+    name = name.removeprefix("model.")
+    for prefix in ("midlayer.", "layers.0."):
+        if name.startswith(prefix):
+            return f"model.layers.0.{name.removeprefix(prefix)}"
+    return f"model.{name}" if name in ("norm.weight", "embed_tokens.weight") else name
+
+
+def _load(model: DecoderModel, checkpoint: Checkpoint) -> DraftHead:
+    ops, target, given = model.ops, model.spec, config_of(checkpoint)
+    vocab = given.count("draft_vocab_size", given.count("vocab_size"))
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    described = describe(replace(given, values={**given.values, **fields}))
+    spec = _of_head(described, checkpoint)
+    hidden, first = target.embedding.shape[1], target.attention[0]
+    attention, mlp = spec.attention[0], spec.layers[0].feed_forward
+    if spec.embedding.shape[1] != hidden or not isinstance(mlp, MlpSpec) or attention.norm is None:
+        raise ModelError(f"its hidden size is {spec.embedding.shape[1]}, but the target's is {hidden}")
+    sizes, found = ((each.num_kv_heads, each.head_dim) for each in (first, attention))
+    if first.latent is not None or target.recurrent or sizes != found:
+        kind = "of another kind" if first.latent is not None or target.recurrent else f"{sizes[0]} x {sizes[1]}"
+        raise ConfigError(
+            f"its KV heads are {found[0]} x {found[1]} elements and share blocks with the target's, which are {kind}",
+            hint="use a head with the target's KV heads, or ngram, suffix or draft_model",
+        )
+    check_tensors(spec, checkpoint)
+    layers = tapped_layers(given, len(target.layers))
+    wide = (hidden, len(layers) * hidden)
+    if checkpoint.shape("fc.weight") != wide:
+        raise ModelError(f"fc.weight has shape {checkpoint.shape('fc.weight')}, expected {wide}")
+    reader = Reader(spec, checkpoint, ops, model.max_positions, progress=None, quantization="auto")
+    fc, qkv = checkpoint.read("fc.weight"), reader.weights(attention.qkv, LinearShare())
+
+    def part(index: int) -> slice:
+        return slice(index * hidden, (index + 1) * hidden)
+
+    biases = reader.biases(attention.qkv, LinearShare())
+    own = spec.embedding.name in checkpoint.names()
+    return DraftHead(
+        ops=ops,
+        taps={layer: ops.prepare_linear([fc.take_columns(part(index))]) for index, layer in enumerate(layers)},
+        table=reader.table(tied=False) if own else model.decoder.embedding,
+        table_scale=1.0 if own else model.decoder.embedding_scale,
+        embedding_norm=reader.norm(attention.norm),
+        hidden_norm=reader.norm(NormSpec(VectorSpec(f"{_HIDDEN_NORM}.weight", (hidden,)))),
+        qkv=(
+            ops.prepare_linear([each.take_columns(part(0)) for each in qkv], biases),
+            ops.prepare_linear([each.take_columns(part(1)) for each in qkv]),
+        ),
+        heads=reader.heads(attention),
+        output=reader.linear(attention.output, LinearShare(), adds=True),
+        mlp=reader.mlp(mlp),
+        activation=spec.activation,
+        norm=reader.norm(spec.final_norm or attention.norm),
+        head=ops.prepare_linear([reader.read_weight("lm_head.weight")]),
+        ids=_token_ids(checkpoint, vocab, model),
+        adds_normed=given.flag("norm_before_residual"),
+    )
+
+
+def _of_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """Return the spec of the head's tensors: the first linear has two inputs, and the embedding may be the target's."""
+    (layer,), (attention,), table = spec.layers, spec.attention, spec.embedding
+    attention = replace(attention, qkv=replace(attention.qkv, ins=2 * table.shape[1]))
+    layer = replace(layer, attention=attention)
+    if table.name not in checkpoint.names():
+        table = VectorSpec("", table.shape)
+    else:
+        table = VectorSpec(table.name, checkpoint.shape(table.name))
+    return replace(
+        spec, architecture="EAGLE-3 head", embedding=table, layers=(layer,), ignored=(*spec.ignored, *_OF_HEADS)
+    )
+
+
+def _token_ids(checkpoint: Checkpoint, vocab: int, model: DecoderModel) -> Array | None:
+    """Return the token ids of the draft vocabulary, which files hold as offsets; None if it is the target's."""
+    if "d2t" not in checkpoint.names():
+        if vocab != model.vocab_size:
+            raise ModelError(f"it drafts {vocab} tokens of {model.vocab_size}, but has no tensor d2t")
+        return None
+    ids = checkpoint.read_integers("d2t").reshape(-1) + np.arange(vocab)
+    if ids.min() < 0 or ids.max() >= model.vocab_size:
+        raise ModelError(f"d2t names token {int(ids.max())}, but the target has {model.vocab_size} tokens")
+    return model.ops.from_host(ids.astype(np.int32))

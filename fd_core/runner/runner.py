@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import AdaptableModel, LoadProgress, Model, cache_shape
+from fd_core.backends.contract import AdaptableModel, DraftLayer, HeadedModel, LoadProgress, Model, cache_shape
 from fd_core.config import Limits
 from fd_core.errors import ModelError
 from fd_core.ops.contract import Array, Forward, HostCopies, KVCache, Ops, StepInput
@@ -49,9 +49,14 @@ Hidden = tuple[StepInput, Sequence[Array]]
 """Input of a step, and the parts of its hidden states that a draft head reads."""
 
 
+def head_of(model: Model) -> DraftLayer | None:
+    """Return the model's draft head, if it has one."""
+    return model.draft_head if isinstance(model, HeadedModel) else None
+
+
 def states_of(model: Model) -> Forward:
     """Return the function that yields the states of all tokens, and what a draft head reads, if there is one."""
-    return model.states if getattr(model, "draft_head", None) is None else model.tapped  # type: ignore[attr-defined]  # it has one
+    return model.states if head_of(model) is None else model.tapped  # type: ignore[attr-defined]  # it has a head
 
 
 class RunnerAdapters:
@@ -247,7 +252,7 @@ class Runner:
         compiles = getattr(model, "compiles", True)
         self._forward = self.ops.compile(model.forward) if compiles else model.forward
         self._states = self.ops.compile_states(states_of(model)) if compiles else model.states
-        self._draft_head = getattr(model, "draft_head", None)
+        self._draft_head = head_of(model)
         pads = compiles and self._draft_head is None and type(self.ops).padded is not Ops.padded
         self._padded = self.ops.padded if pads else None
         self._head = model.head

@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
-from fd_core.backends.contract import Backend, LoadProgress, Model
+from fd_core.backends.contract import Backend, DraftLayer, LoadProgress, Model
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.errors import ConfigError, ModelError
 from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.types import IntArray
-
-if TYPE_CHECKING:
-    from fd_core.models.drafting.head import DraftHead
 
 FLAG: Final = "--speculative-config"
 
@@ -62,7 +59,7 @@ class HiddenStates:
     `states` are the sums of what the head reads; `logits_rows` the last tokens that the target computed of `slots`."""
     cache: KVCache
     """The target's, which has a layer for the head."""
-    head: DraftHead
+    head: DraftLayer
     slots: IntArray
     """int32[N], slots that sampled."""
     lengths: IntArray

@@ -1,4 +1,4 @@
-"""`fdcore train-drafter` writes a head that drafts what the model writes."""
+"""`fdcore train-drafter`, as in docs/serve/speculative-decoding.md, writes a head that drafts what the model writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import assemble
-from fd_core.models.drafting import training
+from fd_core.cli.models import head_training as training
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import run
 from fd_core.text.tokenizer import byte_tokenizer

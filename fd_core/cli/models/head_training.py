@@ -58,7 +58,7 @@ class Trained:
     likely tokens."""
 
 
-class Target:
+class TappedTarget:
     """A model whose hidden states are read."""
 
     def __init__(self, model: DecoderModel, config: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Target:
         self.layers = (2, count // 2, count - 3) if count > _FEW else tuple(sorted({0, count // 2, count}))
         """Layers before which they are read."""
         same = ops.prepare_linear([RawTensor("F32", np.eye(hidden, dtype=np.float32))])
-        reading: Any = _Reading(dict.fromkeys(self.layers, same))
+        reading: Any = _PlainTaps(dict.fromkeys(self.layers, same))
         self.model = replace(model, draft_head=reading)
         self.config = config
         self._forward = ops.compile_states(self.model.tapped)
@@ -81,7 +81,7 @@ class Target:
         return torch.cat([each.float() for each in taps], 1), self.model.head(states).float()
 
 
-def open_target(path: Path, threads: int | None = None) -> tuple[Target, Tokenizer]:
+def open_target(path: Path, threads: int | None = None) -> tuple[TappedTarget, Tokenizer]:
     """Load the model at `path` on the CPU; return it and its tokenizer. Raises `ConfigError` or `ModelError`."""
     config = EngineConfig(model=str(path), backend="cpu", dtype="float32", max_model_len=_LENGTH, num_threads=threads)
     backend: Backend = installed_plugins().choose_backend("cpu").cls(config)
@@ -90,11 +90,11 @@ def open_target(path: Path, threads: int | None = None) -> tuple[Target, Tokeniz
     if spec is None or not isinstance(model, DecoderModel) or spec.recurrent or spec.attention[0].latent:
         raise ConfigError("a head needs a decoder that fd_core computes, with keys and values", field="MODEL")
     with open_checkpoint(path) as checkpoint:
-        return Target(model, {**checkpoint.config}), load_tokenizer(checkpoint)
+        return TappedTarget(model, {**checkpoint.config}), load_tokenizer(checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _PlainTaps:
     """In place of a `DraftHead`: reads hidden states as they are."""
 
     taps: dict[int, Any]
@@ -104,7 +104,7 @@ class _Reading:
 class _Head:
     """A head under training."""
 
-    target: Target
+    target: TappedTarget
     ids: Tensor
     """Token ids of the draft vocabulary, ascending."""
     sample: IntArray
@@ -254,7 +254,7 @@ def _shifted(pair: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
 
 
 def train_head(
-    target: Target,
+    target: TappedTarget,
     sequences: Sequence[IntArray],
     folder: Path,
     *,
