@@ -59,17 +59,21 @@ _COMMON: Final = (
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
     Axis("earlier", ("none", "other cases")),
 )
-_CITIES: Final[Mapping[str, dict[str, Any]]] = {
-    "optional": {"type": ["string", "null"]},
-    "any_of": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-    "one_of": {"oneOf": [{"type": "string"}, {"type": "null"}]},
-    "all_of": {"allOf": [{"type": "string", "minLength": 1}]},
-    "enum": {"enum": ["Rome", "10115", "true"]},
-    "ref": {"$ref": "#/$defs/City"},
+_FORMS: Final[Mapping[str, Callable[[str, Any], dict[str, Any]]]] = {
+    "string": lambda kind, value: {"type": kind},
+    "optional": lambda kind, value: {"type": [kind, "null"]},
+    "any_of": lambda kind, value: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
+    "one_of": lambda kind, value: {"oneOf": [{"type": "null"}, {"type": kind}]},
+    "all_of": lambda kind, value: {"allOf": [{"type": kind}]},
+    "enum": lambda kind, value: {"enum": ["Rome", "10115", "true"] if kind == "string" else [value]},
+    "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
+    "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
 }
-"""Schemas of a string, as clients write them."""
+"""Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
 _NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64)
 """Names of tools and of their arguments."""
+_TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"shape": "words"})
+"""Cases whose arguments have each type of JSON, to meet each form of a schema."""
 CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
@@ -84,9 +88,9 @@ CALL_AXES: Final = (
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
-        ("string", *_CITIES, "typed", "bare"),
+        (*_FORMS, "typed", "bare"),
         ("ToolParser.tools",),
-        rare=tuple({"schema": kind, "value": "word"} for kind in _CITIES),
+        rare=tuple({"schema": form, **other} for form in list(_FORMS)[1:] for other in _TYPED),
     ),
     *_COMMON,
 )
@@ -222,7 +226,7 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
         return _sample_model(target, case)
     kind, key, arguments = str(case["schema"]), _key(case, form), _arguments(target, case, form, 0)
     # Other tools have a number where this one has a string; the first and the last one are others.
-    other = _schema("ref" if kind == "ref" else "typed", key, {**arguments, key: 0})
+    other = _schema("typed" if kind in ("string", "bare") else kind, key, {**arguments, key: 0})
     model = _Model({"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other})
     text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
     groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
@@ -252,21 +256,30 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     return model
 
 
-def _schema(kind: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of a tool with these arguments; only `typed` describes more than `key`, and `bare` nothing."""
-    if arguments.get(key) == "null" and kind in _CITIES:  # it would be ambiguous
-        kind = "string"
-    if kind == "bare" and not _is_json(arguments.get(key)):
+def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of a tool with these arguments; `string` describes only `key`, and `bare` nothing."""
+    if form == "bare" and not _is_json(arguments.get(key)):
         return {}
-    found = {key: _CITIES.get(kind, {"type": "string"})}
-    if kind == "typed":
-        found |= {name: {"type": _TYPES[type(value)]} for name, value in arguments.items()}
-    if kind == "ref":
+    described = {key: "", **arguments} if form not in ("string", "bare") else {key: arguments.get(key, "")}
+    found = {name: _described(form, value) for name, value in described.items()}
+    if "ref" in form:
         found["next"] = {"$ref": "#/$defs/Node"}
-    city = {"type": _TYPES[type(arguments.get(key, ""))]}
-    return {"type": "object", "properties": found, "$defs": {"City": city, "Node": _NODE}}
+    return {
+        "type": "object",
+        "properties": found,
+        "$defs": {"Node": _NODE, **{kind: {"type": kind} for kind in _TYPES.values()}},
+    }
 
 
+def _described(form: str, value: Any) -> dict[str, Any]:
+    if value == "null":  # it would be ambiguous
+        form = "string"
+    kind = "integer" if value is None and form in _OPTIONAL else _TYPES[type(value)]
+    return _FORMS.get(form, _FORMS["string"])(kind, value)
+
+
+_OPTIONAL: Final = ("optional", "any_of", "one_of", "optional_ref")
+"""Forms of a schema that allow null as well."""
 _NODE: Final[Mapping[str, Any]] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
 """Schema of a list, which refers to itself."""
 
@@ -373,7 +386,11 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
         "none": {},
         "nested": {"where": deep},
         "wide": {f"key{index}": index * 7 for index in range(60)},
-        "numbers": {"where": [0, -1, 2**53 + 1, 2**63, 2**64 + 1, -(2**31), 1.5, -2.5e-07, 1e308, number]},
+        "numbers": {
+            "where": [0, -1, 2**53 + 1, 2**63, 2**64 + 1, -(2**31), 1.5, -2.5e-07, 1e308, number],
+            "n": number,
+            "x": -2.5e-07,
+        },
         "words": {"a": True, "b": False, "c": None, "d": [True, False, None], key: "null"},
         "empty": {key: "", "where": [], "what": {}},
         "mixed": {"where": {"x": [value, number]}, key: value, "n": 12345678901234567890},

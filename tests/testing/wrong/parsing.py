@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema
+from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema, referred
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
@@ -919,3 +919,17 @@ class KnowsToolsOfEarlierRequests(GlmTools):
 
 
 _SCHEMAS = {}
+
+
+class ReadsUnionsAsStrings(GlmTools):
+    """An argument whose schema has no single `type` is a string: an optional integer becomes one."""
+
+    def _value(self, tool, key):
+        schema = self.tools.get(tool, {})
+        part = referred(parameter_schema(schema, key), schema)
+        if not part or isinstance(part.get("type"), str):
+            return (yield from super()._value(tool, key))
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        if closed:
+            self.emit_arguments(json.dumps(value))
+        return bool(closed)
