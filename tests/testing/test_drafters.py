@@ -11,7 +11,7 @@ from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
 from fd_core.testing.hooks.drafters import DrafterSuite
 from tests.testing.right.drafting import DraftsFromOneMatrix
-from tests.testing.wrong.drafting import WRONG, Shortest
+from tests.testing.wrong.drafting import WRONG, ComparesAllOccurrences, Shortest
 
 CASES, QUICK = cases_of(DRAFTED)
 
@@ -57,7 +57,7 @@ def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     cls, noticed_by = WRONG[name].cls, WRONG[name].noticed_by
     suite = type("Suite", (DrafterSuite,), {"drafter_class": lambda self: cls})()
     test = getattr(suite, noticed_by)
-    named = {"k": 4, "depth": 1, "text": "constant"}
+    named = {"k": 4, "depth": 1, "text": "frequent" if cls is ComparesAllOccurrences else "constant"}
     arguments = {key: value for key, value in named.items() if key in inspect.signature(test).parameters}
     runs = [{"case": case} for case in CASES] if noticed_by == "test_case" else [arguments]
     with pytest.raises((AssertionError, SlotError, OverflowError)):

@@ -456,3 +456,35 @@ class KeepsItsPackInTheModule(NgramDrafter):
 
 
 _PACKS = {}
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class KeepsPositionsIn16Bits(NgramDrafter):
+    """Beyond them it drafts tokens from the beginning of the text."""
+
+    def guess(self, slot, limit):
+        text, place = self._texts[slot], self._last_seen[slot].get(tuple(self._texts[slot][-2:]), 0)
+        return np.array(text[place % (1 << 16) :][:limit], np.int32)
+
+
+@noticed("test_time_of_a_step_does_not_grow_with_the_text")
+class ComparesAllOccurrences(NgramDrafter):
+    """Looks for the longest match among all occurrences of two tokens, of which a table has many."""
+
+    def admit(self, slot, tokens):
+        self._places = {}
+        super().admit(slot, tokens)
+
+    def grow(self, slot, tokens):
+        for token in tokens.tolist():
+            text = self._texts[slot]
+            self._places.setdefault(tuple(text[-2:]), []).append(len(text))
+            text.append(token)
+
+    def guess(self, slot, limit):
+        text = self._texts[slot]
+        for size in (4, 3, 2):
+            for place in self._places.get(tuple(text[-2:]), ()):
+                if place >= size and text[place - size : place] == text[-size:]:
+                    return np.array(text[place : place + limit], np.int32)
+        return np.empty(0, np.int32)
