@@ -38,7 +38,7 @@ _AXES: Final = (
     Axis("value", (10, 1, 32, 128), ("Latent.expand",)),
     Axis("query_rank", (None, 20), ("Latent.q_norm", "Latent.q_up")),
     Axis("interleaved", (True, False), needs="interleaved_rope"),
-    Axis("block_size", (8, 1, 5, 64)),
+    Axis("block_size", (8, 1, 5, 64), rare=({"block_size": 4096},)),
     Axis("kv_dtype", ("auto", "int8")),
     Axis("composed", (False, True), needs="paged_kv"),
 )

@@ -60,7 +60,12 @@ AXES: Final = (
     Axis("scale", (1.0, 0.5, 1.3), ("Heads.scale",)),
     Axis("hidden", (128, 38, 256, 1000), rare=({"hidden": 4104}, {"hidden": 8192})),
     Axis("inner", (128, 50, 260, 4104), rare=({"inner": 28_672},)),
-    Axis("block_size", (8, 1, 5, 16, 32, 64, 128), ("KVShape.block_size", "StepInput.block_tables")),
+    Axis(
+        "block_size",
+        (8, 1, 5, 16, 32, 64, 128),
+        ("KVShape.block_size", "StepInput.block_tables"),
+        rare=({"block_size": 4096},),
+    ),
     Axis(
         "spare_blocks",
         (0, 1, 999),
@@ -98,7 +103,7 @@ AXES: Final = (
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
     Axis("adapters", (0, 1, 2, 8), ("StepInput.lora_slots", "StepInput.lora_groups", "Lora.deltas", "Lora.step")),
-    Axis("adapter_rank", (8, 1, 5, 16, 64)),
+    Axis("adapter_rank", (8, 1, 5, 16, 64), rare=({"adapters": 2, "adapter_rank": 512},)),
     Axis("composed", (False, True), needs="paged_kv"),
 )
 """Axes of a layer and of the step over it; `composed` replaces the pack's fusions by their primitives."""

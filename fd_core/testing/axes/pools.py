@@ -100,7 +100,7 @@ _KV: Final = (
         ),
     ),
     Axis("head_dim", (16, 8, 10, 80, 128, 256)),
-    Axis("block_size", (8, 1, 5, 16, 64, 128)),
+    Axis("block_size", (8, 1, 5, 16, 64, 128), rare=({"block_size": 4096},)),
     Axis(
         "spare_blocks",
         (3, 0, 255, 1023),

@@ -45,7 +45,10 @@ _MOE: Final = (
     Axis(
         "experts",
         (6, 1, 2, 5, 8, 33, 64, 128),
-        rare=({"experts": 257, "tokens": 33, "top_k": 9, "hidden": 38, "inner": 24},),
+        rare=(
+            {"experts": 257, "tokens": 33, "top_k": 9, "hidden": 38, "inner": 24},
+            {"experts": 512, "tokens": 33, "top_k": 10, "hidden": 38, "inner": 24},
+        ),
     ),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
     Axis("normalize", (True, False)),
@@ -163,8 +166,8 @@ MOE: Final[Part[Ops]] = operation_part(
 
 _LORA: Final = (
     Axis("rows", (5, 1, 2, 16, 17, 33, 65, 129, 257, 1025)),
-    Axis("adapters", (2, 1, 3, 4, 5, *around(8), 33)),
-    Axis("rank", (8, 1, 3, 16, 17, 32, 33, 64, 65, 128)),
+    Axis("adapters", (2, 1, 3, 4, 5, *around(8), 33), rare=({"adapters": 1024, "rank": 1, "rows": 1025},)),
+    Axis("rank", (8, 1, 3, 16, 17, 32, 33, 64, 65, 128), rare=({"rank": 257}, {"rank": 512, "rows": 33})),
     Axis("inputs", (48, 1, 33, 129, 1000, 4104)),
     Axis("outputs", (40, 1, 7, 129, 1000)),
     Axis("parts", (1, 2, 3)),

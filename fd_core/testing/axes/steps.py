@@ -44,7 +44,12 @@ AXES: Final = (
         (64, 0, 7, 33, 300),
         ("EngineConfig.max_num_batched_tokens", "Limits.max_num_batched_tokens", "StepPlan.num_tokens"),
     ),
-    Axis("block_size", (4, 1, 5, 16, 32, 64), ("EngineConfig.block_size", "Limits.block_size")),
+    Axis(
+        "block_size",
+        (4, 1, 5, 16, 32, 64),
+        ("EngineConfig.block_size", "Limits.block_size"),
+        rare=({"block_size": 4096},),
+    ),
     Axis(
         "memory",
         ("ample", "recomputed", "restored"),
@@ -91,7 +96,13 @@ AXES: Final = (
         ("EngineConfig.lora_modules", "EngineConfig.max_loras", "RequestSpec.adapter", "Admission.adapter"),
         needs="checkpoints",
     ),
-    Axis("adapter_rank", (8, 1, 64), ("EngineConfig.max_lora_rank",), needs="checkpoints"),
+    Axis(
+        "adapter_rank",
+        (8, 1, 64),
+        ("EngineConfig.max_lora_rank",),
+        rare=({"adapters": 2, "adapter_rank": 512},),
+        needs="checkpoints",
+    ),
     Axis("reloaded", (False, True), needs="checkpoints"),
     # Requests. Two of three have a value, others of the same batch the plainest one; a single one always has it.
     Axis("requests", (5, 1, 2, 3, 9, 24), ("RequestSpec.request_id", "Admission.request_id", "StepPlan.admissions")),

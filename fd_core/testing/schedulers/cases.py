@@ -43,7 +43,12 @@ AXES: Final = (
             {"context": 70_000, "block_size": 1, "budget": 70_000, "prompt": "longest", "requests": 2},
         ),
     ),
-    Axis("block_size", (4, 1, 2, 3, 16, 64, 127, 128), ("Limits.block_size", "SchedulerSetup.hasher")),
+    Axis(
+        "block_size",
+        (4, 1, 2, 3, 16, 64, 127, 128),
+        ("Limits.block_size", "SchedulerSetup.hasher"),
+        rare=({"block_size": 4096},),
+    ),
     Axis(
         "spare_blocks",
         (0, 1, 2, 5, 64),

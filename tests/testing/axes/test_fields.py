@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -16,6 +17,7 @@ import fd_core.testing as package
 from fd_core import plugins, types
 from fd_core.cluster.scaling import GroupLoad
 from fd_core.config import EngineConfig, Limits
+from fd_core.config.constraints import Range
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings, KVInbox, KVOutbox
 from fd_core.kv.stores.contract import KVStore
 from fd_core.ops import contract
@@ -125,6 +127,10 @@ VARIED = set().union(*VARIED_BY.values())
 EXCUSED = {name: reason for module in MODULES for name, reason in getattr(module, "EXCUSED", {}).items()}
 
 
+def _metadata_of_parts(annotated: object) -> list[object]:
+    return [each for part in get_args(annotated) for each in getattr(part, "__metadata__", ())]
+
+
 def fields_of(cls: type) -> list[str]:
     """Return the fields of a type; for a contract of methods, their arguments as `Class.method.argument`."""
     if inspect.isabstract(cls):
@@ -186,3 +192,40 @@ def test_axes_and_excuses_name_fields_that_exist():
 def test_module_excuses_no_field_that_it_varies(module):
     """Another module may vary it: each states what reaches its own plugins."""
     assert VARIED_BY[module.__name__] & getattr(module, "EXCUSED", {}).keys() == set()
+
+
+RANGES = {
+    name: number
+    for name, annotated in get_type_hints(EngineConfig, include_extras=True).items()
+    for number in [*getattr(annotated, "__metadata__", ()), *_metadata_of_parts(annotated)]
+    if isinstance(number, Range) and number.maximum < Range(0).maximum
+}
+"""Settings that have a largest value."""
+_SLOTS = "a step of 65,536 rows takes minutes"
+_ADAPTERS = "the part `lora` has them"
+_CROWDED = "the part `size` has them; here slots and blocks are scarce"
+WITHOUT_ENDS = {
+    ("latent", "max_num_seqs"): _SLOTS,
+    ("layer", "max_num_seqs"): _SLOTS,
+    ("step", "max_num_seqs"): _SLOTS,
+    ("size", "max_num_seqs"): _SLOTS,
+    ("layer", "max_loras"): _ADAPTERS,
+    ("step", "max_loras"): _ADAPTERS,
+    ("step", "num_threads"): "a process may not start as many",
+    ("schedule", "max_num_seqs"): _CROWDED,
+    ("schedule", "block_size"): _CROWDED,
+}
+"""Axes without an end of the range of a setting, with the reason."""
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS.values() if part.axes], ids=lambda part: part.name)
+def test_axis_of_a_setting_has_both_ends_of_its_range(part):
+    axes = {axis.name: axis for axis in part.axes}
+    settings = {(edge.axis, name) for name, edge in part.edges.items()}
+    settings |= {(name, field.removeprefix("EngineConfig.")) for name, axis in axes.items() for field in axis.fields}
+    missing = {}
+    for axis, name in settings:
+        values = {*axes[axis].values, *(case[axis] for case in axes[axis].rare if axis in case)}
+        if name in RANGES and (ends := {RANGES[name].minimum, RANGES[name].maximum} - values):
+            missing[part.name, name] = ends
+    assert missing.keys() == {name for name in WITHOUT_ENDS if name[0] == part.name}, missing

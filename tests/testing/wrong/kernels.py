@@ -354,6 +354,15 @@ class TruncatesRanksAt32(NumpyOps):
         return super().prepare_lora(cut, outs, gated=gated)
 
 
+@shown_by("lora", rank=512)
+class CutsRanksAt256(NumpyOps):
+    """A program multiplies 256 ranks of an adapter, and an engine allows 512."""
+
+    def prepare_lora(self, parts, outs, *, gated=False):
+        cut = [part and replace(part, down=part.down[:256], up=part.up[:, :256]) for part in parts]
+        return super().prepare_lora(cut, outs, gated=gated)
+
+
 @shown_by("lora", adapters=8)
 class UsesTheFirstFourAdapters(NumpyOps):
     def lora(self, y, x, lora):
