@@ -8,7 +8,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from fd_core.testing.kit.law import broken
 
@@ -45,6 +45,31 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
                 return
     calls = (1 + sum(ROUNDS)) * count
     broken(rule, f"after {calls:,} {what} the process holds {held - before:,} bytes more than after half of them")
+
+
+def count_elements(call: Callable[[], object]) -> int:
+    """Return how many elements of new memory, or in place, the operations of torch in a call write; 0 without torch."""
+    if "torch" not in sys.modules:
+        return 0
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+            for each in tree_leaves(found):
+                if isinstance(each, torch.Tensor):
+                    is_view = each.untyped_storage().data_ptr() in given and not func._schema.is_mutable
+                    self.count += 0 if is_view else each.numel()
+            return found
+
+    with Counting() as counting:
+        call()
+    return counting.count
 
 
 @contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import FdError
-from fd_core.ops.contract import Array, Ops
+from fd_core.ops.contract import Array, HostCopies, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
@@ -20,6 +24,10 @@ from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.target import parse_target
 from fd_core.types import IntArray
 
+_MAX_NUMBERS: Final = 8
+"""Elements of an array that may be counts; larger ones are tables."""
+_DEPTH: Final = 3
+"""Attributes and elements of other objects through which tables are found."""
 _BACKENDS: Final[Mapping[str, str]] = {
     "numpy": "reference",
     "torch": "cpu:native_kernels=false",
@@ -151,6 +159,37 @@ class Matrices:
     def compute(self, given: tuple[Array, ...]) -> Array:
         return self.postprocess.token_matrix(*given)
 
+    def copied(self, matrix: Array) -> HostCopies:
+        """Return the copies of a matrix that a runner holds until it reads them."""
+        return self._ops.fetch_later([matrix])
+
+    def tables(self) -> list[tuple[Array, bytes]]:
+        """Return the arrays, larger than counts, of the postprocessor, its class and its module, with their bytes."""
+        cls, found = type(self.postprocess), dict[int, Array]()
+        parts: list[tuple[Any, int]] = [
+            (vars(each), 0) for each in (self.postprocess, cls, sys.modules[cls.__module__])
+        ]
+        for part, depth in parts:
+            for value in [*part.values()] if isinstance(part, Mapping) else [*part]:
+                if isinstance(getattr(value, "shape", None), tuple | list) and hasattr(value, "__setitem__"):
+                    if math.prod(value.shape) > _MAX_NUMBERS:
+                        found[id(value)] = value
+                elif depth < _DEPTH and not isinstance(value, ModuleType | type | FunctionType | Ops):
+                    inner = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", ())
+                    parts.append((inner, depth + 1))
+        return [(each, self._host(each).tobytes()) for each in found.values()]
+
+    def overwrite_changed(self, tables: list[tuple[Array, bytes]]) -> None:
+        """Write small numbers to those arrays that differ from their bytes."""
+        rng = np.random.default_rng(len(tables))
+        for array, before in tables:
+            if self._host(array).tobytes() != before:
+                numbers = rng.integers(0, 4, tuple(array.shape)).astype(np.int32)
+                array[...] = numbers if isinstance(array, np.ndarray) else self._ops.from_host(numbers)
+
+    def _host(self, array: Array) -> npt.NDArray[Any]:
+        return array if isinstance(array, np.ndarray) else self._ops.to_host(array)
+
     def begin(self, rows: SampledRows) -> Array:
         return self.compute(self.upload(rows))
 
@@ -167,7 +206,7 @@ class Matrices:
 
     def compare(self, matrix: Array, rows: SampledRows, expected: IntArray | None = None) -> None:
         """Fail the running test, with the violated rule, unless `matrix` is the expected one."""
-        found, right = self._ops.to_host(matrix), self.expected(rows) if expected is None else expected
+        found, right = self._host(matrix), self.expected(rows) if expected is None else expected
         require(found.shape == right.shape, "1", f"expected a matrix {list(right.shape)}, got {list(found.shape)}")
         require(found.dtype == np.int32, "1", f"expected a matrix of int32, got {found.dtype}")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():

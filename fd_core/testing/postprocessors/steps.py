@@ -65,11 +65,15 @@ AXES: Final = (
     ),
     Axis("before", ("other", "kept", "shrinking", "growing")),
     Axis("memory", ("new", "reused", "strided")),
+    Axis("held", ("arrays", "copies")),
+    Axis("tables", ("kept", "overwritten")),
     Axis("instances", ("one", "in-turn", "successive", "threads")),
     Axis("counted", (0, 2**15, 2**16, 2**24, 2**31, 2**32, 2**63)),
 )
 """`before` is how the number of rows changes from step to step, `counted` how many steps were counted before. In the
-longest case one slot is revoked and then idle for any number of steps."""
+longest case one slot is revoked and then idle for any number of steps. Of a matrix that is in flight, the runner holds
+`copies` for the host, which may share its memory. `overwritten` are arrays that a step changed: scratch memory survives
+that, state of earlier steps does not."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Postprocess.ops": "the pack of the backend under test, of which there is one per framework",
 }
@@ -150,7 +154,8 @@ def allowed(case: Case) -> bool:
     slots, k, steps = (int_of(case, name) for name in ("slots", "k", "steps"))
     several = 1 if case["instances"] == "one" else 3
     lines = 20 if case["instances"] == "threads" else 1
-    return slots * (2 + k) * steps * several * lines < _MAX_CELLS and (lines == 1 or steps < 33)
+    some = lines == 1 and case["tables"] == "kept"
+    return slots * (2 + k) * steps * several * lines < _MAX_CELLS and (some or steps <= 33)
 
 
 class _Instance:
@@ -170,6 +175,8 @@ class _Instance:
         )
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
+        self._copied = case["held"] == "copies"
+        self._overwrites, self._class = case["tables"] == "overwritten", object
         self._done = 0
         self._many = int_of(case, "steps") > _LEVELS
         self._given: dict[int, tuple[Array, ...]] = {}
@@ -185,8 +192,12 @@ class _Instance:
         given = self.matrices.upload(self._steps[number]) if first else self._given[number]
         compute = partial(self.matrices.compute, given)
         package = type(self.matrices.postprocess).__module__.partition(".")[0]
+        tables = self.matrices.tables() if self._overwrites and self._done > 1 else []
         matrix = compute() if other is None else interleaved(compute, other, package)
-        self._held.append((matrix, number))
+        self.matrices.overwrite_changed(tables)
+        self._class = type(matrix)
+        self._held.append((self.matrices.copied(matrix) if self._copied else matrix, number))
+        del matrix
         if first:
             self.matrices.require_unchanged(given, self._steps[number])
         if self._many:
@@ -202,12 +213,13 @@ class _Instance:
         """Return the number of arrays: those that the interpreter tracks, and matrices referenced after they were
         compared."""
         gc.collect()
-        cls = type(self._held[0][0])
         kept = {id(matrix) for each in self._compared if (matrix := each()) is not None}
-        return len(kept) + sum(type(each) is cls for each in gc.get_objects())
+        return len(kept) + sum(type(each) is self._class for each in gc.get_objects())
 
     def _compare(self) -> None:
         matrix, number = self._held.popleft()
+        if self._copied:
+            matrix = matrix.wait()[0]
         self.matrices.compare(matrix, self._steps[number], self._expected[number])
         with suppress(TypeError):  # arrays of some frameworks have no weak references
             reference = weakref.ref(matrix)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.testing.hooks.purity import require_freed, unchanged_threads
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import count_elements, require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
@@ -58,13 +58,14 @@ def test_threads_are_left_to_the_backend(target: PostprocessTarget) -> None:
 
 @pytest.mark.law("1")
 @pytest.mark.fd_alone
-def test_nothing_remains_of_many_different_steps(target: PostprocessTarget) -> None:
-    """Every step has other rows."""
-    matrices, rng = Matrices(target, 16, 2), np.random.default_rng(5)
+@pytest.mark.parametrize("slots", [16, _MANY])
+def test_nothing_remains_of_many_different_steps(target: PostprocessTarget, slots: int) -> None:
+    """Every step has other rows, and with many slots other numbers of rows and revocations."""
+    matrices, rng = Matrices(target, slots, 2), np.random.default_rng(5)
 
     def use(_: int) -> None:
-        rows = int(rng.integers(0, 17))
-        matrices.begin(random_rows(rng, 16, 2, rows=rows, revoked=int(rng.integers(0, 17 - rows))))
+        rows = int(rng.integers(0, slots + 1))
+        matrices.begin(random_rows(rng, slots, 2, rows=rows, revoked=int(rng.integers(0, slots + 1 - rows))))
 
     require_bounded(use, 100, "different steps", "1")
 
@@ -85,7 +86,7 @@ def test_it_is_freed_with_its_runner(target: PostprocessTarget) -> None:
 @pytest.mark.law("1")
 @pytest.mark.fd_alone
 def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget) -> None:
-    """Count bytecodes, which are the same for any number of rows, and memory, which is proportional to them."""
+    """Count bytecodes, which are the same for any number of rows, and memory and elements, which are proportional."""
     costs = []
     for slots in (_FEW, _MANY):
         matrices, rng = Matrices(target, slots, 2), np.random.default_rng(slots)
@@ -93,8 +94,10 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
         matrices.compute(given)
         code = min(count_bytecodes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023 - called at once
         size = min(count_bytes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023
-        costs.append((code, size))
-    (few, less), (many, more) = costs
+        costs.append((code, size, count_elements(lambda: matrices.compute(given))))  # noqa: B023
+    (few, less, read), (many, more, most_read) = costs
     require(many <= 4 * few + 2000, "1", f"a step of {_FEW} slots takes {few} bytecodes, one of {_MANY} takes {many}")
     most = 3 * (_MANY // _FEW) * less + 2**16
     require(more <= most, "1", f"a step of {_FEW} slots takes {less} bytes, one of {_MANY} takes {more}")
+    most = 3 * (_MANY // _FEW) * read
+    require(most_read <= most, "1", f"a step of {_FEW} slots writes {read} elements, one of {_MANY} writes {most_read}")
