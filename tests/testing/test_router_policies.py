@@ -5,6 +5,7 @@ import struct
 import time
 import zlib
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
 
@@ -14,7 +15,7 @@ import pytest
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
-from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity
+from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity, lowest
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
@@ -421,6 +422,34 @@ class CountsPromptsUntilWorkersLeave(RequestNum):
         self._counts.pop(worker.url, None)
 
 
+class PacksRequestsAndTokens(RouterPolicy):
+    """Compares both as one number, with 16 bits for the tokens."""
+
+    def choose(self, context):
+        seen = context.candidates
+        return lowest(seen, context.random, (seen.requests << 16) | seen.prefill_tokens)
+
+
+class CutsNamesOfSessions(SessionAffinity):
+    def choose(self, context):
+        return super().choose(replace(context, session=context.session[:32]))
+
+
+class CutsUrls(SessionAffinity):
+    """A session returns to the first worker whose address begins like its own."""
+
+    def choose(self, context):
+        chosen = super().choose(context)
+        return next(each for each in context.candidates if each.worker.url[:40] == chosen.worker.url[:40])
+
+
+class TimesSessionsFromTheirFirstUse(SessionAffinity):
+    def __init__(self, config):
+        super().__init__(config)
+        put = self._homes.put
+        self._homes.put = lambda key, *rest: key in self._homes._entries or put(key, *rest)
+
+
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
@@ -429,6 +458,8 @@ PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
 ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
 ORDER = "test_order_of_workers_never_matters_if_it_does_not_at_first"
 DURATION = "test_a_session_that_it_keeps_is_kept_for_the_configured_duration"
+LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
+NAMES = "test_long_names_that_differ_in_one_character_spread_like_short_ones"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -487,6 +518,10 @@ def without_shrinking(monkeypatch):
         (ImportsTheClock, OTHER, ()),
         (RemembersLoads, FORGETS, ()),
         (KeepsSessionsInItsClass, FORGETS, ()),
+        (PacksRequestsAndTokens, LOADS, ("prefill_tokens",)),
+        (CutsNamesOfSessions, NAMES, ("sessions", 33)),
+        (CutsUrls, NAMES, ("urls", 65)),
+        (TimesSessionsFromTheirFirstUse, DURATION, ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

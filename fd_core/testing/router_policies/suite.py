@@ -7,8 +7,10 @@ random numbers. So the cases pass the same inputs to two instances, varied in ev
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import random
+import string
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +47,10 @@ _CONSTANT: Final = 40
 """Maximum number of results, independent of the number of requests."""
 _LONG: Final = 1e6
 """Seconds after which all state has expired."""
+_SMALL: Final = (5, 10, 20, 40, 80)
+"""Loads at which a policy shows whether it prefers the less busy one of two workers."""
+_EDGES: Final = tuple(2**bits + more for bits in (8, 15, 16, 24, 31) for more in (-1, 0, 1))
+"""Loads at which a number of some bits is full."""
 
 
 class RouterPolicySuite:
@@ -146,19 +152,73 @@ class RouterPolicySuite:
         config = replace(self.router_config(), eviction_duration_mins=2.0)
         seconds = config.eviction_duration
 
-        def stays(after: float) -> bool:
+        def stays(*after: float) -> bool:
             policy = self.policy_class()(config)
-            homes = []
-            for now, busy in ((1.0, 1), (1.0 + after, 0)):
+            homes, now = set(), 1.0
+            for busy, passed in ((1, 0.0), *((0, each) for each in after)):
                 there = [(_worker(at, at), WorkerLoad(5 * (at == busy), 0, 999 * (at == busy)), 0) for at in range(2)]
-                homes.append(policy.choose(self.shown(there, 0.5, "a session", now=now)).worker)
-            return homes[0] == homes[1]
+                now += passed
+                homes.add(policy.choose(self.shown(there, 0.5, "a session", now=now)).worker)
+            return len(homes) == 1
 
         if not stays(0.001):
             lacks("the policy keeps no sessions")
+        for used in (1, 2, 3):
+            assert stays(*(0.6 * seconds,) * used), f"a session in use is forgotten with its use {used + 1}"
         assert stays(0.95 * seconds), f"a session is forgotten before the {seconds:g} seconds of eviction-duration-mins"
         if not stays(_LONG):  # others return to a worker for another reason, such as a hash of the prompt
             assert not stays(1.05 * seconds), f"a session is kept for longer than these {seconds:g} seconds"
+
+    @pytest.mark.law("7.2")
+    @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
+    def test_less_busy_worker_is_preferred_at_every_size_of_its_load(self, field: str) -> None:
+        """Show two workers that differ in one field of the load by its half; other fields are equal."""
+
+        def prefers(load: int, other: int) -> bool:
+            loads = [WorkerLoad(**{**dict.fromkeys(fields, other), field: each}) for each in (load, 2 * load + 1)]
+            chosen = [
+                (
+                    less,
+                    self.new_policy().choose(
+                        self.shown([(_worker(at, at), loads[at != less], 0) for at in (0, 1)], draw)
+                    ),
+                )
+                for less in (0, 1)
+                for draw in (0.0, 0.99)
+            ]
+            return all(worker.worker == _worker(less, less) for less, worker in chosen)
+
+        fields = WorkerLoad.__struct_fields__
+        others = [other for other in (0, 1, 2, 300, 70_000) if all(prefers(load, other) for load in _SMALL)]
+        if not others:
+            lacks(f"a choice between two workers does not depend on their {field}")
+        for load, other in itertools.product(_EDGES, others):
+            assert prefers(load, other), (
+                f"of {field}={load:,} and {2 * load + 1:,}, where other loads are {other:,}, it chose the larger one; "
+                f"with up to {_SMALL[-1]} it chooses the smaller one"
+            )
+
+    @pytest.mark.law("7.2")
+    @pytest.mark.parametrize("what", ["sessions", "urls"])
+    @pytest.mark.parametrize("length", [33, 65, 257, 4097])
+    def test_long_names_that_differ_in_one_character_spread_like_short_ones(self, what: str, length: int) -> None:
+        def chosen(named: Callable[[str], str]) -> int:
+            of_session, of_url = (named, str) if what == "sessions" else (str, named)
+            workers = [RouterWorker(f"http://{of_url(name)}", ROLES[0], at) for at, name in enumerate("abcd")]
+            policy, found = self.new_policy(), set()
+            for number, name in enumerate(string.ascii_letters):
+                shown = [(worker, WorkerLoad((at - number) % 4), 0) for at, worker in enumerate(workers)]
+                prompt = 0 if what == "sessions" else number
+                found.add(policy.choose(self.shown(shown, number / 52, of_session(name), prompt, number / 100)).worker)
+            return len(found)
+
+        short, rest = chosen(str), "x" * (length - 1)
+        for place in (0, length // 2, length - 1):
+            long = chosen(lambda name, place=place: rest[:place] + name + rest[place:])
+            assert long >= short, (
+                f"with {what} of {length} characters that differ at place {place}, requests reach {long} of 4 workers; "
+                f"with short ones, {short}"
+            )
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
