@@ -10,6 +10,7 @@ import numpy as np
 from fd_core.errors import BadRequest
 from fd_core.models.families.image_processor import Pixels
 
+_ROWS: Final = 128
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS: Final = 48 * 2**20
 """Pixels of one image, as many as 8,192 by 6,144; decoding takes up to about twelve bytes for each."""
@@ -28,7 +29,13 @@ def decoded(data: bytes, field: str) -> Pixels:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise Image.DecompressionBombError
-            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            ImageOps.exif_transpose(image, in_place=True)
+            upright = image if image.mode == "RGB" else image.convert("RGB")
+            pixels = np.empty((upright.height, upright.width, 3), np.uint8)
+            for top in range(0, upright.height, _ROWS):  # a copy holds the GIL
+                bottom = min(top + _ROWS, upright.height)
+                pixels[top:bottom] = np.asarray(upright.crop((0, top, upright.width, bottom)))
+            return pixels
     except Image.DecompressionBombError:
         raise BadRequest(
             f"{field}: the image has too many pixels; at most {MAX_PIXELS:,} are allowed", field=field
