@@ -22,5 +22,5 @@ def test_guide_leads_to_parsers_that_pass_the_kit(tmp_path):
     right = parser.read_text()
     assert right.count("emit=self.emit_reasoning") == 1
     parser.write_text(right.replace("emit=self.emit_reasoning", "emit=self.drop"))
-    wrong = run_line(folder, "fdcore conformance --reasoning-parser mythoughts -k characters", code=1)
-    assert "law 8.3: reasoning of 'THINK: Hm." in wrong
+    wrong = run_line(folder, "fdcore conformance --reasoning-parser mythoughts --case answer:plain", code=1)
+    assert "law 8.3: reasoning differs at 0: expected" in wrong

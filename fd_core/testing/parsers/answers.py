@@ -214,7 +214,8 @@ def shortened(text: str) -> str:
 def differing(found: str, parts: Sequence[tuple[int, str]]) -> str:
     """Return what was expected and found from the first difference on."""
     right = "".join(text for _, text in parts)
-    at = next((at for at, pair in enumerate(zip(found, right, strict=False)) if pair[0] != pair[1]), len(right))
+    shorter = min(len(found), len(right))
+    at = next((at for at in range(shorter) if found[at] != right[at]), shorter)
     return f"differs at {at}: expected {shortened(right[at : at + 40])}, got {shortened(found[at : at + 40])}"
 
 
