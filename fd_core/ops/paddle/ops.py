@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,10 +35,12 @@ from fd_core.ops.contract import (
     Ops,
     PenaltyInput,
     PlainActivation,
+    Recurrent,
     Rope,
     SampleInput,
     StepInput,
 )
+from fd_core.ops.numpy.recurrence import StateBlocks, recur
 from fd_core.ops.numpy.sampling import WEIGHT_ONE, rows_at_a_time
 from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.ops.philox import random_bits
@@ -121,6 +123,10 @@ _HIDDEN = -1e30
 """Added to the score of a key that a token does not attend to; its weight is then exactly 0."""
 
 
+def _on_host(step: StepInput) -> HostStep:
+    return step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+
+
 class _PaddleGroup:
     """n rows with Q tokens each, computed together over L keys at most."""
 
@@ -167,7 +173,7 @@ class PaddleAttentionPlan:
     host."""
 
     def __init__(self, step: StepInput, layer: PaddleLayer, heads: Heads, place: Any) -> None:
-        whole = step.host or HostStep(step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        whole = _on_host(step)
         host = whole.within(heads, layer.block_size)
         begins = whole.context_len - host.context_len
         width = int(np.prod(layer.keys.shape[1:]))
@@ -366,6 +372,7 @@ class PaddleOps(Ops):
     latents = True
     biased_experts = True
     sinks = True
+    recurs = True
 
     def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
@@ -503,6 +510,30 @@ class PaddleOps(Ops):
 
     def expand(self, x: Array, weight: Array, heads: Heads) -> Array:
         return _each_head(x.reshape([x.shape[0], heads.num_heads, -1]), weight).flatten(1)
+
+    def recur(self, x: Array, recurrent: Recurrent, layer: PaddleLayer, step: StepInput) -> Array:
+        """Compute on the host, where the blocks of the states are copied to, and from there back."""
+        given = {field.name: getattr(recurrent, field.name) for field in fields(recurrent)}
+        given = {name: each.numpy() if isinstance(each, paddle.Tensor) else each for name, each in given.items()}
+        host, size = _on_host(step), layer.block_size
+        first = np.maximum(host.context_len - np.diff(host.query_start) - 1, 0) // size
+        entries = np.arange(host.block_tables.shape[1])
+        needed = (first[:, None] <= entries) & (entries * size < host.context_len[:, None])
+        used = np.unique(host.block_tables[needed])
+        tables = np.searchsorted(used, np.where(needed, host.block_tables, used[0])).astype(np.int32)
+        index = tensor_of(used.astype(np.int64), self.place)
+        sides = [layer.keys] if layer.keys is layer.values else [layer.keys, layer.values]
+        stored = [words_of(side.view([-1, size, *side.shape[1:]])) for side in sides]
+        copies = [paddle.index_select(words, index).numpy() for words in stored]
+        blocks = StateBlocks([copy.view(np.uint8) for copy in copies], Recurrent(**given))
+        moved = HostStep(host.query_start, host.context_len, tables)
+        y = recur(x.astype("float32").numpy(), Recurrent(**given), blocks, moved, size)
+        for words, copy in zip(stored, copies, strict=True):
+            paddle.scatter_(words, index, tensor_of(copy, self.place))
+        return tensor_of(y, self.place).astype(self.paddle_dtype)
+
+    def gate_heads(self, x: Array, gate: Array) -> Array:
+        return x * functional.sigmoid(gate)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         most = len(x) if self.longest_sort is None else self.longest_sort // experts.top_k
