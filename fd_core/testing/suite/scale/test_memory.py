@@ -70,7 +70,11 @@ def live_objects() -> int:
 
 
 def counts_host_memory(backend: Backend) -> bool:
-    """True if a backend's free memory is, or follows, that of the host."""
+    """True if a backend's free memory is, or follows, that of the host; other processes may disturb some readings."""
+    return any(_follows_the_host(backend) for _ in range(3))
+
+
+def _follows_the_host(backend: Backend) -> bool:
     seen = []
     for _ in range(3):
         seen.append((backend.free_memory(), available_memory()))
