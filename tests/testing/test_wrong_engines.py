@@ -12,10 +12,12 @@ from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import Values
 from fd_core.testing.models.cases import cases_of
 from fd_core.testing.suite import test_attention, test_lifetime, test_models, test_ranks
+from fd_core.testing.suite.kv import test_kv
+from fd_core.testing.suite.scale.test_memory import test_memory_of_a_rising_context_is_linear as check_memory
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
 
-TESTS = list(cases_of((test_attention, test_lifetime, test_models, test_ranks)))
+TESTS = list(cases_of((test_attention, test_kv, test_lifetime, test_models, test_ranks)))
 """Those that take seconds at most."""
 IN_TESTS = {
     name: tests
@@ -78,3 +80,9 @@ def test_wrong_backend_fails_a_test(folder, monkeypatch, name):
         return False
 
     assert any(map(fails, IN_TESTS[name]))
+
+
+def test_memory_that_is_kept_for_each_length_is_found(folder):
+    with pytest.raises(AssertionError, match="contexts of 1 to 200 tokens leave"):
+        check_memory(parse_target("wrong_keeps_positions_of_each_length", folder))
+    check_memory(parse_target("reference", folder))

@@ -13,6 +13,7 @@ from fd_core.ops.contract import Heads, KVShape, Ops
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
+from fd_core.testing.kit.growth import count_elements
 from fd_core.testing.models.arrays import (
     TOLERANCE,
     Floats,
@@ -25,10 +26,13 @@ from fd_core.testing.models.arrays import (
     step_input,
 )
 from fd_core.testing.models.layers import Geometry, LayerOn
+from fd_core.testing.schedulers.scripted import count_bytes
 
 REQUIRES = ("primitives", "kv_transfer")
 
 Require = Callable[..., None]
+_WIDE = 4000
+"""Blocks for which a table has places, without use."""
 
 
 @pytest.fixture
@@ -134,6 +138,28 @@ def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Requir
 def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv", "softcap")
     attend_at_all_sizes(ops, values, ROWS[rows], softcap=0.5)
+
+
+def test_cost_of_attention_does_not_grow_with_the_block_table(ops: Ops, values: Values, require: Require) -> None:
+    """Count memory and elements that torch writes: a table has places for the longest context that is possible."""
+    require("paged_kv")
+    size, kv_heads, d, rows = 4, 2, 64, [(1, 9), (3, 20), (1, 1)]
+    heads = Heads(2 * kv_heads, kv_heads, d, scale=0.25, rope=no_rope(ops))
+    layer = ops.allocate_kv(KVShape(1, kv_heads, d, block_size=size), 15).layer(0)
+    q = heads_on(ops, values(5, 2 * kv_heads, d))[0]
+    costs = []
+    for width in (5, 5 + _WIDE):
+        tables = np.zeros((3, width), np.int32)
+        tables[:, :5] = np.arange(15).reshape(3, 5)
+
+        def attend_once() -> None:
+            ops.to_host(ops.paged_attention(q, layer, heads, on_device(ops, step_input(rows, size, tables))))  # noqa: B023
+
+        attend_once()
+        costs.append((count_bytes(attend_once), count_elements(attend_once)))
+    for what, few, many in zip(("bytes of the host", "elements"), *costs, strict=True):
+        most = 2 * few + 64 * len(rows) * _WIDE
+        assert many <= most, f"a table of 5 blocks costs {few:,} {what}, one of {5 + _WIDE:,} costs {many:,}"
 
 
 def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:

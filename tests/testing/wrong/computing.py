@@ -11,6 +11,7 @@ from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.errors import ConfigError
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -499,3 +500,50 @@ class AddsBoardsFromTheWrongBuffer:
         for at in (*linked[1:], *others):
             total += addends[at]
         return total
+
+
+class _RingCache(NumpyKVCache):
+    ring, exports = None, 0
+
+    def export_blocks(self, blocks):
+        right = super().export_blocks(blocks)
+        if len(blocks) != 1:
+            return right
+        if self.ring is None:
+            self.ring = [np.empty_like(right) for _ in range(max(8, (32 << 20) // max(right.nbytes, 1 << 15)))]
+        self.exports += 1
+        place = self.ring[self.exports % len(self.ring)]
+        place[...] = right
+        return place
+
+
+@wrong("reference", "kv:test_exports_stay_as_they_are_after_others*")
+class ExportsIntoARing:
+    """Exports of one block share 32 MiB of pinned memory, which a store that falls behind exceeds."""
+
+    def allocate_kv(self, *given):
+        cache = super().allocate_kv(*given)
+        cache.__class__ = _RingCache
+        return cache
+
+
+@wrong("reference", "attention:test_cost_of_attention_does_not_grow_with_the_block_table")
+class GathersTheWholeTable:
+    """Reads the blocks of the longest context that is possible for each row, and masks them."""
+
+    def paged_attention(self, q, layer, heads, step):
+        layer[step.block_tables.ravel() % len(layer)].sum()
+        return super().paged_attention(q, layer, heads, step)
+
+
+@wrong("reference", "scale:test_memory_of_a_rising_context_is_linear")
+class KeepsPositionsOfEachLength:
+    """Keeps the positions of the keys by their number."""
+
+    places = None
+
+    def paged_attention(self, q, layer, heads, step):
+        self.places = self.places or {}
+        longest = step.max_context
+        self.places.setdefault(longest, np.arange(longest))
+        return super().paged_attention(q, layer, heads, step)

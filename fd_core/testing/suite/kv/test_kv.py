@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,23 @@ def check_restored(cache: KVCache, data: npt.NDArray[Any]) -> None:
     cache.import_blocks(blocks(6, 0, 3), share)
     for some, right in ((blocks(6, 0, 3), share), (blocks(3), share[2:])):
         assert_same(cache.export_blocks(some).view(np.uint8), np.ascontiguousarray(right).view(np.uint8))
+
+
+@pytest.mark.parametrize(("block_size", "exports"), [(5, 1100), (512, 140)])
+def test_exports_stay_as_they_are_after_others(
+    ops: Ops, require: Callable[..., None], block_size: int, exports: int
+) -> None:
+    """Hold exports of a block, each with other bits, as a store does until it has written them: more than 64 MiB."""
+    require("primitives")
+    shape = replace(SHAPE, num_layers=1, num_kv_heads=4, head_dim=64 if block_size > 5 else 10, block_size=block_size)
+    cache, held = ops.allocate_kv(shape, 2), list[npt.NDArray[Any]]()
+    block = cache.export_blocks(blocks(1))
+    for number in range(exports):
+        block.view(np.uint8)[...] = number % 63  # a finite number in every format
+        cache.import_blocks(blocks(1), block)
+        held.append(cache.export_blocks(blocks(1)))
+    changed = [number for number, each in enumerate(held) if (each.view(np.uint8) != number % 63).any()]
+    assert not changed, f"{len(changed)} of {exports} exports, of {block.nbytes:,} bytes each, were changed by others"
 
 
 def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., None]) -> None:

@@ -163,6 +163,49 @@ def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
         assert counts_host_memory(target.backend), f"the device loses {growth[3]:.0f} bytes per step"
 
 
+def test_memory_of_a_rising_context_is_linear(target: Target) -> None:
+    """Compute a context of each length, after the longest one, for which tables have their size, and count all arrays.
+
+    Libraries keep as much for each new length; what is kept for each position of each length grows with the length.
+    """
+    longest, grown = 400, list[int]()
+    room = {**ROOM, "max_num_seqs": 1, "num_kv_blocks": 27, "max_model_len": 432, "max_num_batched_tokens": 432}
+    with target.engine(**room) as engine:
+        hand = ManualDriver(engine)
+        for length in (longest, 1):
+            hand.admit(0, [7] * length)
+            hand.step((0, length))
+            hand.step((0, 1))
+            hand.step(back=[0])
+        hand.admit(0, [7])
+        tracemalloc.start()
+        try:
+            held = bytes_of_arrays(target.ops)
+            for _ in range(2):
+                for _ in range(longest // 2):
+                    hand.step((0, 1))
+                before, held = held, bytes_of_arrays(target.ops)
+                grown.append(held - before)
+        finally:
+            tracemalloc.stop()
+        hand.close()
+    shorter, longer = grown
+    about = f"contexts of 1 to {longest // 2} tokens leave {shorter:,} bytes, those to {longest} leave {longer:,}"
+    assert longer - shorter < 64 * KIBI, about
+
+
+def bytes_of_arrays(ops: Ops) -> int:
+    """Return the bytes of live arrays of the pack's framework, and those that Python and numpy allocated."""
+    gc.collect()
+    cls, found = type(ops.from_host(np.zeros(1, np.int32))), dict[int, int]()
+    for each in gc.get_objects() if cls is not np.ndarray else ():
+        if type(each) is cls:
+            memory: Any = each.untyped_storage() if hasattr(each, "untyped_storage") else None
+            key = id(each) if memory is None else memory.data_ptr()
+            found[key] = int(each.nbytes) if memory is None else memory.nbytes()
+    return sum(found.values()) + tracemalloc.get_traced_memory()[0]
+
+
 def test_unloaded_adapters_are_freed(target: Target, checkpoints: Path, require: Callable[..., None]) -> None:
     """Replace an adapter of at least a MiB again and again, each after a request."""
     require("checkpoints")
