@@ -1,6 +1,7 @@
 """The kit detects faults: each of these stores breaks one promise, and the named case or test fails."""
 
 import inspect
+import os
 
 import pytest
 from hypothesis import Phase, settings
@@ -59,7 +60,9 @@ def without_shrinking(monkeypatch):
     settings.register_profile("as found", phases=[Phase.generate])
     before = settings.get_current_profile_name()
     settings.load_profile("as found")
+    os.umask(mask := os.umask(0o022))
     yield
+    os.umask(mask)
     settings.load_profile(before)
 
 

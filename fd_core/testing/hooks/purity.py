@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import sys
@@ -82,6 +83,18 @@ def _replace_imported_clocks(patch: pytest.MonkeyPatch, user: object) -> None:
         patch.setattr(module, name, getattr(time, clock))
 
 
+def _limits() -> dict[str, object]:
+    """Return the settings that the kernel keeps for the process."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []  # os.umask would change it for other threads
+    names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE"}  # a server raises it
+    return {
+        "umask": [line for line in lines if line.startswith("Umask")],
+        "nice value": os.getpriority(os.PRIO_PROCESS, os.getpid()),
+        "resource limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+    }
+
+
 def process_state() -> dict[str, object]:
     """Return the settings of the whole process, on which its other parts depend, by name."""
     numbers = np.random.get_state(legacy=False)
@@ -102,6 +115,7 @@ def process_state() -> dict[str, object]:
         "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "filters of warnings": [*warnings.filters],
         "modules": len(sys.modules),
+        **_limits(),
     }
     if (torch := sys.modules.get("torch")) is not None:
         state["defaults of torch"] = (
@@ -119,9 +133,13 @@ _OF_IMPORTS: Final = ("environment", "filters of warnings", "import path", "exce
 _AT_START: Final = {
     name: value
     for name, value in process_state().items()
-    if name in ("handling of errors in numpy", "default timeout of sockets", "locale", "limits of the interpreter")
+    if name
+    in (
+        *("handling of errors in numpy", "default timeout of sockets", "locale", "limits of the interpreter"),
+        *("umask", "nice value", "resource limits"),
+    )
 }
-"""Settings that a plugin may not change when it is loaded either."""
+"""Settings that a plugin may not change when it is loaded, or when a fixture makes its object, either."""
 _MAX_RISES: Final = 8
 """Consecutive checks that may each leave more descriptors or threads than any check before."""
 _RISES: Final = {"open files": [0, 0], "threads": [0, 0]}

@@ -17,6 +17,8 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from inspect import signature
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -92,16 +94,30 @@ def with_parameter(location: str, parameter: str) -> str:
 A, B, C = key_of(1), key_of(2), key_of(3)
 
 
+_TIMED: Final = tuple(
+    name for name, method in vars(KVStore).items() if callable(method) and "timeout" in signature(method).parameters
+)
+"""Methods of the contract that have a timeout, in its order: `open` is the first one, `stats` the last."""
+_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
+    "open": (),
+    "get": ([A], LIMIT),
+    "put": ([(B, [value_of(B, LIMIT)])],),
+    "longest_prefix": ([A], LIMIT),
+    "delete": ([C],),
+    "stats": (),
+}
+
+
 def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
-    return [
-        lambda store: store.open(timeout),
-        lambda store: store.get([A], LIMIT, timeout),
-        lambda store: store.put([(B, [value_of(B, LIMIT)])], timeout),
-        lambda store: store.longest_prefix([A], LIMIT, timeout),
-        lambda store: store.delete([C], timeout),
-    ]
+    """Return a call of each method that has a timeout."""
+    return [methodcaller(name, *_ARGUMENTS[name], timeout) for name in _TIMED]
 
 
+_SIZES: Final = {size: str(size) for bits in (31, 32, 33, 40) for size in (2**bits - 1, 2**bits, 2**bits + 1)} | {
+    96 << 10: "96Ki",
+    8 << 30: "8Gi",
+}
+"""Limits, around those that a number of 32 bits has, as users write them."""
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
 _LARGE: Final = 16 << 20
@@ -144,6 +160,14 @@ def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
             ]
             moved.append(sum(numbers[1]) - sum(numbers[0]))
     return found
+
+
+def _without_time(call: Callable[[float], object]) -> None:
+    """Make a call that has no time: one that takes long has to end by its timeout."""
+    try:
+        call(0.0)
+    except StoreError as error:
+        assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
 
 
 class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
@@ -511,7 +535,7 @@ class StoreSuite:
 
         with ThreadPoolExecutor(1) as pool, writer_process(type(store), capped, "write_and_stop") as writer:
             for at, _ in enumerate(writer.stops()):
-                for call in (*_calls(0.05), lambda each: each.stats(0.05)):
+                for call in _calls(0.05):
                     late = wait([pool.submit(attempt, call)], 0.05 + SLACK).not_done
                     assert not late, f"a call waited for a writer that stood still before its system call {at}"
         assert other.put([(B, [value_of(B)])], TIMEOUT) == 1
@@ -638,9 +662,10 @@ class StoreSuite:
             lambda: store.put([(key, [value_of(key)]) for key in keys], TIMEOUT),
             lambda: store.get(keys, LIMIT, TIMEOUT),
             lambda: store.longest_prefix(keys, LIMIT, TIMEOUT),
+            lambda: store.stats(TIMEOUT),
             lambda: store.delete(keys, TIMEOUT),
         ]
-        for name, call in zip(("put", "get", "longest_prefix", "delete"), calls, strict=True):
+        for name, call in zip(("put", "get", "longest_prefix", "stats", "delete"), calls, strict=True):
             readings, start = itertools.count(), time.monotonic()
             clock = (start + next(readings) * TIMEOUT / 8 for _ in itertools.repeat(None))
             try:
@@ -662,18 +687,21 @@ class StoreSuite:
             "longest_prefix": lambda: store.longest_prefix([A], LIMIT, TIMEOUT),
             "get of an absent value": lambda: store.get([B], LIMIT, TIMEOUT),
             "delete": lambda: store.delete([C], TIMEOUT),
+            "stats": lambda: _without_time(store.stats),
         }
+        assert {"open", *(name.partition(" ")[0] for name in calls)} == {*_TIMED}
         few = {name: _fastest(call) for name, call in calls.items()}
         keys = keys_of("random", length=24, count=_MANY)
         for start in range(0, _MANY, 64):
             store.put([(key, [key]) for key in keys[start : start + 64]], TIMEOUT)
         for _ in range(3):  # other programs take time as well
             many = {name: _fastest(call) for name, call in calls.items()}
-            slower = {name: many[name] / few[name] for name in calls if many[name] > 4 * few[name]}
+            most = dict.fromkeys(calls, 4) | {"stats": 30}  # it may check its deadline once for each of many folders
+            slower = {name: many[name] / few[name] for name in calls if many[name] > most[name] * few[name]}
             if not slower:
                 return
-        shown = ", ".join(f"{name} {ratio:.0f} times" for name, ratio in slower.items())
-        raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}; at most 4 times are allowed")
+        shown = ", ".join(f"{name} {ratio:.0f} times, of {most[name]} allowed" for name, ratio in slower.items())
+        raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}")
 
     @pytest.mark.law("5.5")
     def test_no_call_of_1000_moves_more_bytes_beside_many_values(self, store: KVStore) -> None:
@@ -754,7 +782,8 @@ class StoreSuite:
     @pytest.mark.law("5.5")
     def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:
         for number in range(5):
-            store, started = make_store(), threading.Barrier(3)
+            calls = _calls(TIMEOUT)[1 + number % 2 :: 2]
+            store, started = make_store(), threading.Barrier(1 + len(calls))
 
             def work(call: Callable[[KVStore], object], store: KVStore, started: threading.Barrier) -> None:
                 started.wait(TIMEOUT)
@@ -764,8 +793,8 @@ class StoreSuite:
                         call(store)
                     raise AssertionError("calls of a closed store raise no StoreError")
 
-            with ThreadPoolExecutor(2) as pool:
-                running = [pool.submit(work, call, store, started) for call in _calls(TIMEOUT)[1 + number % 2 :: 2]]
+            with ThreadPoolExecutor(len(calls)) as pool:
+                running = [pool.submit(work, call, store, started) for call in calls]
                 started.wait(TIMEOUT)
                 time.sleep(0.002 * number)
                 store.close()
@@ -947,7 +976,7 @@ class StoreSuite:
         self, store: KVStore, back_door: BackDoor, make_store: MakeStore, reason: FailureReason
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
-        calls = [(call, make_store()) for call in _calls(0.4)]
+        calls = [(call, make_store()) for call in _calls(0.4)[:-1]]  # statistics may be known without the server
         with back_door.fault(reason):
             for call, new in calls:
                 for each in (store, new):
@@ -975,8 +1004,6 @@ class StoreSuite:
         for call in _calls(TIMEOUT):
             with pytest.raises(StoreError):
                 call(store)
-        with pytest.raises(StoreError):
-            store.stats(TIMEOUT)
 
     @pytest.mark.law("5.5")
     def test_statistics_do_not_count_deleted_values(self, store: KVStore, back_door: BackDoor) -> None:
@@ -1039,9 +1066,12 @@ class StoreSuite:
     @pytest.mark.law("5.5")
     def test_the_cap_is_a_size_as_users_write_it(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
-        found = make_store(with_parameter(location, "max_bytes=96Ki"))
-        found.open(TIMEOUT)
-        assert found.stats(TIMEOUT).limit_bytes == 96 << 10
+        for size, text in _SIZES.items():
+            store = make_store(with_parameter(location, f"max_bytes={text}"))
+            store.open(TIMEOUT)
+            found = store.stats(TIMEOUT).limit_bytes
+            assert found == size, f"with max_bytes={text}, the limit is {found}"
+            assert store.put([(A, [value_of(A)])], TIMEOUT) == 1, f"with max_bytes={text}, a value has no room"
         for wrong in ("much", "-1", ""):
             with pytest.raises(ConfigError, match="max_bytes"):
                 make_store(with_parameter(location, f"max_bytes={wrong}"))

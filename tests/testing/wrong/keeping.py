@@ -1101,3 +1101,26 @@ class PassesAnyPathOn(MemoryStore):
     def __init__(self, location):
         Path("/", location.rest).stat()
         super().__init__(location)
+
+
+@found_by("test_the_cap_is_a_size_as_users_write_it")
+class KeepsItsLimitIn32Bits(MemoryStore):
+    def __init__(self, location):
+        super().__init__(location)
+        self.limit_bytes &= 0xFFFF_FFFF
+
+
+@found_by("store:plain")
+class SharesFilesWithItsGroup(DiskStore):
+    """Also those that other parts of the process write, as soon as it is opened."""
+
+    def open(self, timeout):
+        os.umask(0o002)
+        return super().open(timeout)
+
+
+@found_by("test_the_time_of_a_call_does_not_grow_with_the_values")
+class CountsEveryValueForStatistics(MemoryStore):
+    def stats(self, timeout):
+        found = super().stats(timeout)
+        return replace(found, values=sum(bool(value) or 1 for value in self._values.values()))
