@@ -40,6 +40,16 @@ _MOVES: Final[dict[str, tuple[str, ...]]] = {
     "at random": (),
 }
 """Orders of the possible moves by preference."""
+_MANY_LEASES: Final[Case] = {
+    "leases": 300,
+    "pieces": 8,
+    "window": 8,
+    "value_bytes": 65,
+    "sizes": "full",
+    "moves": "a window at a time",
+    "peer": "none",
+}
+"""More pieces between `take` and `done`, over 1,500, than a connector may have buffers in a ring."""
 
 AXES: Final = (
     Axis("pieces", (9, 1, 2, 3, 5, 33, 129, 257), ("Connector.open_inbox.pieces",)),
@@ -68,7 +78,7 @@ AXES: Final = (
     Axis("buffer", tuple(BUFFERS)),
     Axis("moves", tuple(_MOVES), ("KVInbox.take.reference", "KVInbox.take.frames", "KVInbox.done.reference")),
     Axis("take", ("rising", "falling", "twice")),
-    Axis("leases", (1, 2, 3, 9)),
+    Axis("leases", (1, 2, 3, 9), rare=(_MANY_LEASES,)),
     Axis(
         "lease",
         tuple(_LEASES),

@@ -508,3 +508,20 @@ class EndsALeaseAfterARefusedValue(Changed, TCPConnector):
 class TakesValuesOfAnyLength(Changed, TCPConnector):
     def change_inbox(self, end, whole):
         end.take = lambda index, reference, frames: b"".join(frames)
+
+
+@found_by("leases=300,pieces=8,window=8,value_bytes=65,sizes=full,moves=a window at a time,peer=none")
+class HasBuffersFor128Leases(Changed, TCPConnector):
+    """All leases share a ring of 1024 buffers."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.ring = itertools.cycle([bytearray(1000) for _ in range(1024)])
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value, buffer = whole.take(*piece), next(self.ring)
+            buffer[: len(value)] = value
+            return memoryview(buffer)[: len(value)]
+
+        end.take = take
