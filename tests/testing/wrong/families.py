@@ -64,6 +64,19 @@ class PatternOfFour(Gemma3):
         return super().traits(config)
 
 
+@found_by(
+    "test_every_field_of_rope_changes_the_model_or_is_refused",
+    "with rope_type=yarn, the family ignores {'beta_fast': 0.5}",
+)
+class YarnOfThePaper(Qwen2):
+    """The constants of YaRN are those of the paper, whatever the config has."""
+
+    def traits(self, config):
+        part = config.values["rope_parameters"]
+        kept = {name: part[name] for name in part if not name.startswith(("beta", "mscale", "attention_factor"))}
+        return super().traits(replace(config, values={**config.values, "rope_parameters": kept}))
+
+
 @found_by("test_tensors_are_checked_by_name", r"'model.layers.0.self_attn.k_proj.bias' is not expected")
 class BiasesOfLlama(Qwen2):
     def traits(self, config):
