@@ -1077,3 +1077,39 @@ class CountsPhasesTwice(Counts):
     def changed(self, stats):
         twice = {name: 2 * seconds for name, seconds in stats.phases.seconds.items()} if stats.phases else {}
         return {"phases": stats.phases and msgspec.structs.replace(stats.phases, seconds=twice)}
+
+
+@breaks("2.1", "lifetime:test_prompt_that_runs_alone_fills_a_large_budget")
+class LimitsThePrefillOfAStep(Changed):
+    """Keeps what exceeds 4,096 tokens of a budget for decodes, although none runs."""
+
+    def admit(self, builder, step):
+        kept = max(0, builder.budget.left - 4096)
+        builder.budget.left -= kept
+        super().admit(builder, step)
+        builder.budget.left += kept
+
+
+@breaks("8", "lifetime:test_priority_holds_however_long_others_wait")
+class AdmitsWhatWaitsLong(Changed):
+    """After 1,000 plans a request is first, whatever the policy has."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.plans, self.old = 0, []
+
+        def first(queue, right):
+            while self.old and self.old[0][1].arrival not in queue._flow_of:
+                self.old.pop(0)
+            return self.old[0][1] if self.old and self.plans - self.old[0][0] > 1000 else right()
+
+        instead(self._waiting, "first", first)
+
+    def add(self, spec):
+        effects = super().add(spec)
+        self.old.append((self.plans, self._requests[spec.request_id]))
+        return effects
+
+    def plan(self):
+        self.plans += 1
+        return super().plan()

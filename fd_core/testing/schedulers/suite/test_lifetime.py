@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import FairShare, Fcfs, SchedulingPolicy
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
@@ -25,6 +26,10 @@ from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
 
 _LIFE = 66_000
 """Requests of a slot: more than 2^16 steps, generations and arrivals."""
+_BUDGET: Final = 32_768
+"""Tokens of a step of a large engine."""
+_PLANS: Final = 5000
+"""Plans through which a request may wait."""
 _FEW, _MANY = 64, 2048
 """Numbers of waiting requests whose costs are compared."""
 
@@ -104,6 +109,40 @@ def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
             require(computed == whole, "2.1", f"prompts of {whole} tokens are computed in parts: {computed}")
         ended += sum(each.finish_reason is not None for each in deltas)
     require(ended == len(lengths), "1.1", f"{ended} of {len(lengths)} texts ended")
+
+
+@pytest.mark.law("2.1")
+def test_prompt_that_runs_alone_fills_a_large_budget(target: SchedulerTarget) -> None:
+    envelope = getattr(target.make, "envelope", OperatingEnvelope())
+    budget = min(envelope.max_num_batched_tokens or _BUDGET, (envelope.max_model_len or 2 * _BUDGET) // 2, _BUDGET)
+    room = {"max_num_batched_tokens": budget, "max_model_len": 2 * budget, "num_kv_blocks": budget // 8 + 16}
+    run = _run(target, block_size=16, **room)
+    for length in (budget - 1, budget, budget + 1):
+        run.scheduler.add(greedy(f"prompt {length}", [(length + at * at) % 251 for at in range(length)], 1))
+        chunks = [plan.total_tokens for _ in range(3) if (plan := run.step()[0]) is not None]
+        right = [budget, 1] if length > budget else [length]
+        what = f"a prompt of {length} tokens, a budget of {budget} and enough blocks"
+        require(chunks == right, "2.1", f"{what}: expected steps of {right} tokens, got {chunks}")
+
+
+@pytest.mark.law("8")
+def test_priority_holds_however_long_others_wait(target: SchedulerTarget) -> None:
+    """One slot serves a backlog of low priority; now and then another request arrives, and is admitted next."""
+    run, urgent = _run(target, Priority()), list[str]()
+    for number in range(_PLANS // 8):
+        prompt = (number % 250, number // 250, 1)
+        run.perform(run.scheduler.add(greedy(f"waits {number}", prompt, 8, priority=10)).operations)
+    for number in range(_PLANS):
+        if number % 100 == 0:
+            urgent.append(f"urgent {number}")
+            prompt = (number // 100, 2, 2)
+            run.perform(run.scheduler.add(greedy(urgent[-1], prompt, 2, priority=0)).operations)
+        plan, _ = run.step()
+        for admission in () if plan is None else plan.admissions:
+            admitted, first = admission.request_id, urgent[:1] or [admission.request_id]
+            require([admitted] == first, "8", f"plan {number} admits {admitted!r}, although {first} is before it")
+            urgent[:] = urgent[1:]
+    require(len(urgent) < 2, "8", f"{len(urgent)} requests of the highest priority were not admitted")
 
 
 def _abort(run: ScriptedRun, first: int, upto: int) -> None:
