@@ -25,8 +25,8 @@ MUTANTS = (
         _WAIT,
         (
             PREFIXES,
-            "            self._end(key)\n            self._on_end(key)\n        if named",
-            "            self._end(key)\n        if named",
+            "            self._end(key)\n            self._on_end(key)\n        plain",
+            "            self._end(key)\n        plain",
         ),
     ),
     mutant(

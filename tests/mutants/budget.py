@@ -11,7 +11,9 @@ PLANNER = "scheduling/running/planner.py"
 ADMISSIONS = "scheduling/waiting/admission_planner.py"
 BUDGET = "scheduling/running/plan.py"
 
-_LIMIT = "        builder = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
+_LIMIT = (
+    "        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, limits.max_image_tokens)\n"
+)
 _PREFILLS = (
     "                if builder.num_rows < len(rows):\n                    self._continue_prefills(rows, builder)\n"
 )
@@ -157,9 +159,8 @@ MUTANTS = (
         "2.1: the chunk is charged after the cached prefix",
         (
             ADMISSIONS,
-            "        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))\n",
-            "        builder.budget.take(cached)\n"
-            "        builder.add_row(slot, builder.budget.take(min(request.num_tokens, room) - cached))\n",
+            "        chunk = min(request.num_tokens, room) - cached\n",
+            "        builder.budget.take(cached)\n        chunk = min(request.num_tokens, room) - cached\n",
         ),
     ),
     mutant(
