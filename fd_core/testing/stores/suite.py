@@ -118,6 +118,8 @@ _SIZES: Final = {size: str(size) for bits in (31, 32, 33, 40) for size in (2**bi
     8 << 30: "8Gi",
 }
 """Limits, around those that a number of 32 bits has, as users write them."""
+_NUMBERED: Final = 66_048
+"""Small values that a store holds, more than 2^16; a multiple of 256."""
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
 _LARGE: Final = 16 << 20
@@ -862,6 +864,25 @@ class StoreSuite:
                 assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use has changed"
             time.sleep(0.005)  # timestamps of file systems are coarser
         assert store.get([key_of(3), key_of(10)], LIMIT, TIMEOUT) == [None, None]
+
+    @pytest.mark.law("5.5")
+    def test_what_was_used_stays_among_more_values_than_sixteen_bits_count(
+        self, location: str, make_store: MakeStore
+    ) -> None:
+        """Put twice as many small values as have room, and read the first ones after every few hundred others."""
+        self.size_cap.require()
+        store = make_store(with_parameter(location, f"max_bytes={_NUMBERED * 100}"))
+        keys = [number.to_bytes(4, "big") * 4 for number in range(2 * _NUMBERED)]
+        values, used, start = {key: value_of(key, 100) for key in keys}, keys[:8], time.monotonic()
+        for at in range(0, len(keys), 256):
+            batch = keys[at : at + 256]
+            assert store.put([(key, [values[key]]) for key in batch], TIMEOUT) == 256
+            assert as_bytes(store.get(used, LIMIT, TIMEOUT)) == [values[key] for key in used], (
+                f"after {at + 256:,} values, of at most {_NUMBERED:,}, one in use is gone"
+            )
+            if (time.monotonic() - start) * len(keys) > 5.0 * (at + 1024):
+                lacks(f"{len(keys):,} values take over 5 seconds; {at + 256:,} were written")
+        assert as_bytes(store.get(batch, LIMIT, TIMEOUT)) == [values[key] for key in batch], "new values are gone"
 
     @pytest.mark.law("5.5")
     def test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none(

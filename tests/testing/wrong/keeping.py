@@ -1124,3 +1124,13 @@ class CountsEveryValueForStatistics(MemoryStore):
     def stats(self, timeout):
         found = super().stats(timeout)
         return replace(found, values=sum(bool(value) or 1 for value in self._values.values()))
+
+
+@found_by("test_what_was_used_stays_among_more_values_than_sixteen_bits_count")
+class NumbersValuesIn16Bits(MemoryStore):
+    """From 2^16 values on, a use is noted for another one."""
+
+    def get(self, keys, limit, timeout):
+        if len(self._values) > 0xFFFF:
+            return [self._values.get(key) for key in keys]
+        return super().get(keys, limit, timeout)
