@@ -102,9 +102,7 @@ def build_decoder(
     """Read and prepare the weights of a spec, or of the stage of `ops`; return the formats that they are computed
     in."""
     of_stage = tuple(_held(layer, ops.parallel) for layer in spec.layers[stage_layers(spec, ops.stage)])
-    reader = Reader(
-        replace(spec, layers=of_stage, images=None), checkpoint, ops, max_positions, progress, quantization
-    )
+    reader = Reader(replace(spec, layers=of_stage, images=None), checkpoint, ops, max_positions, progress, quantization)
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
     tied = spec.head is None and spec.causal and tokens is None and ops.stage.last
     table = reader.table(tied=tied) if ops.stage.first and spec.embedding.name else None

@@ -13,6 +13,7 @@ def test_guide_leads_to_a_drafter_that_passes_the_kit(tmp_path):
     assert "no problems found" in outputs[-2][1]
     assert outputs[-1][0] == "pytest"
     assert passed(outputs[-1][1]) >= 50
+    assert "not looked at" in run_line(folder, "pytest -k length_of_the_model --fd-coverage fd-mydrafter")
     drafter = folder / "fd_mydrafter" / "drafter.py"
     right = drafter.read_text()
     assert right.count("self._last[slot], self._following[slot] = None, {}") == 1

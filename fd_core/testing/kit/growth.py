@@ -60,11 +60,8 @@ def count_elements(call: Callable[[], object]) -> int:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = func(*args, **(kwargs or {}))
-            given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-            for each in tree_leaves(found):
-                if isinstance(each, torch.Tensor):
-                    is_view = each.untyped_storage().data_ptr() in given and not func._schema.is_mutable
-                    self.count += 0 if is_view else each.numel()
+            if not func.is_view:
+                self.count += sum(each.numel() for each in tree_leaves(found) if isinstance(each, torch.Tensor))
             return found
 
     with Counting() as counting:

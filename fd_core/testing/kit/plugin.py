@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
+from _pytest.runner import pytest_runtest_teardown
 
 from fd_core.errors import FdError
 
@@ -237,7 +238,7 @@ class _SharesOfTime:
         case = case_of(item)
         if case is None or self._spent[case.part.name] < self._seconds / len(self._spent):
             return None
-        item.session._setupstate.teardown_exact(nextitem)  # of the test before
+        pytest_runtest_teardown(item, nextitem)  # of the test before
         return True
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:

@@ -206,6 +206,7 @@ _ADAPTERS = "the part `lora` has them"
 _CROWDED = "the part `size` has them; here slots and blocks are scarce"
 WITHOUT_ENDS = {
     ("latent", "max_num_seqs"): _SLOTS,
+    ("recurrent", "max_num_seqs"): _SLOTS,
     ("layer", "max_num_seqs"): _SLOTS,
     ("step", "max_num_seqs"): _SLOTS,
     ("size", "max_num_seqs"): _SLOTS,
