@@ -124,7 +124,7 @@ FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "to
 MAY_USE = {
     "torch": (
         *("models/fallback/", "ops/torch/", "ops/native/", "backends/cpu.py", "runner/postprocess/torch_"),
-        *("testing/models/families/reference.py", "engine/head_training.py", "testing/kit/growth.py"),
+        *("testing/models/families/reference.py", "engine/building/head_training.py", "testing/kit/growth.py"),
     ),
     "transformers": ("models/fallback/", "testing/models/families/"),
     "paddle": ("ops/paddle/framework.py",),

@@ -247,9 +247,9 @@ def _whole(name: str) -> str:
 
 def with_draft_head(model: object, path: Path) -> DecoderModel:
     """Return the same model with the head of the checkpoint at `path`. Raises `ConfigError` or `ModelError`."""
-    if not isinstance(model, DecoderModel) or not model.causal:
+    if not isinstance(model, DecoderModel) or not model.causal or model.images is not None:
         raise ConfigError(
-            "drafts from hidden states need a decoder that fd_core computes",
+            "drafts from hidden states need a decoder that fd_core computes and that takes no images",
             field=_FLAG,
             hint="use ngram, suffix or draft_model",
         )

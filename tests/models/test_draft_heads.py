@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.registry import tapped_layers
 from fd_core.runner.drafting.eagle import EagleDrafter
 from tests.models.heads import reference_drafts, write_head
 from tests.models.test_draft_model_packs import PACKS, engine, specs, texts
@@ -70,3 +74,31 @@ def test_drafts_of_random_head_change_no_text(tiny, tmp_path: Path, pack: str) -
     stats = pressed.stats().scheduler
     assert stats.counters.preemptions > 0
     assert stats.drafts.proposed > stats.drafts.accepted
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_key_value_heads": 4}, "4 x 16 elements and share blocks with the target's, which are 2 x 16"),
+        ({"hidden_size": 32}, "hidden size is 32, but the target's is 64"),
+        ({"draft_vocab_size": 50}, "tensor 'lm_head.weight' has shape"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, r"is \[0, 1, 9\], but the target has 3 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "fc.weight has shape"),
+    ],
+)
+def test_head_that_does_not_fit_is_refused_by_name(tiny, tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    target = tiny("llama").folder
+    head = write_head(target, tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((ConfigError, ModelError), match=f"draft head: .*{why}") as caught:
+        headed(target, head, "numpy")
+    assert caught.value.field == "--speculative-config"
+
+
+def test_layers_of_published_heads_are_found() -> None:
+    """SpecForge and NVIDIA name the layers after which hidden states are read, others those before."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    assert tapped_layers(ModelConfig({}), 32) == (2, 16, 29)
+    assert tapped_layers(ModelConfig({name: [2, 16, 29]}), 32) == (2, 16, 29)
+    assert tapped_layers(ModelConfig({"eagle_config": {name: [1, 15, 28]}}), 32) == (2, 16, 29)

@@ -42,7 +42,7 @@ def train_drafter(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a text cannot be read: {error}", field="--text") from error
     try:
-        from fd_core.engine.head_training import open_target, sequences_of, train_head
+        from fd_core.engine.building.head_training import open_target, sequences_of, train_head
     except ImportError as error:
         raise ConfigError(f"training needs torch: {error}", hint="pip install 'fd-core[torch]'") from error
     with startup_bars() as bars:

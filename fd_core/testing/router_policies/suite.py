@@ -214,7 +214,7 @@ class RouterPolicySuite:
 
         short, rest = chosen(str), "x" * (length - 1)
         for place in (0, length // 2, length - 1):
-            long = chosen(lambda name, place=place: rest[:place] + name + rest[place:])
+            long = chosen((rest[:place] + "{}" + rest[place:]).format)
             assert long >= short, (
                 f"with {what} of {length} characters that differ at place {place}, requests reach {long} of 4 workers; "
                 f"with short ones, {short}"

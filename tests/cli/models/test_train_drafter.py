@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import assemble
-from fd_core.engine import head_training as training
+from fd_core.engine.building import head_training as training
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import run
 from fd_core.text.tokenizer import byte_tokenizer

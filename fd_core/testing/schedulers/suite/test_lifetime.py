@@ -115,8 +115,8 @@ def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
 def test_prompt_that_runs_alone_fills_a_large_budget(target: SchedulerTarget) -> None:
     envelope = getattr(target.make, "envelope", OperatingEnvelope())
     budget = min(envelope.max_num_batched_tokens or _BUDGET, (envelope.max_model_len or 2 * _BUDGET) // 2, _BUDGET)
-    room = {"max_num_batched_tokens": budget, "max_model_len": 2 * budget, "num_kv_blocks": budget // 8 + 16}
-    run = _run(target, block_size=16, **room)
+    room: dict[str, Any] = {"max_num_batched_tokens": budget, "max_model_len": 2 * budget}
+    run = _run(target, block_size=16, num_kv_blocks=budget // 8 + 16, **room)
     for length in (budget - 1, budget, budget + 1):
         run.scheduler.add(greedy(f"prompt {length}", [(length + at * at) % 251 for at in range(length)], 1))
         chunks = [plan.total_tokens for _ in range(3) if (plan := run.step()[0]) is not None]
