@@ -132,7 +132,7 @@ _NEXT_MESSAGE: Final = Refusal("use continue_final_message to continue the last 
 
 CHAT: Mapping[str, Refusal] = {
     **_BOTH,
-    "audio": Refusal("audio is not supported"),
+    "audio": Refusal("only text and images are supported"),
     "modalities": Refusal("answers are text", (["text"],)),
     "prediction": Refusal("predicted output is not supported"),
     "verbosity": Refusal("verbosity is not configurable", ("medium",)),
@@ -141,7 +141,7 @@ CHAT: Mapping[str, Refusal] = {
     "best_of": Refusal("it is not supported; use n", (1,)),
     "task": Refusal("tasks are not supported; put the instruction into a message"),
     "prompt": Refusal("use /v1/completions for plain prompts", ("", [])),
-    "messages[].audio": Refusal("audio is not supported"),
+    "messages[].audio": Refusal("only text and images are supported"),
     "messages[].prefix": _NEXT_MESSAGE,
     "messages[].partial": _NEXT_MESSAGE,
     "messages[].tools": Refusal("use the top-level field tools", ([],)),
