@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
-from _pytest.runner import pytest_runtest_teardown
 
 from fd_core.errors import FdError
 
@@ -238,7 +237,8 @@ class _SharesOfTime:
         case = case_of(item)
         if case is None or self._spent[case.part.name] < self._seconds / len(self._spent):
             return None
-        pytest_runtest_teardown(item, nextitem)  # of the test before
+        runner: Any = item.config.pluginmanager.getplugin("runner")
+        runner.pytest_runtest_teardown(item, nextitem)  # of the test before
         return True
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:

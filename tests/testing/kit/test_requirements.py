@@ -17,9 +17,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KIT = sorted((ROOT / "fd_core" / "testing").rglob("*.py"))
 
 
+MODULES = {"pillow": "PIL"}
+"""Modules that are not named like their distributions."""
+
+
 def names(wanted):
-    """Return the modules of requirements; the core's modules are named like their distributions."""
-    return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in wanted}
+    """Return the modules of requirements."""
+    found = (re.match(r"[\w-]+", requirement)[0] for requirement in wanted)
+    return {MODULES.get(name, name.replace("-", "_")) for name in found}
 
 
 def imported(path):
