@@ -12,8 +12,9 @@ from extent import everything
 
 pytest.importorskip("torch")
 
-NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle"
-"""Its engine is a separate process, which has the real device or none."""
+NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle and not grow_with_the_block_table"
+"""The engine of the one is a separate process, which has the real device or none; plain attention, which replaces the
+kernels here, reads whole tables."""
 
 
 AT_SIZE = "unfinished_chunks or decode_batches or last_slot or wide_step or matrix"
