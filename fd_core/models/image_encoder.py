@@ -1,4 +1,4 @@
-"""The encoder of images on one pack: from the pixels of a tile to states that replace embeddings of tokens."""
+"""The encoder of images on one pack: from the pixels of an image to states that replace embeddings of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fd_core.types import Image, IntArray
 
 @dataclass(eq=False)
 class ImageEncoder:
-    """Encodes one tile after another; layers attend to a whole tile, or to a window of it."""
+    """Encodes one image after another; layers attend to a whole image, or to a window of it."""
 
     ops: Ops
     spec: ImageSpec
@@ -37,12 +37,12 @@ class ImageEncoder:
         return (step + step * np.arange(self.spec.side - 1)).astype(np.float32)
 
     def grid(self, image: Image) -> tuple[int, int]:
-        """Return rows and columns of patches in each tile."""
+        """Return rows and columns of patches in the image."""
         size = self.spec.patch_size
-        return image.shape[1] // size, image.shape[2] // size
+        return image.size[0] // size, image.size[1] // size
 
     def order(self, image: Image) -> tuple[IntArray, IntArray]:
-        """Return int32[n], the patches of a tile, row by row, in the order of its windows, and their sizes int32[w]."""
+        """Return int32[n], the patches of an image, row by row, in the order of windows, and the windows' sizes."""
         rows, columns = self.grid(image)
         if not self.spec.window:
             return np.arange(rows * columns, dtype=np.int32), np.array([rows * columns], np.int32)
@@ -52,7 +52,7 @@ class ImageEncoder:
         return np.argsort(window, kind="stable").astype(np.int32), np.bincount(window).astype(np.int32)
 
     def positions(self, image: Image) -> IntArray:
-        """Return int32[n], the rows of the table of positions for the patches of a tile.
+        """Return int32[n], the rows of the table of positions for the patches of an image.
 
         A grid of another size than the table's is spread over it (Dehghani et al., "Patch n' Pack", 2023).
         """
@@ -67,10 +67,10 @@ class ImageEncoder:
         index: IntArray = (rows[:, None] * self.spec.side + columns).astype(np.int32).ravel()
         return index
 
-    def patches(self, image: Image, tile: int) -> Array:
-        """Return the stream [n, H] of a tile before the first layer: its patches, and their positions."""
+    def patches(self, image: Image) -> Array:
+        """Return the stream [n, H] of an image before the first layer: its patches, and their positions."""
         (rows, columns), size = self.grid(image), self.spec.patch_size
-        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)[tile]
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3)
         values = (pixels[: rows * size, : columns * size].astype(np.float32) / np.float32(255) - self.mean) / self.std
         values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         order, _ = self.order(image)
@@ -84,7 +84,7 @@ class ImageEncoder:
         return x
 
     def tokens(self, states: Array, image: Image) -> Array:
-        """Return the states [tokens, H of the decoder] of a tile from those of its patches, after the last norm."""
+        """Return the states [tokens, H of the decoder] of an image from those of its patches, after the last norm."""
         (rows, columns), side = self.grid(image), self.spec.merge
         if side > 1:
             places = np.argsort(self.order(image)[0]).astype(np.int32)

@@ -25,7 +25,7 @@ def check_images(spec: RequestSpec, limits: Limits) -> None:
     if not limits.max_image_tokens:
         raise BadRequest("this model takes no images", field="images")
     for image in images:
-        pixels = len(image.shape) == 3 and 3 * int(np.prod(image.shape, dtype=np.int64)) == len(image.pixels) > 0
+        pixels = 3 * image.size[0] * image.size[1] == len(image.pixels) > 0
         if image.start < end or image.num_tokens < 1 or image.end >= len(spec.prompt) or not pixels:
             message = "an image is not where the prompt has its tokens, ends the prompt, or has other pixels"
             raise BadRequest(message, field="images")

@@ -153,17 +153,18 @@ class Pooling(msgspec.Struct, frozen=True):
 
 
 class Image(msgspec.Struct, frozen=True):
-    """A part of a prompt that an encoder of images computes: an image, or a tile of one."""
+    """A part of a prompt that an encoder of images computes: an image, or a tile of one that its processor divides."""
 
     start: int
     """Position of its first token in the prompt; all of its tokens have the model's placeholder id."""
     num_tokens: int
     digest: bytes
-    """16 bytes that name everything below: two images with the same digest have the same states."""
-    shape: tuple[int, ...]
-    """Tiles, height and width in pixels."""
+    """16 bytes that name everything below, and the processor's settings: images with the same one have the same states.
+    """
+    size: tuple[int, int]
+    """Height and width in pixels."""
     pixels: bytes
-    """uint8[tiles, height, width, 3], resized as the model's processor does and not yet normalized."""
+    """uint8[height, width, 3], resized as the model's processor does and not yet normalized."""
     layout: tuple[int, ...] = ()
     """Further numbers for the encoder, such as the size of the original."""
 

@@ -32,7 +32,7 @@ def prompt_of(index: int, images: list[int], lead: int = 5, tail: int = 3, **fie
     words = np.random.default_rng(100 + lead).integers(10, 250, 100).tolist()
     prompt, parts = words[:lead], []
     for kind in images:
-        pixels = np.random.default_rng(kind).integers(0, 256, (1, 48, 48, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(kind).integers(0, 256, (48, 48, 3), dtype=np.uint8)
         parts.append(msgspec.structs.replace(image_part(pixels, TOKENS, (4, 4)), start=len(prompt)))
         prompt += [PLACEHOLDER] * TOKENS + words[lead : lead + tail]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

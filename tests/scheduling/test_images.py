@@ -11,7 +11,7 @@ from fd_core.types import Image
 
 
 def image(start: int, count: int, kind: int = 0) -> Image:
-    return Image(start, count, bytes((kind,)) * 16, (1, 1, 1), b"rgb")
+    return Image(start, count, bytes((kind,)) * 16, (1, 1), b"rgb")
 
 
 @st.composite

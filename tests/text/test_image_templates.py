@@ -85,7 +85,7 @@ class TwoTokens(ImageProcessor):
     placeholder, token_id, max_tokens = "<image>", BYTES.encode("#")[0], 2
 
     def process(self, pixels: Pixels) -> ProcessedImage:
-        return ProcessedImage("[##]", (image_part(pixels[np.newaxis], 2),))
+        return ProcessedImage("[##]", (image_part(pixels, 2),))
 
 
 @pytest.mark.parametrize(("source", "starts"), [(QWEN, [7, 16]), (TEXTS, [7, 18])])

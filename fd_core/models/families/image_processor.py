@@ -71,9 +71,9 @@ class ImageProcessor(abc.ABC):
         return tuple(placed)
 
 
-def image_part(pixels: Pixels, num_tokens: int, layout: tuple[int, ...] = ()) -> Image:
-    """Return the part of uint8[tiles, h, w, 3], with its digest."""
-    shape, data = pixels.shape[:3], np.ascontiguousarray(pixels).tobytes()
-    named = hashlib.blake2b(repr((num_tokens, shape, layout)).encode(), digest_size=16)
+def image_part(pixels: Pixels, num_tokens: int, layout: tuple[int, ...] = (), settings: str = "") -> Image:
+    """Return the part of uint8[h, w, 3], with its digest, in which the `settings` of a processor count."""
+    (height, width, _), data = pixels.shape, np.ascontiguousarray(pixels).tobytes()
+    named = hashlib.blake2b(repr((settings, num_tokens, height, width, layout)).encode(), digest_size=16)
     named.update(data)
-    return Image(0, num_tokens, named.digest(), shape, data, layout)
+    return Image(0, num_tokens, named.digest(), (height, width), data, layout)

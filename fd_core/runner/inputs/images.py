@@ -134,7 +134,7 @@ class SlotImages:
         _, windows = self._encoder.order(image)
         whole = self._rows(windows.sum(keepdims=True, dtype=np.int32))
         divided = self._rows(windows) if len(windows) > 1 else whole
-        states = self._encoder.patches(image, 0)
+        states = self._encoder.patches(image)
         for tower, windowed in self._towers:
             states = tower(replace(divided if windowed else whole, states=states), self._cache)
         return self._encoder.tokens(states, image)

@@ -333,7 +333,7 @@ def _images(kind: str, index: int, length: int) -> tuple[Image, ...]:
     count = min(IMAGE_TOKENS, length - 2)
     starts = range(1, length - count, count) if count > 0 else ()
     images = [
-        Image(start, count, bytes((0 if kind == "same" else index % 3, start % 256)) * 8, (1, 1, 1), b"rgb")
+        Image(start, count, bytes((0 if kind == "same" else index % 3, start % 256)) * 8, (1, 1), b"rgb")
         for start in starts
     ]
     return tuple(images[: 3 if kind == "several" else 1])

@@ -224,13 +224,14 @@ class QwenProcessor(ImageProcessor):
         most = settings.count("max_pixels", size.count("longest_edge", 28 * 28 * 1280))
         self._most = min(most, spec.most_patches * spec.patch_size**2)
         self._resample = settings.index("resample", BICUBIC)
+        self._settings = repr(sorted(settings.values.items()))
         self.max_tokens = self._most // self._factor**2
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         """Return the image as one part, with its rows and columns of tokens as the layout."""
         image = resized(pixels, *self._size(*pixels.shape[:2]), self._resample)
         rows, columns = image.shape[0] // self._factor, image.shape[1] // self._factor
-        part = image_part(image[np.newaxis], rows * columns, (rows, columns))
+        part = image_part(image, rows * columns, (rows, columns), self._settings)
         return ProcessedImage(self.placeholder * part.num_tokens, (part,))
 
     def _size(self, height: int, width: int) -> tuple[int, int]:

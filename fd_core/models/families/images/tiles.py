@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import numpy as np
-
 from fd_core.errors import ModelError
 from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.resizing import LANCZOS, resized
@@ -40,6 +38,7 @@ class IdeficsProcessor(ImageProcessor):
         self._longest = size.count("longest_edge", 4 * 364)
         self._divides = settings.flag("do_image_splitting", True)
         self._resample = settings.index("resample", LANCZOS)
+        self._settings = repr(sorted(settings.values.items()))
         for name in ("do_resize", "do_rescale", "do_normalize"):
             if not settings.flag(name, True):
                 raise ModelError(f"{settings.origin}: {name} must be true")
@@ -69,7 +68,7 @@ class IdeficsProcessor(ImageProcessor):
             for row in range(rows)
         )
         text += f"{chr(10) if rows else ''}{_AROUND}{_WHOLE}{run}{_AROUND}"
-        return ProcessedImage(text, tuple(image_part(each[np.newaxis], self.max_tokens) for each in tiles))
+        return ProcessedImage(text, tuple(image_part(each, self.max_tokens, settings=self._settings) for each in tiles))
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of an image whose longer side is the longest of the settings."""

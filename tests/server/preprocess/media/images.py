@@ -26,7 +26,7 @@ class SmallProcessor(ImageProcessor):
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         count = max(1, pixels.shape[0] // 8 * (pixels.shape[1] // 8))
-        return ProcessedImage(f"[{PLACEHOLDER * count}]", (image_part(pixels[np.newaxis], count),))
+        return ProcessedImage(f"[{PLACEHOLDER * count}]", (image_part(pixels, count),))
 
 
 def file_of(kind: str = "PNG", width: int = 16, height: int = 8, mode: str = "RGB", seed: int = 0, **options) -> bytes:  # type: ignore[no-untyped-def]

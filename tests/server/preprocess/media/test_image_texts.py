@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
@@ -27,7 +25,7 @@ class TileProcessor(ImageProcessor):
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         tile = resized(pixels, 48, 48, BICUBIC)
-        return ProcessedImage("\x07" * TOKENS, (image_part(tile[np.newaxis], TOKENS),))
+        return ProcessedImage("\x07" * TOKENS, (image_part(tile, TOKENS),))
 
 
 def test_images_decide_texts_and_are_cached(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Processors of images beyond the kit of families: names of states, limits, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.models.families.contract import Family
+from fd_core.models.families.image_processor import ImageProcessor
+from fd_core.models.families.images.idefics import Idefics3
+from fd_core.models.families.images.qwen import Qwen2Vl
+from fd_core.models.loading.config import ModelConfig
+from fd_core.testing.models.checkpoints import SIZES
+
+FAMILIES = pytest.mark.parametrize("family", [Idefics3, Qwen2Vl], ids=lambda family: family.model_type)
+
+
+def processor(family: type[Family], **changes: Any) -> ImageProcessor:
+    config = ModelConfig({**family.defaults, **SIZES, **family.cases["plain"]})
+    return family().image_processor(config, ModelConfig({**family.processor_settings, **changes}))
+
+
+def image(height: int, width: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@FAMILIES
+def test_digest_names_pixels_and_settings(family: type[Family]) -> None:
+    """A store may outlive a change of the settings that normalize pixels."""
+    one = processor(family).process(image(48, 48)).parts
+    assert one == processor(family).process(image(48, 48)).parts
+    other = processor(family, image_mean=[0.1, 0.2, 0.3]).process(image(48, 48)).parts
+    assert [part.pixels for part in one] == [part.pixels for part in other]
+    assert not {part.digest for part in one} & {part.digest for part in other}
+
+
+@FAMILIES
+def test_parts_are_within_the_largest_size(family: type[Family]) -> None:
+    made = processor(family)
+    for height, width in ((1, 1), (1, 199), (500, 30), (700, 700)):
+        for part in made.process(image(height, width)).parts:
+            assert 0 < part.num_tokens <= made.max_tokens
+            assert 3 * part.size[0] * part.size[1] == len(part.pixels)
+
+
+def test_long_image_is_refused_by_qwen() -> None:
+    with pytest.raises(BadRequest, match="1 by 201 pixels is more than 200 times"):
+        processor(Qwen2Vl).process(image(1, 201))
+
+
+@pytest.mark.parametrize("changes", [{"do_resize": False}, {"max_image_size": {"longest_edge": 50}}, {"size": 3}])
+def test_settings_of_tiles_that_cannot_be_used_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        processor(Idefics3, **changes)
+
+
+def test_prompt_has_a_placeholder_for_each_image() -> None:
+    made = processor(Qwen2Vl)
+    processed = [made.process(image(24, 24))]
+    assert made.expand(f"a{made.placeholder}b", processed) == f"a{processed[0].text}b"
+    for text in ("ab", made.placeholder * 2):
+        with pytest.raises(BadRequest, match="times for 1 images"):
+            made.expand(text, processed)
+    count = processed[0].parts[0].num_tokens
+    (placed,) = made.place([1, *[made.token_id] * count, 2], processed)
+    assert (placed.start, placed.end) == (1, 1 + count)
+    with pytest.raises(BadRequest, match=f"expected {count}"):
+        made.place([made.token_id] * (count + 1), processed)
+    with pytest.raises(BadRequest, match="divides an image"):
+        made.place([made.token_id, 1, *[made.token_id] * (count - 1)], processed)
