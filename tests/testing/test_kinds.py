@@ -80,4 +80,4 @@ def test_the_memory_test_of_a_kit_calls_every_method_of_the_contract(suite, cont
     tested = type("Tested", (suite,), {"policy": plugin, "drafter": plugin})()
     test(tested, **({"store": MemoryStore(parse_location("memory:"))} if plugin == "" else dict.fromkeys(needed, True)))
     methods = {name for name, each in vars(contract).items() if inspect.isfunction(each) and name[0] != "_"}
-    assert methods - called <= {"allocate", "close"}
+    assert methods - called <= {"allocate", "close", "read"}  # scripted models have no draft head

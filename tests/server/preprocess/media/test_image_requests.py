@@ -187,9 +187,8 @@ def test_images_of_a_client_that_left_are_not_decoded() -> None:
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}]})
         connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
         assert processor.entered.wait(20)
-        began = time.perf_counter()
+        # Texts do not wait for images, of which the first one waits for this test.
         assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).status == 200
-        assert time.perf_counter() - began < 10  # texts do not wait for images
         connection.close()
         deadline = time.monotonic() + 20
         while server.get("/metrics").body.count(b"fdcore_body_memory_bytes 0.0") != 1 and time.monotonic() < deadline:
