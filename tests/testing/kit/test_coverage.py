@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_two_of_three_aimed_faults_are_shown(tmp_path: Path) -> None:
     name = f"fd_aimed/{path.name}"
     assert f"not looked at: 1 line of fd-aimed never executed by a check: {name} {line} (" in printed
     assert f"cannot be measured: {name}: decisions within lines {line + 1}\n" in printed
-    assert f"{line + 2}" not in printed
+    assert not re.search(rf"{re.escape(name)}.* {line + 2}\b", printed)  # the duration may have these digits
 
 
 def test_branch_and_block_are_one_gap_each(tmp_path: Path) -> None:
