@@ -182,7 +182,7 @@ class Norm:
 
 
 TURNED_TOKENS: Final = 16_384
-"""Tokens of a step that may have rows of their own in the tables of a `Rope`, behind those of positions."""
+"""Tokens of a step that may have rows of their own in the tables of a `Rope`, after those of positions."""
 
 
 @dataclass(frozen=True, slots=True)

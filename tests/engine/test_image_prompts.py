@@ -153,7 +153,7 @@ def test_stored_prefixes_name_their_images(model: Path, secrets: dict[str, str],
 
 
 def test_prefix_hits_share_an_image_but_never_divide_it(model: Path) -> None:
-    """The first block ends before the image, the second and third within it, the fourth behind it."""
+    """The first block ends before the image, the second and third within it, the fourth after it."""
 
     def hits(spec: RequestSpec) -> int:
         before = engine.stats().scheduler.counters.prefix_hits

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.errors import ModelError
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.spec import (
     ImageSpec,
@@ -107,8 +108,11 @@ class Family(abc.ABC):
         return None
 
     def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
-        """Return the processor of a model with an encoder of images; `settings` is its `preprocessor_config.json`."""
-        raise NotImplementedError
+        """Return the processor of a model with an encoder of images; `settings` is its `preprocessor_config.json`.
+
+        Raises `ModelError` by default.
+        """
+        raise ModelError(f"{config.origin}: the model family {type(self).__name__} has no processor of images")
 
     def outputs(self, config: ModelConfig, architecture: str) -> OutputLayers | None:
         """Return the output of an architecture that classifies texts, by default by the last token; else None."""

@@ -106,7 +106,7 @@ class SlotImages:
     def placed(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
         """Return a step, still on the host, with the positions by which rope turns its tokens.
 
-        A token whose coordinates differ gets a row of its own in the rope tables, behind those of positions.
+        A token whose coordinates differ gets a row of its own in the rope tables, after those of positions.
         """
         if not self._places:
             return step

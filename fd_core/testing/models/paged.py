@@ -69,8 +69,9 @@ class PagedDriver:
         self.stage_before = stage_before
         self.whole = whole_prompts(model)
         self.images = SlotImages(ops, model, 0) if images else None
-        for row, parts in enumerate(images):
-            self.images.admit(row, parts, 0, len(prompts[row]))  # type: ignore[union-attr]
+        if self.images is not None:
+            for row, parts in enumerate(images):
+                self.images.admit(row, parts, 0, len(prompts[row]))
         bare = not model.generates  # its states are compared
         compiled = ops.compile_adapted if places is not None else ops.compile_states if states or bare else ops.compile
         compute = self.forward = compiled(model.states if states or bare else model.forward)

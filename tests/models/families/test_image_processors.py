@@ -71,3 +71,11 @@ def test_prompt_has_a_placeholder_for_each_image() -> None:
         made.place([made.token_id] * (count + 1), processed)
     with pytest.raises(BadRequest, match="divides an image"):
         made.place([made.token_id, 1, *[made.token_id] * (count - 1)], processed)
+
+
+def test_family_without_a_processor_is_named() -> None:
+    class WithoutProcessor(Idefics3):
+        image_processor = Family.image_processor
+
+    with pytest.raises(ModelError, match="the model family WithoutProcessor has no processor of images"):
+        processor(WithoutProcessor)

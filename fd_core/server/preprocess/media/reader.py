@@ -58,7 +58,7 @@ class ImageReader:
     async def read(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
         """Return the processed images of a request, in order. Raises `BadRequest` that names the field, and `ApiError`.
 
-        If it is cancelled, images whose turn has not come are not decoded.
+        Images that still wait to be decoded when it is cancelled are dropped.
         """
         if len(images) > self._limit:
             message = (
