@@ -494,7 +494,7 @@ class ModelTrial:
                     yield each._replace(what=f"{each.what} of {where}")
 
     def _of_layer(
-        self, ops: CudaOps, attention: Attention, block: Mlp | Moe, rows: Sequence[tuple[int, int]]
+        self, ops: CudaOps, attention: Attention, block: Mlp | Moe | None, rows: Sequence[tuple[int, int]]
     ) -> Iterator[Compared]:
         plain, model, heads = self._plain, self._model, attention.heads
         step, num_blocks = random_step(plain, rows, self._block_size, model.vocab_size, self._random)
@@ -520,15 +520,16 @@ class ModelTrial:
             yield Compared("sums of ranks", ops.add_ranks(parts), plain.add_ranks(parts), "exact")
         if ops.adds_by_kernel:
             yield Compared("the adapters' terms", *(self._adapted(each, step, x) for each in (ops, plain)))
-        y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
+        z = y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
-        expected = plain.normalize(y, block.norm)
-        yield Compared("the norm after attention", ops.normalize(other, block.norm), expected)
         activation, norm = model.decoder.activation, model.decoder.final_norm
+        if block is not None:
+            expected = plain.normalize(y, block.norm)
+            yield Compared("the norm after attention", ops.normalize(other, block.norm), expected)
         if isinstance(block, Moe):
             z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
             other = ops.moe_residual(y.clone(), block.norm, block.experts, activation)
-        else:
+        elif block is not None:
             method = "mlp_inputs" if block.gated else "plain_mlp_inputs"
             each, inner = (getattr(it, method)(y.clone(), block.norm, block.gate_up, activation) for it in (ops, plain))
             yield Compared("the activated products", each, inner)
@@ -538,7 +539,7 @@ class ModelTrial:
         if norm is None:
             return
         expected = plain.rms_norm(z, norm)
-        yield Compared("the norm after the feed-forward block", ops.rms_norm(other, norm), expected, law)
+        yield Compared("the norm after the layer", ops.rms_norm(other, norm), expected, law)
         if model.decoder.head is not None:
             head = (norm, model.decoder.head, step.logits_rows, model.decoder.softcap)
             yield Compared("logits", ops.logits(z.clone(), *head), plain.logits(z.clone(), *head))
