@@ -280,6 +280,14 @@ def test_sums_of_ranks_are_tried_where_there_are_ranks(models: Models) -> None:
     assert providers.name("add_ranks") == "plain"
 
 
+def test_a_layer_without_a_feed_forward_block_is_tried(models: Models) -> None:
+    model = models("llama")
+    bare = tuple(replace(layer, feed_forward=None) for layer in model.decoder.layers)
+    alone = replace(model, decoder=replace(model.decoder, layers=bare))
+    assert settled(alone, table_with("attention", lambda: plain_attention)).attention is plain_attention
+    assert settled(alone, table_with("attention", lambda: one_row_wrong)).attention is not one_row_wrong
+
+
 def test_backend_reports_its_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_gpu_cuda.device.Cuda", Device)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
