@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -66,8 +67,6 @@ _CORRECTION = "exp_probs_b"
 _UNSUFFIXED = frozenset({"ssm_a", "ssm_d", "ssm_dt"})
 """Parts whose name at Hugging Face does not end in their kind."""
 _CONVOLUTIONS = frozenset({"ssm_conv1d", "shortconv.conv"})
-_IGNORED = ".nextn."
-"""Of layers for multi-token prediction."""
 _SHARED_GATE = "ffn_gate_inp_shexp"
 """Some converters write its one row as a vector."""
 
@@ -88,10 +87,10 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         if block is not None and (name := parts.get(f"{part}_exps")):
             return {f"{layer}.{name.format(int(expert))}.{kind}": TensorView(tensor.shape, tensor)}
         part = ""
-    if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
+    if block is not None and part == _CORRECTION and tensor.shape[-1] == math.prod(tensor.shape):
         name = f"{layer}.{parts[part]}"
-        as_row = "moe_statics" in name  # ERNIE's is a matrix
-        return {name: TensorView((1, *tensor.shape), tensor, _as_row) if as_row else TensorView(tensor.shape, tensor)}
+        shape = (1,) * ("moe_statics" in name) + tensor.shape[-1:]  # ERNIE's is a matrix
+        return {name: _reshaped(tensor, shape)}
     if not kind:
         part = ""
     if block is not None and part == "ssm_ba" and (heads := config.get("linear_num_key_heads")):
@@ -178,11 +177,11 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, known: KnownGguf) -> None:
         values, tensors = read_gguf(path)
-        self._metadata = ModelConfig(values, origin=str(path))
+        self._metadata, tensors = _of_model(ModelConfig(values, origin=str(path)), tensors)
         config, stored = config_from(self._metadata, tensors, known)
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
-            if tensor.name in _CONFIGURED or _IGNORED in tensor.name:
+            if tensor.name in _CONFIGURED:
                 continue
             for name, view in _views(tensor, config, stored).items():
                 if name in views:
@@ -281,6 +280,25 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
 
 _OF_LAYERS: Final = ("attention.head_count_kv", "feed_forward_length")
 """Metadata that files of models with recurrent layers list for each layer, 0 for those without."""
+
+
+def _of_model(metadata: ModelConfig, tensors: StoredTensors) -> tuple[ModelConfig, StoredTensors]:
+    """Return metadata and tensors without the last blocks if those predict several tokens ahead, for drafts."""
+    prefix = f"{metadata.text('general.architecture', '')}."
+    if not (more := metadata.index(f"{prefix}nextn_predict_layers", 0)):
+        return metadata, tensors
+    blocks = metadata.count(f"{prefix}block_count")
+    if (layers := blocks - more) < 1:
+        raise ModelError(f"{metadata.origin}: {more} of {blocks} blocks are for multi-token prediction")
+    values = {
+        key: value[:layers]
+        if key.startswith(prefix) and isinstance(value, list | tuple) and len(value) == blocks
+        else value
+        for key, value in metadata.values.items()
+    }
+    named = {name: _PATTERN.match(name) for name in tensors}
+    kept = {name: tensors[name] for name, match in named.items() if match is None or int(match.group(1) or 0) < layers}
+    return replace(metadata, values=values | {f"{prefix}block_count": layers}), kept
 
 
 def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf) -> tuple[dict[str, Any], Gguf]:

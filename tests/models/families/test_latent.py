@@ -99,6 +99,15 @@ def test_gguf_files_of_all_ages_are_the_same_model(tmp_path: Path, monkeypatch: 
     np.testing.assert_array_equal(logits(old), logits(new))
 
 
+def test_a_file_without_its_gating_function_has_that_of_its_correction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, metadata, tensors = write_gguf_parts(tmp_path, monkeypatch)
+    del metadata["deepseek2.expert_gating_func"]
+    file = gguf_files.write_gguf(tmp_path / "m.gguf", "deepseek2", metadata, tensors)
+    np.testing.assert_allclose(logits(file), logits(folder), atol=1e-5)
+
+
 def test_quantized_parts_of_latent_attention_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 

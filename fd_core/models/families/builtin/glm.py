@@ -72,9 +72,7 @@ class Glm4(Family):
 
 
 def _glm4_moe_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    """Return the fields of the experts; the layers for multi-token prediction are counted as blocks."""
     return {
-        "num_hidden_layers": shape.count("block_count") - shape.index("nextn_predict_layers", 0),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         "first_k_dense_replace": shape.index("leading_dense_block_count", 0),
         "n_routed_experts": shape.count("expert_count"),

@@ -69,8 +69,9 @@ def latent_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
 
 
 def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    kind = shape.index("expert_gating_func", _SOFTMAX)
-    if kind not in (0, _SOFTMAX, _SIGMOID):
+    corrected = any(".exp_probs_b" in name for name in tensors)  # which files without the function have as well
+    kind = shape.index("expert_gating_func", 0) or (_SIGMOID if corrected else _SOFTMAX)
+    if kind not in (_SOFTMAX, _SIGMOID):
         raise ModelError(f"{shape.origin}: {shape.prefix}expert_gating_func is {kind}; supported are 1 and 2")
     shape.refuse("attention.temperature_scale", "queries scaled by position are not supported with latent attention")
     number, groups = "3" if kind == _SIGMOID else "2", shape.count("expert_group_count", 1)

@@ -89,6 +89,10 @@ _STORED: Final = {
 }
 
 
+_UNROTATED: Final = {"position_embedding_type": "nope", "partial_rotary_factor": 1.0}
+"""Files of models without positions count rotated elements as well, of heads that are as wide as the model divided."""
+
+
 def _has(tensors: StoredTensors, part: str) -> bool:
     return any(name.endswith(f".{part}") for name in tensors)
 
@@ -98,9 +102,9 @@ def _granite_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any
     heads = shape.count("ssm.time_step_rank")
     return gguf_factors(shape, tensors) | {
         "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
-        "position_embedding_type": "rope" if shape.flag("rope.scaling.finetuned") else "nope",
+        **({"position_embedding_type": "rope"} if shape.flag("rope.scaling.finetuned") else _UNROTATED),
         "num_local_experts": shape.index("expert_count", 0),
-        "num_experts_per_tok": shape.optional_count("expert_used_count"),
+        "num_experts_per_tok": shape.index("expert_used_count", 0),
         "shared_intermediate_size": shape.count("expert_shared_feed_forward_length"),
         "separate_experts": True,
         "attention_bias": _has(tensors, "attn_q.bias"),
@@ -118,7 +122,7 @@ def _granite_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any
 def _nemotron_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     kinds = zip(layers_with(shape, "attention.head_count_kv"), layers_with(shape, "feed_forward_length"), strict=True)
     heads = shape.count("ssm.time_step_rank")
-    return {
+    return _UNROTATED | {
         "layers_block_type": [
             "full_attention" if attends else "mlp" if feeds else "linear_attention" for attends, feeds in kinds
         ],
@@ -172,6 +176,7 @@ class GraniteHybrid(Family):
         "dense": {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
             "num_local_experts": 0,
+            "num_experts_per_tok": 0,
             "shared_intermediate_size": 96,
             "position_embedding_type": "rope",
             "attention_bias": True,

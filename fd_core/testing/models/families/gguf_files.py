@@ -207,7 +207,7 @@ def _changed(stored: Gguf, name: str, value: Floats, config: Mapping[str, Any]) 
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         rows = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(value.shape))
-    return np.squeeze(value)
+    return value if name.endswith("e_score_correction_bias") else np.squeeze(value)
 
 
 def _require_reverted(arch: str, name: str, value: Floats, changed: Floats, config: Mapping[str, Any]) -> None:
@@ -274,6 +274,7 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     elif arch in _HYBRIDS:
         found["block_count"] = len(kinds)
+        found["rope.dimension_count"] = config["hidden_size"] // found["attention.head_count"]
         count = found["attention.head_count_kv"]
         found["attention.head_count_kv"] = [count * (kind in ("full_attention", "attention")) for kind in kinds]
         heads = found.get("ssm.time_step_rank", 0)

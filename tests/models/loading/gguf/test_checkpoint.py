@@ -143,13 +143,29 @@ def test_experts_of_old_files_are_stored_one_by_one(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, each)
 
 
-def test_layer_for_multi_token_prediction_is_not_read(tmp_path: Path) -> None:
-    experts = {"expert_count": 2, "expert_used_count": 1, "expert_shared_count": 1, "expert_feed_forward_length": 64}
-    values = {**LLAMA, **experts, "block_count": 2, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
+@pytest.mark.parametrize("arch", ["glm4moe", "llama", "cohere2"])
+def test_layer_for_multi_token_prediction_is_not_read(tmp_path: Path, arch: str) -> None:
+    values = {**LLAMA, "block_count": 2, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
+    if arch == "glm4moe":
+        values |= {
+            "expert_count": 2,
+            "expert_used_count": 1,
+            "expert_shared_count": 1,
+            "expert_feed_forward_length": 64,
+        }
+    if arch == "cohere2":
+        values |= {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]}
     predicting = {f"blk.1.{name}.weight": np.zeros(32, np.float32) for name in ("attn_norm", "nextn.enorm")}
-    path = write_gguf(tmp_path / "m.gguf", arch="glm4moe", values=values, tensors=llama_tensors() | predicting)
+    path = write_gguf(tmp_path / "m.gguf", arch=arch, values=values, tensors=llama_tensors() | predicting)
     with open_checkpoint(path) as checkpoint:
-        assert len(load_model(checkpoint, NumpyOps()).spec.layers) == 1
+        assert checkpoint.config["num_hidden_layers"] == len(checkpoint.config.get("layer_types", [0])) == 1
+        assert not [name for name in checkpoint.names() if ".layers.1." in name]
+
+
+def test_a_file_of_layers_for_multi_token_prediction_alone_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", values={**LLAMA, "nextn_predict_layers": 1}, tensors=llama_tensors())
+    with pytest.raises(ModelError, match="1 of 1 blocks are for multi-token prediction"):
+        open_checkpoint(path)
 
 
 def test_index_after_other_tensors_is_unknown(tmp_path: Path) -> None:
