@@ -176,8 +176,8 @@ class GgufCheckpoint(Checkpoint):
     """GGUF checkpoint: tensors under Hugging Face names, with the converter's changes reverted."""
 
     def __init__(self, path: Path, known: KnownGguf) -> None:
-        values, tensors = read_gguf(path)
-        self._metadata, tensors = _of_model(ModelConfig(values, origin=str(path)), tensors)
+        values, stored_tensors = read_gguf(path)
+        self._metadata, tensors = _of_model(ModelConfig(values, origin=str(path)), stored_tensors)
         config, stored = config_from(self._metadata, tensors, known)
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():

@@ -154,7 +154,7 @@ def test_layer_for_multi_token_prediction_is_not_read(tmp_path: Path, arch: str)
             "expert_feed_forward_length": 64,
         }
     if arch == "cohere2":
-        values |= {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]}
+        values |= {"logit_scale": 1.0, "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]}
     predicting = {f"blk.1.{name}.weight": np.zeros(32, np.float32) for name in ("attn_norm", "nextn.enorm")}
     path = write_gguf(tmp_path / "m.gguf", arch=arch, values=values, tensors=llama_tensors() | predicting)
     with open_checkpoint(path) as checkpoint:
