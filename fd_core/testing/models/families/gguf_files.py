@@ -196,7 +196,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
 
 def _changed(stored: Gguf, name: str, value: Floats, config: Mapping[str, Any]) -> Floats:
     if name.endswith(".A_log"):
-        return -np.exp(value)[:, np.newaxis]
+        return -np.exp(value if ".linear_attn." in name else value[:, np.newaxis])
     if name.endswith(".D"):
         return value[:, np.newaxis]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
