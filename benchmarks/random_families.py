@@ -126,7 +126,7 @@ MODELS: dict[str, tuple[type[Family], str, dict[str, Any]]] = {
             norm_topk_prob=True,
         ),
     ),
-    # DeepSeek V2 Lite, half as wide, with half the layers and experts and two linears to queries; latent vectors are whole.
+    # DeepSeek V2 Lite, half as wide, with half the layers and experts and two linears to queries.
     "deepseek": (
         DeepSeekV2,
         "deepseek2",
