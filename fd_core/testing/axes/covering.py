@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fd_core.errors import ConfigError
@@ -61,28 +62,25 @@ def covering_cases(
     plainest, or with `mixed` a random one: then many combinations of three values occur as well, and cases cost more.
     The first case is the plainest, and the first cases together have every value; those with rare values are last.
     """
-    order = {axis.name: index for index, axis in enumerate(axes)}
     rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
     open_pairs = [pair for pair in _all_pairs(axes) if allowed({**plain, **dict(pair)})]
     rng.shuffle(open_pairs)
-    left = dict.fromkeys(open_pairs)
+    left, partners = dict.fromkeys(open_pairs), _partners_of(open_pairs)
     cases = [plain]
-    for pair in _pairs_of(plain):
-        left.pop(pair, None)
+    _close(plain, left, partners)
     while left:
         first = next(iter(left))
         fixed, case = dict(first), {**plain, **dict(first)}
         for axis in rng.sample(axes, len(axes)):
             if axis.name in fixed:
                 continue
-            gains = {value: _gain(axis.name, value, fixed, order, left) for value in axis.values}
+            gains = {value: len(partners[axis.name, value] & fixed.items()) for value in axis.values}
             values = rng.sample(axis.values, len(axis.values)) if mixed else axis.values
             for value in sorted(values, key=lambda value: -gains[value]):
-                if allowed({**case, axis.name: value}):
+                if value == case[axis.name] or allowed({**case, axis.name: value}):
                     case[axis.name] = fixed[axis.name] = value
                     break
-        for pair in _pairs_of(case):
-            left.pop(pair, None)
+        _close(case, left, partners)
         cases.append(case)
     return _values_first(cases) + [{**plain, **rare} for axis in axes for rare in axis.rare]
 
@@ -171,7 +169,8 @@ def _text(value: Value) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-_Pair = tuple[tuple[str, Value], tuple[str, Value]]
+_Setting = tuple[str, Value]
+_Pair = tuple[_Setting, _Setting]
 
 
 def _pairs_of(case: Case) -> Iterator[_Pair]:
@@ -189,9 +188,19 @@ def _completed(pair: Case, axes: Sequence[Axis], allowed: Allowed) -> Case | Non
     return case if allowed(case) else None
 
 
-def _gain(name: str, value: Value, fixed: Case, order: Mapping[str, int], left: Mapping[_Pair, None]) -> int:
-    """Return how many pairs a value adds to those of the axes that are `fixed`; pairs are in the order of the axes."""
-    pairs = (
-        ((name, value), other) if order[name] < order[other[0]] else (other, (name, value)) for other in fixed.items()
-    )
-    return sum(pair in left for pair in pairs)
+def _partners_of(pairs: Iterable[_Pair]) -> dict[_Setting, set[_Setting]]:
+    found: dict[_Setting, set[_Setting]] = defaultdict(set)
+    for one, other in pairs:
+        found[one].add(other)
+        found[other].add(one)
+    return found
+
+
+def _close(case: Case, left: dict[_Pair, None], partners: Mapping[_Setting, set[_Setting]]) -> None:
+    """Remove the pairs that a case has."""
+    for pair in _pairs_of(case):
+        if pair in left:
+            del left[pair]
+            one, other = pair
+            partners[one].remove(other)
+            partners[other].remove(one)
