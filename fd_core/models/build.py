@@ -25,6 +25,7 @@ from fd_core.models.families.spec import (
     LayerSpec,
     LinearShare,
     LinearSpec,
+    MergerSpec,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -43,7 +44,7 @@ from fd_core.models.families.spec import (
     stage_layers,
     vocabulary_share,
 )
-from fd_core.models.image_encoder import ImageEncoder
+from fd_core.models.image_encoder import ImageEncoder, Merger, Tower
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.quantization import head_format, quantized
@@ -146,8 +147,11 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
     patch = reader.values(spec.patch)
     columns = (patch.sum(axis=2) if patch.ndim == 5 else patch).reshape(len(patch), -1)
     bias = None if spec.patch_bias is None else [RawTensor("F32", reader.values(spec.patch_bias))]
+    deep = dict(zip(spec.deep_layers, spec.deep, strict=True))
     towers = []
-    for windowed, group in groupby(range(len(tower.layers)), lambda layer: layer in spec.windowed):
+    for (windowed, _), group in groupby(
+        range(len(tower.layers)), lambda layer: (layer in spec.windowed, sum(each < layer for each in deep))
+    ):
         begin, *_, end = *(own := [*group]), own[-1] + 1
         last = end == len(tower.layers)
         norm = decoder.final_norm if last else None
@@ -164,16 +168,22 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
             state_size=tower.embedding.shape[1],
             generates=False,
         )
-        towers.append((part, windowed))
+        merger = spec.merger if last else deep.get(end - 1)
+        towers.append(Tower(part, windowed, None if merger is None else _merger(merger, reader)))
     return ImageEncoder(
         ops,
         spec,
         tuple(towers),
         ops.prepare_linear([RawTensor("F32", columns)], bias),
-        tuple(reader.linear(each, LinearShare()) for each in spec.linears_out),
         mean,
         std,
+        None if spec.positions is None else reader.values(spec.positions).reshape(spec.side, spec.side, -1),
     )
+
+
+def _merger(spec: MergerSpec, reader: Reader) -> Merger:
+    linears = tuple(reader.linear(each, LinearShare()) for each in spec.layers)
+    return Merger(linears, reader.optional_norm(spec.norm))
 
 
 def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:

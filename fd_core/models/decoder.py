@@ -299,7 +299,7 @@ class DecoderModel:
         return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, before=self.loras))
 
     def turn(self, places: Indices, row: int) -> None:
-        """Write the rotations of tokens with coordinates int[sections, n] into the rope tables, from `row` on."""
+        """Write the rotations of tokens with `places` int[coordinates, n] into the rope tables, from `row` on."""
         rows = self.ops.from_host(np.arange(row, row + places.shape[1], dtype=np.int32))
         attention = [layer.attention for layer in self.decoder.layers if isinstance(layer.attention, Attention)]
         turned = [self.ops.prepare_vector(each) for each in rotations(self.spec.attention[0].rope, places)]
@@ -417,6 +417,8 @@ class DecoderModel:
                 inner = self._inner(x, block, loras, step) if early is None else early
                 x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
                 x = _normed(x, block.stream_norm, ops)
+            if index < len(step.added):
+                x = ops.add(ops.settle(x), step.added[index])
         if taps is not None and len(decoder.layers) in tapped:
             taps.append(ops.stream_linear(x, tapped[len(decoder.layers)]))
         return x

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.spec import ImageSpec
-from fd_core.ops.contract import Array, Ops
+from fd_core.ops.contract import Array, Norm, Ops
 from fd_core.types import Image, IntArray
+
+
+class Merger(NamedTuple):
+    """Weights from states of patches to states of tokens."""
+
+    linears: tuple[Array, ...]
+    norm: Norm | None = None
+    """Of the merged states."""
+
+
+class Tower(NamedTuple):
+    """Some successive layers."""
+
+    model: DecoderModel
+    windowed: bool
+    """True if they attend within windows."""
+    merger: Merger | None
+    """Of the states after them, if the decoder reads these."""
 
 
 @dataclass(eq=False)
@@ -20,13 +39,13 @@ class ImageEncoder:
 
     ops: Ops
     spec: ImageSpec
-    towers: tuple[tuple[DecoderModel, bool], ...]
-    """The layers in parts, and whether those of a part attend within windows."""
+    towers: tuple[Tower, ...]
     patch: Array
-    linears: tuple[Array, ...]
     mean: npt.NDArray[np.float32]
     std: npt.NDArray[np.float32]
     """Of the pixels, divided by 255, of each channel."""
+    table: npt.NDArray[np.float32] | None = None
+    """[side, side, H], positions that are interpolated; None without any."""
     _turned: tuple[int, int] = 0, 0
     """Grid for which the tower's rope tables are."""
 
@@ -67,6 +86,21 @@ class ImageEncoder:
         index: IntArray = (rows[:, None] * self.spec.side + columns).astype(np.int32).ravel()
         return index
 
+    def interpolated(self, image: Image, table: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return [n, H], the positions of the patches of an image, from the nearest rows and columns of the table."""
+        side, weights = self.spec.side, []
+        for count in self.grid(image):
+            at = np.arange(count, dtype=np.float32)
+            if self.spec.corners:
+                at = at * np.float32((side - 1) / max(count - 1, 1))
+            else:
+                at = (at + np.float32(0.5)) * np.float32(side / count) - np.float32(0.5)
+            far = np.abs(at.clip(0, side - 1)[:, None] - np.arange(side, dtype=np.float32))
+            weights.append(np.maximum(1 - far, 0))
+        rows = np.tensordot(weights[0], table, 1)
+        values: npt.NDArray[np.float32] = np.matmul(weights[1], rows).reshape(-1, rows.shape[-1])
+        return values
+
     def patches(self, image: Image) -> Array:
         """Return the stream [n, H] of an image before the first layer: its patches, and their positions."""
         (rows, columns), size = self.grid(image), self.spec.patch_size
@@ -75,22 +109,25 @@ class ImageEncoder:
         values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         order, _ = self.order(image)
         x = self.ops.linear(self.ops.states_from_host(values[order]), self.patch)
-        table = self.towers[0][0].decoder.positions
-        if table is not None:
-            return self.ops.add_positions(x, table, self.ops.from_host(self.positions(image)))
+        tower = self.towers[0].model
+        if tower.decoder.positions is not None:
+            return self.ops.add_positions(x, tower.decoder.positions, self.ops.from_host(self.positions(image)))
+        if self.table is not None:
+            x = self.ops.add(x, self.ops.states_from_host(self.interpolated(image, self.table)[order]))
         if self._turned != (rows, columns):
             self._turned = rows, columns
-            self.towers[0][0].turn(np.indices((rows, columns)).reshape(2, -1)[:, order], 0)
+            tower.turn(np.indices((rows, columns)).reshape(2, -1)[:, order], 0)
         return x
 
-    def tokens(self, states: Array, image: Image) -> Array:
-        """Return the states [tokens, H of the decoder] of an image from those of its patches, after the last norm."""
+    def tokens(self, states: Array, image: Image, merger: Merger) -> Array:
+        """Return the states [tokens, H of the decoder] of an image from those of its patches after a tower."""
         (rows, columns), side = self.grid(image), self.spec.merge
         if side > 1:
             places = np.argsort(self.order(image)[0]).astype(np.int32)
             places = places.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).ravel()
             states = self.ops.gather_rows(states, self.ops.from_host(places))
             states = states.reshape(rows * columns // side**2, -1)
-        for index, linear in enumerate(self.linears):
+        states = states if merger.norm is None else self.ops.layer_norm(states, merger.norm)
+        for index, linear in enumerate(merger.linears):
             states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)
         return states

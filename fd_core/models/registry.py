@@ -97,7 +97,7 @@ def load_model(
 
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
     """Raise `ConfigError` if a pack lacks something optional that a model needs."""
-    if ops.stage.count > 1 and any(each.rope.sections for each in spec.attention):
+    if ops.stage.count > 1 and any(each.rope.coordinates for each in spec.attention):
         raise ConfigError(
             f"{checkpoint.path}: the layers of {spec.architecture} cannot be divided into stages: each turns images",
             field="--pipeline-parallel-size",

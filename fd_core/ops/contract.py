@@ -447,6 +447,8 @@ class StepInput:
     states: Array | None = None
     """[T, H], the residual stream before the first layer, which may write into it: the output of the previous stage,
     see `Ops.states_from_host`, or embeddings with states of images. None if the tokens are to be looked up."""
+    added: Sequence[Array] = ()
+    """[T, H] each, added to the residual stream after layer 0, 1 and so on: further states of images, or zeros."""
     grouped: GroupTables | None = None
     """Places of every group of layers; None for a cache with a single group."""
     group: int = 0

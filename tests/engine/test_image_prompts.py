@@ -15,6 +15,7 @@ from fd_core.errors import ConfigError
 from fd_core.models.families.image_processor import image_part
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.qwen import Qwen2Vl, Qwen25Vl
+from fd_core.models.families.images.qwen3 import Qwen3Vl
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.texts import Texts, run
 from fd_core.types import Pooling, RequestSpec, SamplingParams
@@ -51,7 +52,7 @@ SPECS: Final = [
 ]
 
 
-@pytest.fixture(scope="module", params=[Idefics3, Qwen2Vl, Qwen25Vl], ids=lambda family: family.model_type)
+@pytest.fixture(scope="module", params=[Idefics3, Qwen2Vl, Qwen25Vl, Qwen3Vl], ids=lambda family: family.model_type)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = request.param
     folder = tmp_path_factory.mktemp("images") / family.model_type

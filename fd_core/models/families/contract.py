@@ -20,6 +20,7 @@ from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.spec import (
     ImageSpec,
     LinearSpec,
+    MergerSpec,
     MoeSpec,
     NormSpec,
     RecurrentSpec,
@@ -42,6 +43,7 @@ __all__ = [
     "ImageProcessor",
     "ImageSpec",
     "LinearSpec",
+    "MergerSpec",
     "ModelConfig",
     "MoeSpec",
     "NormSpec",

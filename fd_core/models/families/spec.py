@@ -50,9 +50,9 @@ class RopeSpec:
     long: tuple[float, ...] = ()
     """Frequencies if more than `original` positions are served; empty if they are the same."""
     original: int = 0
-    sections: tuple[int, ...] = ()
-    """Pairs that rotate by each coordinate of a token, one section after another; empty for one coordinate. Tables then
-    have further rows, for `TURNED_TOKENS` whose coordinates differ, see `rotations`."""
+    coordinates: tuple[int, ...] = ()
+    """The coordinate of a token by which each pair rotates; empty if tokens have one. Else tables have
+    further rows, for `TURNED_TOKENS` whose coordinates differ, see `rotations`."""
     growth: tuple[int, float] | None = None
     """(step, slope): the queries are multiplied by 1 + slope * log1p(floor((position + 1) / step))."""
 
@@ -133,14 +133,14 @@ def scaled_rope_spec(
 
 
 def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
-    """Compute cosines and sines for positions 0 to max_positions - 1, and rows for `RopeSpec.sections`.
+    """Compute cosines and sines for positions 0 to max_positions - 1, and rows for `RopeSpec.coordinates`.
 
     Angles are rounded to float32 as in the code that models are trained with: an exact angle would differ from it
     at long positions.
     """
     longer = spec.long and max_positions > spec.original
     frequencies = np.array(spec.long if longer else spec.inverse_frequencies, np.float32)
-    positions = np.arange(max_positions + (TURNED_TOKENS if spec.sections else 0), dtype=np.float32)[:, None]
+    positions = np.arange(max_positions + (TURNED_TOKENS if spec.coordinates else 0), dtype=np.float32)[:, None]
     angles, amplitude = positions * frequencies, np.float32(spec.amplitude)
     if spec.growth is not None:
         step, slope = (np.float32(each) for each in spec.growth)
@@ -150,13 +150,12 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
 
 
 def rotations(spec: RopeSpec, places: Indices) -> tuple[Floats, Floats]:
-    """Return cosines and sines [n, pairs] for coordinates int[sections, n] of tokens.
+    """Return cosines and sines [n, pairs] for tokens with `places` int[coordinates, n].
 
     Wang et al., "Qwen2-VL" (2024).
     """
     frequencies = np.array(spec.inverse_frequencies, np.float32)
-    coordinate = np.repeat(np.arange(len(spec.sections)), spec.sections)
-    angles = places[coordinate].T.astype(np.float32) * frequencies
+    angles = places[np.array(spec.coordinates)].T.astype(np.float32) * frequencies
     amplitude = np.float32(spec.amplitude)
     return np.cos(angles) * amplitude, np.sin(angles) * amplitude
 
@@ -604,8 +603,18 @@ class DecoderSpec(_Parts):
 
 
 @dataclass(frozen=True, slots=True)
+class MergerSpec(_Parts):
+    """From states of patches, of which neighbours are merged, to states of tokens in the width of the decoder."""
+
+    layers: tuple[LinearSpec, ...]
+    """With an activation between them."""
+    norm: NormSpec | None = None
+    """Of merged states, before them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ImageSpec(_Parts):
-    """An encoder of images, and the linears that bring its states to the width of the decoder."""
+    """An encoder of images, and what brings its states to the width of the decoder."""
 
     patch: VectorSpec
     """[H, channels, size, size], from the pixels of a patch; or [H, channels, frames, size, size], which are the same.
@@ -617,11 +626,19 @@ class ImageSpec(_Parts):
     """Most patches of a tile."""
     merge: int
     """Side of the square of patches whose states become one token, one after another."""
-    linears_out: tuple[LinearSpec, ...]
+    merger: MergerSpec
     activation: PlainActivation = "gelu"
-    """Between these linears."""
+    """Between the linears of a merger."""
+    deep: tuple[MergerSpec, ...] = ()
+    """Mergers of the states after the layers in `deep_layers`; the decoder adds their tokens to its stream after its
+    first layer, its second, and so on (Meng et al., "DeepStack", 2024)."""
+    deep_layers: tuple[int, ...] = ()
     side: int = 0
-    """Rows, and columns, of the grid of patches that the tower's table of positions describes."""
+    """Rows, and columns, of the grid of patches that the table of positions describes."""
+    positions: VectorSpec | None = None
+    """[side * side, H], a table that is interpolated bilinearly for grids of other sizes, if the tower has none."""
+    corners: bool = False
+    """True if the corners of grids of all sizes have the same positions; False if their edges have."""
     window: int = 0
     """Side, in patches, of the squares within which the layers in `windowed` attend."""
     windowed: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,12 +20,12 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint, TensorView
 from fd_core.models.loading.config import text_part
 from fd_core.models.loading.files import MappedFile, StoredTensor, read_json_object
 from fd_core.models.loading.quantized_tensors import quantized_views
 from fd_core.models.loading.tokenizer_source import TokenizerSource, read_tokenizer_folder
-from fd_core.ops.weights import RAW_TYPES, Weight
+from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
 
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 1024
@@ -99,6 +100,8 @@ def _bad(path: Path, what: str) -> ModelError:
 
 
 _ENCODER_TABLES: Final = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
+_STACKED: Final = {".experts.gate_up_proj": 1, ".experts.down_proj": 2}
+"""Tensors of all experts of a layer, and the axis of the hidden size in published files."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -124,6 +127,7 @@ class SafetensorsCheckpoint(Checkpoint):
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
+        views = {name: _by_columns(name, view, config.get("hidden_size")) for name, view in views.items()}
         if "text_config" in whole or "backbone.embeddings.weight" in tensors:
             views = {text_name(name): view for name, view in views.items()}
         table = next((name for name in tensors if name.endswith(_ENCODER_TABLES)), None)
@@ -154,6 +158,20 @@ class SafetensorsCheckpoint(Checkpoint):
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             hint=f"supported are {', '.join(RAW_TYPES)}, and the formats of quantization_config in config.json",
         )
+
+
+def _by_columns(name: str, view: TensorView, hidden: object) -> TensorView:
+    """Return a tensor of experts [n, in, out] as published; `transformers` may save it as [n, out, in]."""
+    axis = next((axis for end, axis in _STACKED.items() if name.endswith(end)), None)
+    if axis is None or len(view.shape) != 3 or view.shape[axis] == hidden or view.shape[3 - axis] != hidden:
+        return view
+    count, out, ins = view.shape
+    return replace(view, shape=(count, ins, out), undo=_transposed)
+
+
+def _transposed(stacked: Weight) -> RawTensor:
+    raw = stacked.expanded()
+    return RawTensor(raw.dtype, raw.data.swapaxes(1, 2))
 
 
 def _encoder_name(name: str) -> str:

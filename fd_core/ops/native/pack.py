@@ -624,7 +624,10 @@ class _Recorded:
 
 
 class ProgramForward:
-    """Replays a model's forward as one program per KV cache; steps that begin with states have another."""
+    """Replays a model's forward as one program per KV cache; steps that begin with states have another.
+
+    Those with further states of images run operation by operation, as few steps have them.
+    """
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
         self._runtime = runtime
@@ -635,7 +638,7 @@ class ProgramForward:
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
         """Return float32 logits [R, V], states [T, H] of a stage before the last, or a tuple of matrices [T, *]."""
-        if self._eager:
+        if self._eager or step.added:
             return self._forward(step, cache)
         programs, continued = self._programs.setdefault(cache, {}), step.states is not None
         if continued not in programs:

@@ -310,4 +310,4 @@ def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     unknown = ProgramSymbol(recorder, -1, (0, False, "tokens"))
     arrays = dict.fromkeys((field.name for field in dataclasses.fields(StepInput)), unknown)
     grouped = GroupTables([unknown] * MAX_GROUPS, [unknown] * MAX_GROUPS)
-    return StepInput(**arrays | {"group": 0, "grouped": grouped, "host": None, "states": None})  # type: ignore[arg-type]  # `max_query` raises like an array
+    return StepInput(**arrays | {"group": 0, "grouped": grouped, "host": None, "states": None, "added": ()})  # type: ignore[arg-type]  # `max_query` raises like an array

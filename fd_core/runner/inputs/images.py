@@ -48,7 +48,7 @@ class SlotImages:
 
         Raises `ConfigError` if a model whose rope has sections cannot turn as many.
         """
-        if model.spec.attention[0].rope.sections and most_tokens > TURNED_TOKENS:
+        if model.spec.attention[0].rope.coordinates and most_tokens > TURNED_TOKENS:
             raise ConfigError(
                 f"{model.architecture} computes at most {TURNED_TOKENS} tokens in a step, got {most_tokens}",
                 field="--max-num-batched-tokens",
@@ -58,19 +58,19 @@ class SlotImages:
         self._model = model
         self._encoder = encoder = model.images
         blocks = 2 * -(-encoder.spec.most_patches // _BLOCK)  # windows may fill their last block in part
-        self._cache = ops.allocate_kv(cache_shape(encoder.towers[0][0], _BLOCK, "auto"), blocks)
-        self._towers = [(ops.compile_states(tower.states), windowed) for tower, windowed in encoder.towers]
+        self._cache = ops.allocate_kv(cache_shape(encoder.towers[0].model, _BLOCK, "auto"), blocks)
+        self._towers = [(ops.compile_states(tower.model.states), tower) for tower in encoder.towers]
         self._places: dict[int, IntArray] = {}
         """By slot, the coordinates of the tokens of its prompt, if rope has several."""
         self._pending: dict[int, list[Image]] = {}
         """By slot, the images that are not computed."""
-        self._kept: OrderedDict[bytes, Array] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[Array, ...]] = OrderedDict()
 
     def admit(self, slot: int, images: tuple[Image, ...], computed: int, length: int) -> None:
         """Begin a prompt of `length` tokens, of which `computed` are in the KV cache."""
         self._pending.pop(slot, None)
         self._places.pop(slot, None)
-        if images and self._model.spec.attention[0].rope.sections:
+        if images and self._model.spec.attention[0].rope.coordinates:
             self._places[slot] = places_of(images, length)
         if pending := [image for image in images if image.end > computed]:
             self._pending[slot] = pending
@@ -82,7 +82,7 @@ class SlotImages:
         """
         if not self._pending:
             return step
-        x: Array = None
+        added: list[Array] = []
         columns = spans.slots.tolist(), spans.starts.tolist(), spans.counts.tolist(), begins.tolist()
         for slot, start, count, begin in zip(*columns, strict=True):
             images = self._pending.get(slot)
@@ -92,16 +92,24 @@ class SlotImages:
                 first, last = max(image.start, start), min(image.end, start + count)
                 if first >= last:
                     continue
-                if x is None:
-                    x = self._ops.settle(self._model.embed(step))
-                states, places = self._encoded(image), np.arange(first, last, dtype=np.int32)
-                if last - first < image.num_tokens:
-                    states = self._ops.gather_rows(states, self._ops.from_host(places - image.start))
-                x = self._ops.write_rows(x, self._ops.from_host(places - start + begin), states)
+                levels, places = self._encoded(image), np.arange(first, last, dtype=np.int32)
+                if not added:
+                    added = self._before(step, len(levels))
+                rows = self._ops.from_host(places - start + begin)
+                for index, states in enumerate(levels):
+                    if last - first < image.num_tokens:
+                        states = self._ops.gather_rows(states, self._ops.from_host(places - image.start))
+                    added[index] = self._ops.write_rows(added[index], rows, states)
             images[:] = [image for image in images if image.end > start + count]
             if not images:
                 del self._pending[slot]
-        return step if x is None else replace(step, states=x)
+        return replace(step, states=added[0], added=tuple(added[1:])) if added else step
+
+    def _before(self, step: StepInput, levels: int) -> list[Array]:
+        """Return [T, H] for each level of states: the embeddings of tokens, and zeros."""
+        x = self._ops.settle(self._model.embed(step))
+        zeros = np.zeros((levels - 1, *x.shape), np.float32)
+        return [x, *(self._ops.states_from_host(each) for each in zeros)]
 
     def placed(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
         """Return a step, still on the host, with the positions by which rope turns its tokens.
@@ -129,15 +137,17 @@ class SlotImages:
             self._model.turn(np.concatenate(rows, axis=1), after)
         return replace(step, positions=positions)
 
-    def encode(self, image: Image) -> Array:
-        """Return the states [tokens, H] of an image."""
+    def encode(self, image: Image) -> tuple[Array, ...]:
+        """Return the states [tokens, H] of an image, and those that are added after the first layers."""
         _, windows = self._encoder.order(image)
         whole = self._rows(windows.sum(keepdims=True, dtype=np.int32))
         divided = self._rows(windows) if len(windows) > 1 else whole
-        states = self._encoder.patches(image)
-        for tower, windowed in self._towers:
-            states = tower(replace(divided if windowed else whole, states=states), self._cache)
-        return self._encoder.tokens(states, image)
+        states, levels = self._encoder.patches(image), list[Array]()
+        for compute, tower in self._towers:
+            states = compute(replace(divided if tower.windowed else whole, states=states), self._cache)
+            if tower.merger is not None:
+                levels.append(self._encoder.tokens(states, image, tower.merger))
+        return levels[-1], *levels[:-1]
 
     def _rows(self, counts: IntArray) -> StepInput:
         """Return a step of rows with so many patches, each of which attends to its row."""
@@ -147,11 +157,11 @@ class SlotImages:
         step = build_inputs(spans, np.zeros((len(rows), counts.max()), np.int32), tables[None], _BLOCK, self._ops)
         return replace(step, positions=self._ops.from_host(np.arange(counts.sum(), dtype=np.int32)))
 
-    def _encoded(self, image: Image) -> Array:
+    def _encoded(self, image: Image) -> tuple[Array, ...]:
         states = self._kept.get(image.digest)
         if states is None:
             states = self._kept[image.digest] = self.encode(image)
         self._kept.move_to_end(image.digest)
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_TOKENS:
+        while len(self._kept) > 1 and sum(sum(map(len, each)) for each in self._kept.values()) > _KEPT_TOKENS:
             self._kept.popitem(last=False)
         return states

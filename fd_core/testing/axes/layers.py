@@ -113,6 +113,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.positions": "they follow from the contexts",
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
+    "StepInput.added": "models add them between layers",
     "StepInput.grouped": _GROUPED,
     "StepInput.group": _GROUPED,
     "KVShape.groups": _GROUPED,

@@ -54,6 +54,8 @@ def fd_register_models() -> list[Entry]:
         Entry("phi3", f"{families}.phi:Phi3", "Phi-3, Phi-4 and Phi-4-mini"),
         Entry("qwen2_vl", f"{images}.qwen:Qwen2Vl", "Qwen2-VL, with images"),
         Entry("qwen2_5_vl", f"{images}.qwen:Qwen25Vl", "Qwen2.5-VL, with images"),
+        Entry("qwen3_vl", f"{images}.qwen3:Qwen3Vl", "Qwen3-VL, with images"),
+        Entry("qwen3_vl_moe", f"{images}.qwen3:Qwen3VlMoe", "Qwen3-VL, mixtures of experts, with images"),
         Entry("qwen2", f"{families}.qwen:Qwen2", "Qwen2 and Qwen2.5"),
         Entry("qwen2_moe", f"{families}.qwen:Qwen2Moe", "Qwen1.5 and Qwen2, mixtures of experts"),
         Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),

@@ -133,7 +133,7 @@ class Qwen3Moe(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; each of its layers has experts, or is listed or skipped by the config."""
         window = config.optional_count("sliding_window", 4096) if config.flag("use_sliding_window") else None
-        return replace(Qwen3().traits(config), window=lambda layer: window, moe=_routed(config))
+        return replace(Qwen3().traits(config), window=lambda layer: window, moe=routed_experts(config))
 
 
 class Qwen2Moe(Family):
@@ -193,7 +193,8 @@ class Qwen2Moe(Family):
         )
 
 
-def _routed(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
+def routed_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
+    """Describe experts that are stored one by one, in layers that the config neither lists nor skips."""
     hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size")
     num_experts = config.optional_count("num_experts") or config.count("num_local_experts")
     every = config.count("decoder_sparse_step", 1)
@@ -216,7 +217,7 @@ def _routed(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | Non
 def gated_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
     """Describe experts with one shared expert that has a gate."""
     hidden, shared = config.count("hidden_size"), config.count("shared_expert_intermediate_size")
-    routed = _routed(config)
+    routed = routed_experts(config)
 
     def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
         block = routed(layer, prefix, norm)

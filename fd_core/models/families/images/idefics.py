@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fd_core.models.families.builtin.llama import Llama
-from fd_core.models.families.contract import Family, ImageProcessor, ImageSpec, LinearSpec, Traits
+from fd_core.models.families.contract import Family, ImageProcessor, ImageSpec, LinearSpec, MergerSpec, Traits
 from fd_core.models.families.images.siglip import siglip_spec
 from fd_core.models.families.images.tiles import IdeficsProcessor
 from fd_core.models.loading.config import ModelConfig
@@ -66,7 +66,7 @@ class Idefics3(Family):
         linear = LinearSpec(
             ("model.connector.modality_projection.proj",), (config.count("hidden_size"),), merge**2 * hidden
         )
-        return siglip_spec(config, "model.vision_model", (linear,), merge)
+        return siglip_spec(config, "model.vision_model", MergerSpec((linear,)), merge)
 
     def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
         """Return the processor that divides an image into tiles."""

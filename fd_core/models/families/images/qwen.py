@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -15,6 +16,7 @@ from fd_core.models.families.contract import (
     ImageProcessor,
     ImageSpec,
     LinearSpec,
+    MergerSpec,
     RopeSpec,
     Traits,
     VectorSpec,
@@ -38,6 +40,33 @@ _NAMES: Final = {
 _PLAIN_MLP: Final = {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
 _MOST_RATIO: Final = 200
 """Largest ratio of the sides of an image."""
+
+
+def turned(config: ModelConfig, rope: RopeSpec, usual: tuple[int, ...], *, interleaved: bool = False) -> RopeSpec:
+    """Return rope of a text model by time, row and column of a token; `usual` are the pairs of each by default.
+
+    Interleaved pairs take turns, and those that remain turn by time.
+    """
+    part = config.part("rope_parameters") or config.part("rope_scaling") or ModelConfig({}, origin=config.origin)
+    sections, pairs = part.indices("mrope_section") or usual, len(rope.inverse_frequencies)
+    if len(sections) != 3 or sum(sections) != pairs or rope.long or (interleaved and 3 * max(sections[1:]) > pairs):
+        raise ModelError(f"{config.origin}: mrope_section {sections} does not divide the pairs of a head in three")
+    coordinates = np.repeat(np.arange(3), sections)
+    if interleaved:
+        coordinates[:] = 0
+        for each in (1, 2):
+            coordinates[each : 3 * sections[each] : 3] = each
+    return replace(rope, coordinates=tuple(coordinates.tolist()))
+
+
+def rope_of_patches(part: ModelConfig, hidden: int, heads: int) -> RopeSpec:
+    """Return rope by row and column. Raises `ModelError` if heads cannot be divided so."""
+    if hidden % (4 * heads):
+        raise ModelError(f"{part.origin}: {hidden} elements in {heads} heads cannot turn by row and column")
+    pairs = hidden // heads // 2
+    theta = (part.part("rope_parameters") or part).number("rope_theta", 10_000.0)
+    turns = theta ** -(np.arange(0, pairs, 2) / pairs)
+    return RopeSpec((*turns.tolist(), *turns.tolist()), coordinates=(0,) * (pairs // 2) + (1,) * (pairs // 2))
 
 
 class Qwen2Vl(Family):
@@ -91,12 +120,7 @@ class Qwen2Vl(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the text model, a Qwen2 whose rope has sections."""
-        part = config.part("rope_parameters") or config.part("rope_scaling") or ModelConfig({}, origin=config.origin)
-        sections = part.indices("mrope_section") or (16, 24, 24)
-        rope = rope_spec(config, head_dim_of(config), theta=1_000_000.0)
-        if len(sections) != 3 or sum(sections) != len(rope.inverse_frequencies) or rope.long:
-            raise ModelError(f"{config.origin}: mrope_section {sections} does not divide the pairs of a head in three")
-        rope = replace(rope, sections=sections)
+        rope = turned(config, rope_spec(config, head_dim_of(config), theta=1_000_000.0), (16, 24, 24))
         return replace(Qwen2().traits(config), rope=lambda layer: rope)
 
     def images(self, config: ModelConfig) -> ImageSpec:
@@ -109,11 +133,21 @@ class Qwen2Vl(Family):
         return self.encoder(config, part, hidden, int(hidden * part.number("mlp_ratio")), layer_norm=True)
 
     def encoder(
-        self, config: ModelConfig, part: ModelConfig, hidden: int, inner: int, *, layer_norm: bool
+        self,
+        config: ModelConfig,
+        part: ModelConfig,
+        hidden: int,
+        inner: int,
+        *,
+        layer_norm: bool,
+        names: Mapping[str, str] = _PLAIN_MLP,
     ) -> ImageSpec:
-        """Describe an encoder of these widths: with layer norms and plain blocks, or RMS norms and gated ones."""
+        """Describe an encoder of these widths: with layer norms and plain blocks, or RMS norms and gated ones.
+
+        `names` are those of the plain blocks.
+        """
         heads, size = part.count("num_heads"), part.count("patch_size")
-        merge, pairs = part.count("spatial_merge_size", 2), hidden // heads // 2
+        merge, rope = part.count("spatial_merge_size", 2), rope_of_patches(part, hidden, heads)
         values = {
             "hidden_size": hidden,
             "num_attention_heads": heads,
@@ -121,10 +155,6 @@ class Qwen2Vl(Family):
             "intermediate_size": inner,
             "hidden_act": part.text("hidden_act", ""),
         }
-        if hidden % (4 * heads):
-            raise ModelError(f"{config.origin}: {hidden} elements in {heads} heads cannot turn by row and column")
-        turns = 10_000.0 ** -(np.arange(0, pairs, 2) / pairs)
-        rope = RopeSpec((*turns.tolist(), *turns.tolist()), sections=(pairs // 2,) * 2)
         traits = Traits(
             rope=lambda layer: rope,
             causal=False,
@@ -135,7 +165,7 @@ class Qwen2Vl(Family):
             output_bias=True,
             mlp_bias=True,
             gated=not layer_norm,
-            names={**_NAMES, **(_PLAIN_MLP if layer_norm else {})},
+            names={**_NAMES, **(names if layer_norm else {})},
             fused={"qkv": "attn.qkv"},
         )
         wide = hidden * merge**2
@@ -147,9 +177,11 @@ class Qwen2Vl(Family):
             tower=tower_spec(ModelConfig(values, origin=config.origin), traits, _MOST_PATCHES),
             most_patches=_MOST_PATCHES,
             merge=merge,
-            linears_out=(
-                LinearSpec(("visual.merger.mlp.0",), (wide,), wide, bias=True),
-                LinearSpec(("visual.merger.mlp.2",), (config.count("hidden_size"),), wide, bias=True),
+            merger=MergerSpec(
+                (
+                    LinearSpec(("visual.merger.mlp.0",), (wide,), wide, bias=True),
+                    LinearSpec(("visual.merger.mlp.2",), (config.count("hidden_size"),), wide, bias=True),
+                )
             ),
         )
 

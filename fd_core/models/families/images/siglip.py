@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fd_core.errors import ModelError
-from fd_core.models.families.contract import ImageSpec, LinearSpec, RopeSpec, Traits, VectorSpec
+from fd_core.models.families.contract import ImageSpec, MergerSpec, RopeSpec, Traits, VectorSpec
 from fd_core.models.families.spec import tower_spec
 from fd_core.models.loading.config import ModelConfig
 
@@ -16,7 +16,7 @@ _NAMES = {
 }
 
 
-def siglip_spec(config: ModelConfig, name: str, linears: tuple[LinearSpec, ...], merge: int) -> ImageSpec:
+def siglip_spec(config: ModelConfig, name: str, merger: MergerSpec, merge: int) -> ImageSpec:
     """Return the encoder of `vision_config`, whose tensors begin with `name`.
 
     Raises `ModelError` if there is none, or its sizes contradict each other.
@@ -60,5 +60,5 @@ def siglip_spec(config: ModelConfig, name: str, linears: tuple[LinearSpec, ...],
         most_patches=side**2,
         side=side,
         merge=merge,
-        linears_out=linears,
+        merger=merger,
     )
