@@ -183,7 +183,10 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
 
 def _merger(spec: MergerSpec, reader: Reader) -> Merger:
     linears = tuple(reader.linear(each, LinearShare()) for each in spec.layers)
-    return Merger(linears, reader.optional_norm(spec.norm))
+    norm, patch_norm = (
+        None if each is None else replace(reader.norm(each), eps=spec.eps) for each in (spec.norm, spec.patch_norm)
+    )
+    return Merger(linears, norm, patch_norm)
 
 
 def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:

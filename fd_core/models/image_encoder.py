@@ -21,6 +21,8 @@ class Merger(NamedTuple):
     linears: tuple[Array, ...]
     norm: Norm | None = None
     """Of the merged states."""
+    patch_norm: Norm | None = None
+    """Of the states of patches."""
 
 
 class Tower(NamedTuple):
@@ -122,6 +124,7 @@ class ImageEncoder:
     def tokens(self, states: Array, image: Image, merger: Merger) -> Array:
         """Return the states [tokens, H of the decoder] of an image from those of its patches after a tower."""
         (rows, columns), side = self.grid(image), self.spec.merge
+        states = states if merger.patch_norm is None else self.ops.layer_norm(states, merger.patch_norm)
         if side > 1:
             places = np.argsort(self.order(image)[0]).astype(np.int32)
             places = places.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).ravel()

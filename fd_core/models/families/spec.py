@@ -610,6 +610,10 @@ class MergerSpec(_Parts):
     """With an activation between them."""
     norm: NormSpec | None = None
     """Of merged states, before them."""
+    patch_norm: NormSpec | None = None
+    """Of the states of patches."""
+    eps: float = 1e-6
+    """Of both norms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.images.idefics import Idefics3
+from fd_core.models.families.images.paddle import PaddleOcrVl
 from fd_core.models.families.images.qwen import Qwen2Vl
+from fd_core.models.families.images.qwen3 import Qwen3Vl
 from fd_core.models.loading.config import ModelConfig
 from fd_core.testing.models.checkpoints import SIZES
 
-FAMILIES = pytest.mark.parametrize("family", [Idefics3, Qwen2Vl], ids=lambda family: family.model_type)
+FAMILIES = pytest.mark.parametrize("family", [Idefics3, Qwen2Vl, PaddleOcrVl], ids=lambda family: family.model_type)
 
 
 def processor(family: type[Family], **changes: Any) -> ImageProcessor:
@@ -79,3 +81,20 @@ def test_family_without_a_processor_is_named() -> None:
 
     with pytest.raises(ModelError, match="the model family WithoutProcessor has no processor of images"):
         processor(WithoutProcessor)
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "message"),
+    [
+        (Qwen3Vl, {"deepstack_visual_indexes": [1, 0]}, "must be ascending layers before the last one"),
+        (Qwen3Vl, {"deepstack_visual_indexes": [2]}, "must be ascending layers before the last one"),
+        (Qwen3Vl, {"num_position_embeddings": 24}, "num_position_embeddings=24 must be a square"),
+        (Qwen3Vl, {"depth": 9, "deepstack_visual_indexes": [0, 1, 2, 3]}, "must have a layer for each"),
+        (PaddleOcrVl, {"num_attention_heads": 6}, "48 elements in 6 heads cannot turn by row and column"),
+    ],
+)
+def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision: dict[str, Any], message: str) -> None:
+    given = family.cases["plain"]
+    config = {**SIZES, **given, "vision_config": {**given["vision_config"], **vision}}
+    with pytest.raises(ModelError, match=message):
+        family().images(ModelConfig(config))

@@ -51,6 +51,7 @@ def fd_register_models() -> list[Entry]:
         Entry("olmo2", f"{families}.olmo:Olmo2", "OLMo 2"),
         Entry("olmo3", f"{families}.olmo:Olmo3", "OLMo 3"),
         Entry("olmoe", f"{families}.olmo:Olmoe", "OLMoE"),
+        Entry("paddleocr_vl", f"{images}.paddle:PaddleOcrVl", "PaddleOCR-VL, with images"),
         Entry("phi3", f"{families}.phi:Phi3", "Phi-3, Phi-4 and Phi-4-mini"),
         Entry("qwen2_vl", f"{images}.qwen:Qwen2Vl", "Qwen2-VL, with images"),
         Entry("qwen2_5_vl", f"{images}.qwen:Qwen25Vl", "Qwen2.5-VL, with images"),

@@ -246,34 +246,35 @@ class QwenProcessor(ImageProcessor):
     """Resizes an image to whole tokens, within the limits of pixels of its settings."""
 
     placeholder = "<|image_pad|>"
+    usual_token_id = 151_655
 
     def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
         """Raises `ModelError` for settings of the wrong kind."""
-        self.token_id = config.index("image_token_id", 151_655)
+        self.token_id = config.index("image_token_id", self.usual_token_id)
         size: Any = settings.part("size") or settings
-        self._factor = spec.patch_size * spec.merge
+        self.factor = spec.patch_size * spec.merge
         self._least = settings.count("min_pixels", size.count("shortest_edge", 56 * 56))
         most = settings.count("max_pixels", size.count("longest_edge", 28 * 28 * 1280))
         self._most = min(most, spec.most_patches * spec.patch_size**2)
         self._resample = settings.index("resample", BICUBIC)
         self._settings = repr(sorted(settings.values.items()))
-        self.max_tokens = self._most // self._factor**2
+        self.max_tokens = self._most // self.factor**2
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         """Return the image as one part, with its rows and columns of tokens as the layout."""
-        image = resized(pixels, *self._size(*pixels.shape[:2]), self._resample)
-        rows, columns = image.shape[0] // self._factor, image.shape[1] // self._factor
+        image = resized(pixels, *self.size(*pixels.shape[:2]), self._resample)
+        rows, columns = image.shape[0] // self.factor, image.shape[1] // self.factor
         part = image_part(image, rows * columns, (rows, columns), self._settings)
         return ProcessedImage(self.placeholder * part.num_tokens, (part,))
 
-    def _size(self, height: int, width: int) -> tuple[int, int]:
+    def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the multiples of a token's side that are nearest, or nearest within the limits."""
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise BadRequest(
                 f"an image of {height} by {width} pixels is more than {_MOST_RATIO} times longer than it is wide",
                 field="messages",
             )
-        factor = self._factor
+        factor = self.factor
         tall, wide = (max(round(side / factor), 1) * factor for side in (height, width))
         if tall * wide > self._most:
             ratio = math.sqrt(height * width / self._most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fd_core.errors import ModelError
 from fd_core.models.families.contract import ImageSpec, MergerSpec, RopeSpec, Traits, VectorSpec
+from fd_core.models.families.images.qwen import rope_of_patches
 from fd_core.models.families.spec import tower_spec
 from fd_core.models.loading.config import ModelConfig
 
@@ -16,8 +17,12 @@ _NAMES = {
 }
 
 
-def siglip_spec(config: ModelConfig, name: str, merger: MergerSpec, merge: int) -> ImageSpec:
+def siglip_spec(
+    config: ModelConfig, name: str, merger: MergerSpec, merge: int, *, most_patches: int | None = None
+) -> ImageSpec:
     """Return the encoder of `vision_config`, whose tensors begin with `name`.
+
+    With `most_patches` grids of all shapes have up to so many, rope by row and column, and interpolated positions.
 
     Raises `ModelError` if there is none, or its sizes contradict each other.
     """
@@ -29,7 +34,7 @@ def siglip_spec(config: ModelConfig, name: str, merger: MergerSpec, merge: int) 
     if part.count("num_channels") != 3:
         raise ModelError(f"{config.origin}: vision_config.num_channels must be 3")
     side = part.count("image_size") // size
-    if side < 1 or side % merge:
+    if side < 1 or (side % merge and most_patches is None):
         raise ModelError(
             f"{config.origin}: {side} patches in a row of an image cannot be merged by {merge}",
             hint="image_size and patch_size of vision_config are inconsistent",
@@ -39,8 +44,10 @@ def siglip_spec(config: ModelConfig, name: str, merger: MergerSpec, merge: int) 
         "model.layers": f"{name}.encoder.layers",
         "model.norm": f"{name}.post_layernorm",
     }
+    table = f"{name}.embeddings.position_embedding"
+    rope = RopeSpec(()) if most_patches is None else rope_of_patches(part, hidden, part.count("num_attention_heads"))
     traits = Traits(
-        rope=lambda layer: RopeSpec(()),
+        rope=lambda layer: rope,
         causal=False,
         layer_norm=True,
         norm_bias=True,
@@ -50,15 +57,16 @@ def siglip_spec(config: ModelConfig, name: str, merger: MergerSpec, merge: int) 
         mlp_bias=True,
         gated=False,
         names=names,
-        positions=f"{name}.embeddings.position_embedding",
+        positions=table if most_patches is None else "",
     )
     patch = f"{name}.embeddings.patch_embedding"
     return ImageSpec(
         patch=VectorSpec(f"{patch}.weight", (hidden, 3, size, size)),
         patch_bias=VectorSpec(f"{patch}.bias", (hidden,)),
-        tower=tower_spec(part, traits, side**2),
-        most_patches=side**2,
+        tower=tower_spec(part, traits, most_patches or side**2),
+        most_patches=most_patches or side**2,
         side=side,
+        positions=None if most_patches is None else VectorSpec(f"{table}.weight", (side**2, hidden)),
         merge=merge,
         merger=merger,
     )
