@@ -294,3 +294,18 @@ def test_non_model_path_is_explained(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"several GGUF files: a\.gguf, b\.gguf"):
         open_checkpoint(tmp_path)
+
+
+def test_stacked_experts_are_read_as_published(tmp_path: Path) -> None:
+    """Published files have them as [n, in, out], those that `transformers` saves as [n, out, in]."""
+    rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts"
+    published = {
+        f"{name}.gate_up_proj": rng.standard_normal((3, 4, 10)).astype(np.float32),
+        f"{name}.down_proj": rng.standard_normal((3, 5, 4)).astype(np.float32),
+    }
+    saved = {each: np.ascontiguousarray(values.swapaxes(1, 2)) for each, values in published.items()}
+    for folder, tensors in (("published", published), ("saved", saved)):
+        with open_checkpoint(_folder(tmp_path / folder, tensors=tensors)) as checkpoint:
+            for each, expected in published.items():
+                assert checkpoint.shape(each) == expected.shape
+                np.testing.assert_array_equal(checkpoint.read(each).data, expected)
