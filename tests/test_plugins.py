@@ -40,7 +40,7 @@ def test_built_ins_are_registered_like_plugins():
     assert set(plugins.offered(SCHEDULER)) == {"continuous"}
     assert set(plugins.offered(SCHEDULING_POLICY)) == {"fcfs", "priority", "fair"}
     assert set(plugins.offered(VICTIMS)) == {"cheapest", "youngest"}
-    assert set(plugins.offered(DRAFTER)) == {"ngram", "suffix", "draft_model", "eagle3"}
+    assert set(plugins.offered(DRAFTER)) == {"ngram", "suffix", "draft_model", "eagle3", "mtp"}
     assert set(plugins.offered(STORE)) == {"disk", "memory"}
     assert set(plugins.offered(CONNECTOR)) == {"tcp", "shared_memory", "kv_store"}
     assert set(plugins.offered(LAUNCHER)) == {"spawn"}

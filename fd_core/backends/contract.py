@@ -141,7 +141,8 @@ class HeadedModel(Model, Protocol):
         """The head; its KV is one more layer of `kv_shape`."""
 
     def tapped(self, step: StepInput, cache: KVCache) -> tuple[Array, ...]:
-        """Return the result of `states`, followed by arrays [T, H] whose sum the head reads."""
+        """Return the result of `states`, followed by arrays [T, H] whose sum the head reads; by none if it reads that
+        result."""
 
 
 def whole_prompts(model: Model) -> bool:

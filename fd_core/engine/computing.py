@@ -26,7 +26,7 @@ from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.quantization import require_formats
-from fd_core.models.registry import CLASSIFICATION, spec_of, with_draft_head
+from fd_core.models.registry import CLASSIFICATION, spec_of, with_draft_head, with_mtp_layer
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import DRAFTER, POSTPROCESS, SCHEDULER, installed_plugins
@@ -162,7 +162,9 @@ class Computing:
             speculative = self._config.speculative
             if speculative is None or not self._reads_states:
                 return model
-            return with_draft_head(model, Path(speculative.model or ""))
+            if speculative.model is None:
+                return with_mtp_layer(model, path or Path())
+            return with_draft_head(model, Path(speculative.model))
 
     @property
     def _reads_states(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp, Moe, Recurrence
+from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp, Moe, MtpLayer, Recurrence
 from fd_core.models.families.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -28,6 +28,7 @@ from fd_core.models.families.spec import (
     MergerSpec,
     MlpSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RecurrentSpec,
     RopeSpec,
@@ -61,21 +62,12 @@ ProgressSink = Callable[[int, int], None]
 
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     """Return the number of parameters; `ModelError` for missing, misshapen or unexpected tensors, or uneven KV."""
-    expected = dict(spec.tensors())
-    names = set(checkpoint.names())
-    missing = [name for name in expected if name not in names]
-    if missing:
-        shape = expected[missing[0]]
-        raise _mismatch(checkpoint, spec, f"tensor {missing[0]!r} of shape {shape} is missing", names=missing)
-    misshapen = [name for name, shape in expected.items() if checkpoint.shape(name) != shape]
-    if misshapen:
-        name = misshapen[0]
-        what = f"tensor {name!r} has shape {checkpoint.shape(name)}, expected {expected[name]} from the config"
-        raise _mismatch(checkpoint, spec, what, names=misshapen)
+    expected = _stored(spec, checkpoint, spec.architecture)
     ignored = re.compile("|".join(spec.ignored))
-    unexpected = sorted(name for name in names if name not in expected and not ignored.search(name))
+    unexpected = sorted(name for name in checkpoint.names() if name not in expected and not ignored.search(name))
     if unexpected:
-        raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", names=unexpected)
+        what = f"tensor {unexpected[0]!r} is not expected"
+        raise _mismatch(checkpoint, spec.architecture, what, names=unexpected)
     if len({*map(_kv_sizes, spec.attention)}) > 1:
         raise ModelError("layers whose keys and values differ in size are not supported")
     if not spec.attention:
@@ -83,13 +75,28 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     return sum(math.prod(shape) for shape in expected.values())
 
 
+def _stored(spec: DecoderSpec | MtpSpec, checkpoint: Checkpoint, kind: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a spec; `ModelError` for a missing or misshapen one."""
+    expected, names = dict(spec.tensors()), set(checkpoint.names())
+    missing = [name for name in expected if name not in names]
+    if missing:
+        shape = expected[missing[0]]
+        raise _mismatch(checkpoint, kind, f"tensor {missing[0]!r} of shape {shape} is missing", names=missing)
+    misshapen = [name for name, shape in expected.items() if checkpoint.shape(name) != shape]
+    if misshapen:
+        name = misshapen[0]
+        what = f"tensor {name!r} has shape {checkpoint.shape(name)}, expected {expected[name]} from the config"
+        raise _mismatch(checkpoint, kind, what, names=misshapen)
+    return expected
+
+
 def _kv_sizes(spec: AttentionSpec) -> tuple[int, int, int]:
     return spec.num_kv_heads, spec.head_dim, 0 if spec.latent is None else spec.latent.rank
 
 
-def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Sequence[str]) -> ModelError:
+def _mismatch(checkpoint: Checkpoint, kind: str, what: str, names: Sequence[str]) -> ModelError:
     more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}")
+    return ModelError(f"{checkpoint.path} is not a complete {kind}: {what}{more}")
 
 
 def build_decoder(
@@ -108,11 +115,7 @@ def build_decoder(
     tied = spec.head is None and spec.causal and tokens is None and ops.stage.last
     table = reader.table(tied=tied) if ops.stage.first and spec.embedding.name else None
     head = reader.head(table if tied else None, tokens) if ops.stage.last else None
-    layers = []
-    for each in of_stage:
-        first, block = each.attention, each.feed_forward
-        attention = reader.recurrence(first) if isinstance(first, RecurrentSpec) else reader.attention(first)
-        layers.append(Layer(attention, None if block is None else reader.feed_forward_of(block)))
+    layers = [reader.layer(each) for each in of_stage]
     final_norm = reader.optional_norm(spec.final_norm)
     decoder = Decoder(
         table,
@@ -128,6 +131,26 @@ def build_decoder(
         embedding_norm=reader.optional_norm(spec.embedding_norm),
     )
     return decoder, summed_uses([reader.uses])
+
+
+def build_mtp(spec: MtpSpec, model: DecoderModel, checkpoint: Checkpoint) -> MtpLayer:
+    """Read and prepare the layer for multi-token prediction of a model. Raises `ModelError` if its tensors differ."""
+    _stored(spec, checkpoint, f"{model.architecture} with a layer for multi-token prediction")
+    layer = _held(spec.layer, model.ops.parallel)
+    of_layer = replace(model.spec, layers=(layer,), images=None)
+    reader = Reader(of_layer, checkpoint, model.ops, model.max_positions, progress=None, quantization="auto")
+    (joined,), hidden = reader.weights(spec.inputs, LinearShare()), spec.inputs.ins // 2
+    parts, prepare = [joined.take_columns(slice(at, at + hidden)) for at in (0, hidden)], model.ops.prepare_linear
+    return MtpLayer(
+        model=model,
+        taps={} if spec.normed else {len(model.spec.layers): None},
+        embedding_norm=reader.norm(spec.embedding_norm),
+        hidden_norm=reader.norm(spec.hidden_norm),
+        inputs=(prepare([parts[0]], reader.biases(spec.inputs, LinearShare())), prepare([parts[1]])),
+        layer=reader.layer(layer),
+        norm=reader.norm(spec.norm),
+        normed=spec.normed,
+    )
 
 
 def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEncoder:
@@ -328,6 +351,12 @@ class Reader:
         if tied:
             return self.ops.tied_head(table, weight, *(biases or ()))
         return self.ops.prepare_linear([weight.take_rows(rows)], biases)
+
+    def layer(self, spec: LayerSpec) -> Layer:
+        """Read a layer."""
+        first, block = spec.attention, spec.feed_forward
+        attention = self.recurrence(first) if isinstance(first, RecurrentSpec) else self.attention(first)
+        return Layer(attention, None if block is None else self.feed_forward_of(block))
 
     def attention(self, spec: AttentionSpec) -> Attention:
         """Read an attention block."""

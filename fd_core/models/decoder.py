@@ -251,6 +251,41 @@ class DraftHead:
         return self.ops.logits_of(self.ops.rms_norm(states, self.norm), self.head, None)
 
 
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """A checkpoint's layer for multi-token prediction (DeepSeek-V3, 2024), which drafts as a `DraftHead` does.
+
+    It has the form of the model's own layers, and uses the model's embedding and output projection.
+    """
+
+    model: DecoderModel
+    """The model without this layer."""
+    taps: Mapping[int, None]
+    """See `DraftHead`; None for the residual stream itself. Empty if it reads states after the final norm."""
+    embedding_norm: Norm
+    hidden_norm: Norm
+    inputs: tuple[Array, Array]
+    """Parts of the linear for the embedding and for the hidden states."""
+    layer: Layer
+    norm: Norm
+    normed: bool
+    """True if its states, like those that it reads, are after a norm."""
+    ids: None = None
+
+    def forward(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute the states [R, H] of the requested rows, and write the layer's KV; see `DraftHead.forward`."""
+        model, ops = self.model, self.model.ops
+        embedded = ops.linear(ops.rms_norm(model.embed(step), self.embedding_norm), self.inputs[0])
+        x = ops.add(embedded, ops.linear(ops.rms_norm(step.states, self.hidden_norm), self.inputs[1]))
+        x = model.block(x, self.layer, cache.layer(cache.shape.num_layers - 1), step, LayerLoras())
+        states = ops.gather_rows(ops.settle(x), step.logits_rows)
+        return ops.rms_norm(states, self.norm) if self.normed else states
+
+    def logits(self, states: Array) -> Array:
+        """Project states [R, H] to float32 logits [R, V]."""
+        return self.model.head(states if self.normed else self.model.ops.rms_norm(states, self.norm))
+
+
 @dataclass(eq=False)
 class DecoderModel:
     """A decoder on one pack; satisfies `fd_core.backends.contract.Model`."""
@@ -274,7 +309,7 @@ class DecoderModel:
     """Low-rank terms of each layer, for steps with adapters; None without."""
     images: Any = None
     """The encoder of images, an `ImageEncoder`; None if the model takes none."""
-    draft_head: DraftHead | None = None
+    draft_head: DraftHead | MtpLayer | None = None
     """Head that drafts from hidden states; its KV is one more layer."""
 
     @property
@@ -401,26 +436,30 @@ class DecoderModel:
         steps = [step.of_group(group) for group in range(cache.shape.groups.count)]
         places = self._places(cache.shape.groups, self.ops.stage.index)
         for index, (layer, (group, place)) in enumerate(zip(decoder.layers, places, strict=True)):
-            attention, kv, step = layer.attention, cache.layer(place), steps[group]
-            loras = LayerLoras() if self.loras is None else self.loras[index]
-            block = layer.feed_forward
             if taps is not None and index in tapped:
-                taps.append(ops.stream_linear(x, tapped[index]))
-            a = self._mixed(x, attention, kv, step, _of_step(loras.qkv, step))
-            # An operation that adds to the stream may write into it, so parallel blocks read it before.
-            early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
-            x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
-            x = _normed(x, attention.stream_norm, ops)
-            if isinstance(block, Moe):
-                x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
-            elif block is not None:
-                inner = self._inner(x, block, loras, step) if early is None else early
-                x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
-                x = _normed(x, block.stream_norm, ops)
+                taps.append(_tap(x, tapped[index], ops))
+            loras = LayerLoras() if self.loras is None else self.loras[index]
+            x = self.block(x, layer, cache.layer(place), steps[group], loras)
             if index < len(step.added):
                 x = ops.add(ops.settle(x), step.added[index])
         if taps is not None and len(decoder.layers) in tapped:
-            taps.append(ops.stream_linear(x, tapped[len(decoder.layers)]))
+            taps.append(_tap(x, tapped[len(decoder.layers)], ops))
+        return x
+
+    def block(self, x: Array, layer: Layer, kv: Any, step: StepInput, loras: LayerLoras) -> Array:
+        """Return the residual stream after a layer, and write its keys and values, or states."""
+        ops, decoder, attention, block = self.ops, self.decoder, layer.attention, layer.feed_forward
+        a = self._mixed(x, attention, kv, step, _of_step(loras.qkv, step))
+        # An operation that adds to the stream may write into it, so parallel blocks read it before.
+        early = self._inner(x, block, loras, step) if decoder.parallel and isinstance(block, Mlp) else None
+        x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
+        x = _normed(x, attention.stream_norm, ops)
+        if isinstance(block, Moe):
+            x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
+        elif block is not None:
+            inner = self._inner(x, block, loras, step) if early is None else early
+            x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
+            x = _normed(x, block.stream_norm, ops)
         return x
 
     def _mixed(self, x: Array, block: Attention | Recurrence, kv: Any, step: StepInput, lora: Lora | None) -> Array:
@@ -452,6 +491,11 @@ class DecoderModel:
 def _normed(x: Array, norm: Norm | None, ops: Ops) -> Array:
     """Normalize the residual stream, if there is a norm."""
     return x if norm is None else ops.normalize(x, norm)
+
+
+def _tap(x: Array, linear: Array | None, ops: Ops) -> Array:
+    """Return what a draft head reads of the residual stream."""
+    return ops.settle(x) if linear is None else ops.stream_linear(x, linear)
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.errors import ConfigError, FdError, ModelError
-from fd_core.models.build import ProgressSink, Reader, build_decoder, build_images, check_tensors
+from fd_core.models.build import ProgressSink, Reader, build_decoder, build_images, build_mtp, check_tensors
 from fd_core.models.decoder import DecoderModel, DraftHead
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
@@ -40,6 +40,7 @@ _MULTIPLIERS: Final = re.compile("^(?!.*_size$).*(layer|expert)")
 """Fields whose integers cannot exceed the number of tensors."""
 _FEW_TENSORS: Final = 1000
 _FLAG: Final = "--speculative-config"
+_OTHERS: Final = "use ngram, suffix or draft_model"
 _HIDDEN_NORM: Final = "model.layers.0.hidden_norm"
 _OF_HEADS: Final = (r"^fc\.weight$", "^d2t$", "^t2d$", r"\.hidden_norm\.weight$")
 """Tensors of draft heads besides those of a decoder of one layer."""
@@ -247,18 +248,37 @@ def _whole(name: str) -> str:
 
 def with_draft_head(model: object, path: Path) -> DecoderModel:
     """Return the same model with the head of the checkpoint at `path`. Raises `ConfigError` or `ModelError`."""
-    if not isinstance(model, DecoderModel) or not model.causal or model.images is not None:
-        raise ConfigError(
-            "drafts from hidden states need a decoder that fd_core computes and that takes no images",
-            field=_FLAG,
-            hint="use ngram, suffix or draft_model",
-        )
+    target = _require_decoder(model)
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.rename(_usual_name)
-            return replace(model, draft_head=_load(model, checkpoint))
+            return replace(target, draft_head=_load(target, checkpoint))
     except (ConfigError, ModelError) as error:
         raise type(error)(f"draft head: {error.message}", field=_FLAG, hint=error.hint) from error
+
+
+def with_mtp_layer(model: object, path: Path) -> DecoderModel:
+    """Return the model at `path` with its layer for multi-token prediction. Raises `ConfigError` or `ModelError`."""
+    target = _require_decoder(model)
+    with open_checkpoint(path) as checkpoint:
+        config = config_of(checkpoint)
+        family = family_of(architecture_of(config))
+        spec = family.mtp(config.filled(family.defaults, family.renamed))
+        if spec is None or not {*checkpoint.names()}.intersection(name for name, _ in spec.inputs.tensors()):
+            raise ConfigError(
+                f"{path}: the checkpoint has no layer for multi-token prediction (MTP)", field=_FLAG, hint=_OTHERS
+            )
+        return replace(target, draft_head=build_mtp(spec, target, checkpoint))
+
+
+def _require_decoder(model: object) -> DecoderModel:
+    if isinstance(model, DecoderModel) and model.causal and model.images is None:
+        return model
+    raise ConfigError(
+        "drafts from hidden states need a decoder that fd_core computes and that takes no images",
+        field=_FLAG,
+        hint=_OTHERS,
+    )
 
 
 def tapped_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ _MATRIX = "fd_core.runner.postprocess"
 
 @hookimpl
 def fd_register_drafters() -> list[Entry]:
-    """Register `ngram`, `suffix`, `draft_model` and `eagle3`."""
+    """Register `ngram`, `suffix`, `draft_model`, `eagle3` and `mtp`."""
     return [
         Entry("ngram", f"{_HERE}.lookup:NgramDrafter", "the tokens after the latest occurrence of the same n tokens"),
         Entry("suffix", f"{_HERE}.lookup:SuffixDrafter", "the tokens after the longest suffix that occurred before"),
@@ -20,6 +20,7 @@ def fd_register_drafters() -> list[Entry]:
         Entry(
             "eagle3", f"{_HERE}.eagle:EagleDrafter", "the continuation by a head that reads the model's hidden states"
         ),
+        Entry("mtp", f"{_HERE}.eagle:MtpDrafter", "likewise by the checkpoint's layer for multi-token prediction"),
     ]
 
 

@@ -470,7 +470,7 @@ class Runner:
                 states = all_states(inputs, self.cache)
                 if self._draft_head is not None:
                     states, *taps = states
-                    hidden = inputs, taps
+                    hidden = inputs, taps or [states]
                 read = (
                     None if scored is None else self._scorer.score(states, self._head, scored, self.batch.tokens),
                     self._pooler.pool(states, self._head, pooled) if pooled else None,

@@ -11,30 +11,42 @@ import numpy as np
 import pytest
 
 from fd_core.config import SpeculativeConfig
+from fd_core.engine import computing
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.runner.drafting.eagle import EagleDrafter
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.texts import Texts, run
+from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
+from tests.engine.structured import structured_specs
 from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
 from tests.models.heads import write_head
+from tests.models.mtp import write_mtp_model
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
 Settings = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("headed") / "model", vocab_size=258)
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def drafting(model: Path) -> Settings:
+def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("headed")
+    if method == "mtp":
+        return write_mtp_model("deepseek", folder, vocab_size=258)
+    return write_checkpoint("llama", folder / "model", vocab_size=258)
+
+
+@pytest.fixture(scope="module")
+def drafting(method: str, model: Path) -> Settings:
     """Settings of an engine with a head, which is random, so almost none of its drafts are accepted."""
-    head = write_head(model, model.parent / "head", drafts=200)
-    return {"speculative": SpeculativeConfig(method="eagle3", model=str(head), cheap_tokens=1000)}
+    head = None if method == "mtp" else str(write_head(model, model.parent / "head", drafts=200))
+    return {"speculative": SpeculativeConfig(method=method, model=head, cheap_tokens=1000)}
 
 
 @cache
@@ -122,6 +134,17 @@ def test_pair_transfers_kv_of_the_head(model: Path, drafting: Settings, secrets:
         require_accepted(decode)
 
 
+@pytest.mark.law("4")
+def test_forced_and_drafted_tokens_change_no_grammar(
+    model: Path, drafting: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computing, "_tokenizer", lambda _: byte_tokenizer())
+    specs = structured_specs(6, max_tokens=30)
+    with engine_of(model) as plain, engine_of(model, num_kv_blocks=50, **drafting) as engine:
+        assert run(engine, specs).tokens == run(plain, specs).tokens
+        assert engine.stats().scheduler.drafts.proposed
+
+
 def test_head_takes_a_layer_of_kv(model: Path, drafting: Settings) -> None:
     with engine_of(model) as plain, engine_of(model, **drafting) as engine:
         assert engine.info.kv_cache_bytes * 3 == plain.info.kv_cache_bytes * 4
@@ -129,7 +152,7 @@ def test_head_takes_a_layer_of_kv(model: Path, drafting: Settings) -> None:
 
 def test_head_on_several_ranks_is_refused(model: Path, drafting: Settings) -> None:
     with (
-        pytest.raises(ConfigError, match="--tensor-parallel-size cannot be combined with eagle3"),
+        pytest.raises(ConfigError, match=r"--tensor-parallel-size cannot be combined with (eagle3|mtp)"),
         engine_of(model, tensor_parallel_size=2, backend="cpu", **drafting),
     ):
         pass

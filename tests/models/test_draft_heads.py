@@ -1,14 +1,17 @@
-"""EAGLE-3 heads: drafts equal those computed from the whole text, and texts those without drafts, on every pack."""
+"""Drafts from hidden states equal those computed from the whole text, and texts those without, on every pack."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
@@ -17,6 +20,7 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import tapped_layers
 from fd_core.runner.drafting.eagle import EagleDrafter
 from tests.models.heads import reference_drafts, write_head
+from tests.models.mtp import Reference, write_mtp_model
 from tests.models.test_draft_model_packs import PACKS, engine, specs, texts
 
 HELD = {**PACKS, "onnx": {"backend": "cpu+onnx"}}
@@ -31,11 +35,22 @@ def plain(target: Path, pack: str, **settings: Any) -> Engine:
     return engine(target, None, "numpy" if pack == "onnx" else pack, **HELD[pack], **settings)
 
 
-@pytest.mark.parametrize("pack", ["numpy", "native"])
-def test_drafts_equal_those_computed_from_whole_text(tiny, tmp_path: Path, monkeypatch, pack: str) -> None:
-    """Even if drafts are accepted and rejected, and requests preempted."""
-    target, requests = tiny("llama"), specs()
-    texts_of = texts(plain(target.folder, pack), requests).tokens
+def with_mtp(target: Path, pack: str, **settings: Any) -> Engine:
+    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=3, cheap_tokens=1000)
+    return plain(target, pack, speculative=speculative, **settings)
+
+
+def compare_drafts(
+    target: Path,
+    pack: str,
+    drafting: Callable[..., Engine],
+    reference: Callable[..., list[int]],
+    monkeypatch,
+    **few: Any,
+) -> set[int]:
+    """Compare texts and drafts of scarce blocks, with drafts that are accepted; return the lengths of drafts."""
+    requests = specs()
+    texts_of = texts(plain(target, pack, block_size=few.get("block_size", 4)), requests).tokens
     known = [[*spec.prompt, *texts_of[spec.request_id]] for spec in requests]
     proposed: list[tuple[list[int], list[int]]] = []
     propose = EagleDrafter.propose
@@ -51,16 +66,55 @@ def test_drafts_equal_those_computed_from_whole_text(tiny, tmp_path: Path, monke
         return tokens, counts
 
     monkeypatch.setattr(EagleDrafter, "propose", watched)
-    head = write_head(target.folder, tmp_path / "head", drafts=100)
-    pressed = headed(target.folder, head, pack, num_kv_blocks=26)
+    pressed = drafting(**few)
     assert texts(pressed, requests, eager=True).tokens == texts_of
     stats = pressed.stats().scheduler
     assert stats.counters.preemptions > 0
     assert stats.drafts.proposed > stats.drafts.accepted > stats.drafts.proposed / 3
     for text, drafts in proposed[5::9]:  # the first ones are of the warm-up
-        assert drafts == reference_drafts(target.reference, head, text, len(drafts))
-    lengths = {len(drafts) for text, drafts in proposed if len(text) < 90}
+        assert drafts == reference(text, len(drafts))
+    return {len(drafts) for text, drafts in proposed if len(text) < 90}
+
+
+@pytest.mark.parametrize("pack", ["numpy", "native"])
+def test_drafts_of_head_equal_those_computed_from_whole_text(tiny, tmp_path: Path, monkeypatch, pack: str) -> None:
+    target = tiny("llama")
+    head = write_head(target.folder, tmp_path / "head", drafts=100)
+    drafting = partial(headed, target.folder, head, pack)
+    reference = partial(reference_drafts, target.reference, head)
+    lengths = compare_drafts(target.folder, pack, drafting, reference, monkeypatch, num_kv_blocks=26)
     assert lengths == {1, 2, 3}, "drafts end with the blocks of a slot"
+
+
+@pytest.mark.parametrize(
+    ("form", "pack"),
+    [
+        ("deepseek", "native"),
+        ("deepseek", "numpy"),
+        ("glm", "numpy"),
+        ("glm-lite", "torch"),
+        ("ernie", "native"),
+        ("ernie", "numpy"),
+        ("qwen-next", "numpy"),
+        ("qwen-3.5", "native"),
+    ],
+)
+def test_drafts_of_mtp_layer_equal_those_computed_from_whole_text(tmp_path: Path, monkeypatch, form, pack) -> None:
+    target = write_mtp_model(form, tmp_path)
+    few = {"block_size": None, "num_kv_blocks": 5} if form.startswith("qwen") else {"num_kv_blocks": 26}
+    compare_drafts(target, pack, partial(with_mtp, target, pack), Reference(form, target).drafts, monkeypatch, **few)
+
+
+def test_mtp_layer_that_is_absent_or_incomplete_is_refused_by_name(tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no layer for multi-token prediction") as caught:
+        with_mtp(tiny("llama").folder, "numpy")
+    assert caught.value.field == "--speculative-config"
+    target = write_mtp_model("glm", tmp_path)
+    tensors = load_file(target / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors if "hnorm" not in name}, target / "model.safetensors")
+    with pytest.raises(ModelError, match=r"Glm4MoeForCausalLM with a layer for multi-token prediction.*3\.hnorm"):
+        with_mtp(target, "numpy")
+    plain(target, "numpy").close()
 
 
 @pytest.mark.parametrize("pack", HELD)

@@ -22,6 +22,7 @@ from fd_core.models.families.spec import (
     LinearSpec,
     MergerSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RecurrentSpec,
     RopeSpec,
@@ -29,6 +30,7 @@ from fd_core.models.families.spec import (
     VectorSpec,
     gate_up_down,
     head_dim_of,
+    mtp_spec,
     rope_spec,
     scaled_rope_spec,
     separate_experts,
@@ -46,6 +48,7 @@ __all__ = [
     "MergerSpec",
     "ModelConfig",
     "MoeSpec",
+    "MtpSpec",
     "NormSpec",
     "OutputLayers",
     "RecurrentSpec",
@@ -55,6 +58,7 @@ __all__ = [
     "VectorSpec",
     "gate_up_down",
     "head_dim_of",
+    "mtp_spec",
     "rope_spec",
     "scaled_rope_spec",
     "separate_experts",
@@ -104,6 +108,10 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the model of a config. Raises `ModelError` for fields that it cannot follow."""
+
+    def mtp(self, config: ModelConfig) -> MtpSpec | None:
+        """Describe the layer for multi-token prediction that checkpoints may have; by default there is none."""
+        return None
 
     def images(self, config: ModelConfig) -> ImageSpec | None:
         """Describe the encoder of images; by default the model takes none."""

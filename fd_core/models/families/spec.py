@@ -519,6 +519,21 @@ class LayerSpec(_Parts):
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSpec(_Parts):
+    """A layer for multi-token prediction, which a checkpoint holds in addition to those of the model."""
+
+    embedding_norm: NormSpec
+    hidden_norm: NormSpec
+    inputs: LinearSpec
+    """From the normalized embedding of the next token, followed by the normalized hidden states."""
+    layer: LayerSpec
+    norm: NormSpec
+    """Of the output, before the model's output projection."""
+    normed: bool = True
+    """True if hidden states are those after the final norm, and after `norm` for further tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec(_Parts):
     """A whole decoder."""
 
@@ -846,6 +861,20 @@ def decoder_spec(
         max_positions=positions if traits.causal else positions - traits.first_position + 1,
         ignored=(r"\.rotary_emb\.inv_freq$", *((r"^lm_head\.weight$",) if tied else ()), *traits.ignored),
     )
+
+
+def mtp_spec(
+    config: ModelConfig, traits: Traits, layer: int, names: tuple[str, str, str, str], **options: bool
+) -> MtpSpec:
+    """Return a layer for multi-token prediction, which `traits` describe as `layer`, see `MtpSpec`.
+
+    `names` are those of the norms of embedding and hidden states, of the linear that joins them, and of the last norm;
+    `options` are `normed`, and `bias` of the linear.
+    """
+    hidden = config.count("hidden_size")
+    embedding_norm, hidden_norm, norm = (_norm(name, hidden, traits) for name in (*names[:2], names[3]))
+    inputs = LinearSpec((names[2],), (hidden,), 2 * hidden, bias=options.pop("bias", False))
+    return MtpSpec(embedding_norm, hidden_norm, inputs, _layer(config, traits, layer), norm, **options)
 
 
 def _is_gated(layer: LayerSpec) -> bool:

@@ -97,8 +97,9 @@ class Drafter(abc.ABC):
     uses_model: ClassVar[bool] = False
     """True if it reads `DraftContext.model_path`; then the user must name a model."""
     reads_states: ClassVar[bool] = False
-    """True if `DraftContext.model_path` is a head that the engine loads with the target. Its KV is a layer of the
-    target's cache: it is saved, restored, shared and sent with the target's, and `read` writes it in every step."""
+    """True if the engine loads a head with the target: the one at `DraftContext.model_path`, or without `uses_model`
+    the layer for multi-token prediction of the target's checkpoint. Its KV is a layer of the target's cache: it is
+    saved, restored, shared and sent with the target's, and `read` writes it in every step."""
     kv_shape: KVShape | None = None
     """Set at construction by a drafter with a separate KV cache. Memory for as many blocks of this shape as the target
     has is reserved, and allocated in `allocate`."""

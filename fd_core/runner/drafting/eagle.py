@@ -1,4 +1,4 @@
-"""Drafts from hidden states of the target by an EAGLE-3 head (Li et al., 2025)."""
+"""Drafts from hidden states of the target, by an EAGLE-3 head (Li et al., 2025) or a layer of its own checkpoint."""
 
 from __future__ import annotations
 
@@ -83,3 +83,10 @@ class EagleDrafter(Drafter):
         ops, head = self._ops, self._given.head
         chosen, _ = ops.sample(head.logits(states), greedy(ops, len(states)))
         return chosen if head.ids is None else ops.gather_rows(head.ids, chosen)
+
+
+class MtpDrafter(EagleDrafter):
+    """Likewise by the layer for multi-token prediction of the target's checkpoint, again and again."""
+
+    name = "mtp"
+    uses_model = False

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     MoeSpec,
+    MtpSpec,
     NormSpec,
     Traits,
     VectorSpec,
     gate_up_down,
     head_dim_of,
+    mtp_spec,
     rope_spec,
     separate_experts,
 )
@@ -45,7 +47,7 @@ class Ernie(Family):
     gguf: ClassVar = {"ernie4_5": Gguf(config=_dense)}
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model; its layers for multi-token prediction are ignored."""
+        """Describe a model, without its layers for multi-token prediction."""
         rope = rope_spec(config, head_dim_of(config), theta=500_000.0, interleaved=True)
         bias = config.flag("use_bias")
         return Traits(
@@ -55,6 +57,18 @@ class Ernie(Family):
             mlp_bias=bias,
             ignored=(r"^model\.mtp_",),
         )
+
+    def mtp(self, config: ModelConfig) -> MtpSpec:
+        """Describe the first of its layers for multi-token prediction, which is dense and uses the model's last norm.
+
+        Hidden states are those before that norm, as in Baidu's training code.
+        """
+        embedding_norm, hidden_norm, linear = (
+            f"model.mtp_{each}.0" for each in ("emb_norm", "hidden_norm", "linear_proj")
+        )
+        traits = replace(Ernie().traits(config), names={"model.layers": "model.mtp_block"})
+        names = embedding_norm, hidden_norm, linear, "model.norm"
+        return mtp_spec(config, traits, 0, names, normed=False, bias=config.flag("use_bias"))
 
 
 class ErnieMoe(Family):
@@ -118,3 +132,7 @@ class ErnieMoe(Family):
             )
 
         return replace(Ernie().traits(config), moe=moe, head_bias=bias)
+
+    def mtp(self, config: ModelConfig) -> MtpSpec:
+        """Describe the same layer as that of models without experts."""
+        return Ernie().mtp(config)

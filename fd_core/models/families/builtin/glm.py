@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
+from fd_core.models.families.latent.deepseek import mtp_layer
 from fd_core.models.families.spec import (
     MoeSpec,
+    MtpSpec,
     NormSpec,
     Traits,
     VectorSpec,
@@ -115,7 +117,7 @@ class Glm4Moe(Family):
     gguf: ClassVar = {"glm4moe": Gguf(config=_glm4_moe_config)}
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model; its layer for multi-token prediction, after the others, is ignored."""
+        """Describe a model, without the layer for multi-token prediction after the others."""
         hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size", 1408)
         count, shared = config.count("n_routed_experts", 128), config.count("n_shared_experts", 1)
         first = config.index("first_k_dense_replace", 1)
@@ -147,3 +149,7 @@ class Glm4Moe(Family):
             head_norms="before rope" if config.flag("use_qk_norm") else "",
             ignored=(rf"^model\.layers\.{config.count('num_hidden_layers')}\.",),
         )
+
+    def mtp(self, config: ModelConfig) -> MtpSpec:
+        """Describe the layer after the others."""
+        return mtp_layer(config, self.traits(config))

@@ -12,10 +12,12 @@ from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LatentTraits,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     Traits,
     VectorSpec,
     gate_up_down,
+    mtp_spec,
     rope_spec,
     separate_experts,
 )
@@ -123,6 +125,15 @@ def _routed(config: ModelConfig, prefix: str, norm: NormSpec, *, correction: boo
             bias=config.flag("mlp_bias"),
         ),
     )
+
+
+def mtp_layer(config: ModelConfig, traits: Traits) -> MtpSpec:
+    """Describe the layer after the others of DeepSeek-V3 and GLM, which shares embedding and output projection."""
+    layers = config.count("num_hidden_layers")
+    enorm, hnorm, linear, norm = (
+        f"model.layers.{layers}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    )
+    return mtp_spec(config, traits, layers, (enorm, hnorm, linear, norm))
 
 
 _DEFAULTS: Final = {
@@ -237,6 +248,10 @@ class DeepSeekV3(Family):
             moe=lambda layer, prefix, norm: None if layer in dense else _routed(config, prefix, norm, correction=True),
             ignored=(rf"^model\.layers\.{layers}\.",),
         )
+
+    def mtp(self, config: ModelConfig) -> MtpSpec:
+        """Describe the layer after the others."""
+        return mtp_layer(config, self.traits(config))
 
     def dense_layers(self, config: ModelConfig, layers: int) -> Collection[int]:
         """Return the layers without experts."""

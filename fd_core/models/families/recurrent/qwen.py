@@ -9,11 +9,13 @@ from fd_core.models.families.builtin.qwen import SHARED_EXPERT, gated_experts, g
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LinearSpec,
+    MtpSpec,
     NormSpec,
     RecurrentSpec,
     Traits,
     VectorSpec,
     head_dim_of,
+    mtp_spec,
     rope_spec,
 )
 from fd_core.models.loading.config import ModelConfig
@@ -118,6 +120,13 @@ class Qwen3Next(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layers that predict further tokens."""
         return replace(self.dense(config), moe=gated_experts(config))
+
+    def mtp(self, config: ModelConfig) -> MtpSpec:
+        """Describe the first layer for multi-token prediction, which has attention."""
+        traits = replace(self.traits(config), names={"model.layers": "mtp.layers"}, recurrent=lambda *_: None)
+        parts = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        embedding_norm, hidden_norm, linear, norm = (f"mtp.{part}" for part in parts)
+        return mtp_spec(config, traits, 0, (embedding_norm, hidden_norm, linear, norm))
 
     def dense(self, config: ModelConfig) -> Traits:
         """Describe a model without experts."""
