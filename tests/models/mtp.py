@@ -79,7 +79,7 @@ FORMS: Final[dict[str, Form]] = {
 
 
 def write_mtp_model(name: str, folder: Path, **changes: Any) -> Path:
-    """Write a model into `folder/model`, which is returned, and one of its additional layer alone into `folder/layer`."""
+    """Write a model into `folder/model`, which is returned, and one of its further layer into `folder/layer`."""
     form = FORMS[name]
     config = _config(form.family, form.family.cases[form.case] | changes)
     target, alone = folder / "model", folder / "layer"
