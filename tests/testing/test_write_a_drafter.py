@@ -1,21 +1,38 @@
-"""The guide to drafters leads to one that passes the kit; a fault in it fails the kit."""
+"""The guide to drafters leads to ones that pass their kits; a fault in them fails the kit."""
+
+from pathlib import Path
 
 import pytest
 
+from tests.plugin_sites import installed
 from tests.testing.documents import follow, passed, run_line
 
 pytestmark = pytest.mark.guide
 
 
+def require_noticed(folder: Path, right: str, wrong: str, tests: str) -> None:
+    """Replace a part of the drafter; the kit has to compare its drafts with those of a new one."""
+    drafter = folder / f"fd_{folder.name}" / "drafter.py"
+    text = drafter.read_text()
+    assert text.count(right) == 1
+    drafter.write_text(text.replace(right, wrong))
+    assert "a new drafter with the same text has" in run_line(folder, f"pytest -k {tests}", code=1)
+
+
 @pytest.mark.timeout(300)
-def test_guide_leads_to_a_drafter_that_passes_the_kit(tmp_path):
+def test_guide_leads_to_drafters_that_pass_their_kits(tmp_path):
     folder, outputs = follow("write-a-drafter.md", tmp_path)
-    assert "no problems found" in outputs[-2][1]
-    assert outputs[-1][0] == "pytest"
-    assert passed(outputs[-1][1]) >= 50
-    assert "not looked at" in run_line(folder, "pytest -k length_of_the_model --fd-coverage fd-mydrafter")
-    drafter = folder / "fd_mydrafter" / "drafter.py"
-    right = drafter.read_text()
-    assert right.count("self._last[slot], self._following[slot] = None, {}") == 1
-    drafter.write_text(right.replace("self._last[slot], self._following[slot] = None, {}", "pass"))
-    assert "a new drafter with the same text has" in run_line(folder, "pytest -k test_case", code=1)
+    (_, check), *runs = outputs[1:]
+    assert "no problems found" in check
+    assert [command for command, _ in runs] == ["pytest", "pytest"]
+    assert passed(runs[0][1]) >= 50
+    assert passed(runs[1][1]) >= 8
+    require_noticed(folder, "super().propose(slots, 1)", "super().propose(slots[::-1].copy(), 1)", "chunked")
+
+
+@pytest.mark.timeout(300)
+def test_fault_in_the_template_of_drafters_fails_the_kit(tmp_path):
+    run_line(tmp_path, "fdcore plugins new texts --kind drafter")
+    installed(tmp_path / "texts")
+    assert "not looked at" in run_line(tmp_path / "texts", "pytest -k length_of_the_model --fd-coverage fd-texts")
+    require_noticed(tmp_path / "texts", "self._last[slot], self._following[slot] = None, {}", "pass", "test_case")

@@ -1,0 +1,123 @@
+"""The cases that every drafter has to pass that reads hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.runner.drafting import Drafter
+from fd_core.testing.hooks.drafted import DrafterUnderTest, null_ops
+from fd_core.testing.hooks.heads import PlayedRunner, WatchedDrafter, scripted_head
+from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.law import require
+from fd_core.testing.models.texts import Texts, greedy, run
+from fd_core.types import RequestSpec
+
+_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "chunked": {"max_num_batched_tokens": 9, "k": 4},
+    "preempted and saved": {"num_kv_blocks": 25},
+    "preempted and computed again": {"num_kv_blocks": 25, "save_preempted_kv": False},
+    "ample": {},
+    "one draft": {"k": 1},
+    "few rows": {"max_num_seqs": 2},
+}
+
+
+class ReadingDrafterSuite:
+    """Derive a class `Test...` from it and name the drafter, which has `reads_states`."""
+
+    drafter: str
+    """Value of `method` in `--speculative-config`."""
+    options: ClassVar[Mapping[str, int | float | str]] = {}
+    """Options in `--speculative-config`."""
+
+    def drafter_class(self) -> type[Drafter]:
+        """Return the class of the drafter; override for a class that no plugin registers."""
+        from fd_core.plugins import DRAFTER, installed_plugins
+
+        return installed_plugins().load(DRAFTER, self.drafter)
+
+    def subject(self) -> DrafterUnderTest:
+        """Return the drafter with its options."""
+        return DrafterUnderTest(self.drafter_class(), self.options)
+
+    @contextmanager
+    def engine(self, k: int = 3, **settings: Any) -> Iterator[tuple[Engine, WatchedDrafter]]:
+        """Start an engine with the scripted head and the drafter."""
+        with scripted_head() as head, _engine(k, **settings) as engine:
+            runner: Any = engine.probe().runner
+            runner.drafter = watched = WatchedDrafter(self.subject(), runner, head)
+            yield engine, watched
+
+    @pytest.mark.law("1.1", "1.9", "4", "8")
+    @pytest.mark.parametrize("setting", _SETTINGS)
+    def test_drafts_and_texts_depend_on_the_text_alone(self, setting: str) -> None:
+        """Serve requests, two with the same prompt, compare drafts with those of a new drafter, and texts."""
+        specs = _specs()
+        with _engine(0, num_kv_blocks=400) as plain:
+            right = run(plain, specs).tokens
+        with self.engine(**_SETTINGS[setting]) as (engine, watched):
+            for _ in range(2):  # from the cache of prefixes, too
+                found = run(engine, specs).tokens
+                others = [name for name in right if found[name] != right[name]]
+                require(not others, "4", f"{others} have other texts")
+            assert (engine.stats().scheduler.counters.preemptions > 0) is setting.startswith("preempted")
+        compared, expected = watched.counts.tolist()
+        what = f"{compared} drafts, where new drafters with the same texts have {expected}"
+        require(2 * compared >= expected, "8", what)
+
+    @pytest.mark.law("8")
+    def test_instances_do_not_share_slots(self) -> None:
+        """Step two engines in turn, whose requests differ."""
+        with self.engine() as (first, _), self.engine() as (second, _):
+            texts = Texts(), Texts()
+            for each, engine, begin in zip(texts, (first, second), (0, 100), strict=True):
+                for spec in _specs(begin):
+                    each.take(engine.submit(spec))
+            while first.has_work or second.has_work:
+                for each, engine in zip(texts, (first, second), strict=True):
+                    if engine.has_work:
+                        each.take(engine.step())
+
+    @pytest.mark.law("8")
+    def test_memory_of_past_requests_is_freed(self) -> None:
+        runner = PlayedRunner(self.subject(), 2, 3, longest=64)
+        slots = np.arange(2, dtype=np.int32)
+
+        def use(number: int) -> None:
+            for slot in slots.tolist():
+                runner.start(slot, [number % 250, *range(20 + slot)])
+            runner.step(slots, np.zeros(2, np.int32), 7)
+            runner.step(slots, np.array([21, 22], np.int32), 8)
+
+        require_bounded(use, 20, "requests")
+        require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
+
+
+def _specs(begin: int = 0) -> list[RequestSpec]:
+    """Return requests, of which the last has the prompt of the first, and some sample."""
+    texts = [[7, 8, 9, begin + number] * (7 - number) for number in range(6)]
+    return [
+        greedy(f"r{number}", text, 20, temperature=float(number % 2), seed=number)
+        for number, text in enumerate([*texts, texts[0]])
+    ]
+
+
+@contextmanager
+def _engine(k: int, **settings: Any) -> Iterator[Engine]:
+    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000) if k else None
+    values = {"model": "null", "backend": "null", "num_kv_blocks": 200, **small, **settings}
+    engine = load_engine(EngineConfig(**values, speculative=drafts), None, progress=lambda *_: None)
+    try:
+        yield engine
+    finally:
+        engine.close()
