@@ -128,8 +128,9 @@ class InlineDevice(RunnerDevice):
 class LaunchingDevice(RunnerDevice):
     """Launches plans after those in flight, on the caller's thread: for packs whose calls return before the device.
 
-    A plan that depends on the steps before it is kept until the last of them is collected. It is launched before
-    their output is returned, so that the device computes while the host plans.
+    A plan that depends on the steps before it is kept until the last of them is collected, and so is the sampling of a
+    step that depends on tokens of the steps before it. Both are launched before their output is returned, so that the
+    device computes while the host plans.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -176,14 +177,21 @@ class LaunchingDevice(RunnerDevice):
                 self._await(launched, _CLOSE_SECONDS)
 
     def _launch(self) -> None:
-        while self._kept and self._end is None:
-            if self._launched and self.runner.must_wait(self._kept[0]) is not None:
-                return
-            plan = self._kept.popleft()
-            try:
-                self._launched.append(self.runner.launch(plan))
-            except Exception as error:  # noqa: BLE001 - raised by `collect`, after the steps before
-                self._end = _failure(plan, error)
+        """Sample the last step once those before it are finished, and launch plans after it."""
+        launched = self._launched
+        try:
+            if len(launched) == 1 and launched[0].sampled is None:
+                plan = launched[0].plan
+                self.runner.sample(launched[0])
+            while self._kept and self._end is None:
+                plan = self._kept[0]
+                if launched and (launched[-1].sampled is None or self.runner.must_wait(plan) is not None):
+                    return
+                launched.append(self.runner.launch(self._kept.popleft()))
+        except Exception as error:  # noqa: BLE001 - raised by `collect`, after the steps before
+            self._end = _failure(plan, error)
+            if launched and launched[-1].plan is plan:
+                launched.pop()
 
     def _await(self, launched: LaunchedStep, timeout: float) -> None:
         polled = PolledTimeout(timeout)

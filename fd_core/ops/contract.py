@@ -569,7 +569,8 @@ class Ops(abc.ABC):
     the arrays that the runner gathered."""
     queues: bool = False
     """True if calls queue work on the device, in order, and return before it is complete: then a step can be launched
-    while earlier ones are in flight. Calls that need a result block, as `fetch` does."""
+    while earlier ones are in flight. Calls that need a result block, as `fetch` does. The logits of a step may be read
+    later than the results of the step before, but before the next forward pass."""
     warm_up_tokens: int | None = None
     """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,11 @@ Readings = tuple[PromptScores | None, PooledParts | None]
 
 Hidden = tuple[StepInput, Sequence[Array]]
 """Input of a step, and the parts of its hidden states that a draft head reads."""
+
+
+_WORTH_WAITING: Final = 0.1
+"""Share of a step's rows: forced tokens that save a step for more rows are worth the wait for the host, which takes
+about a tenth of a step of all rows."""
 
 
 def head_of(model: Model) -> DraftLayer | None:
@@ -121,7 +126,7 @@ class StepWork:
     """None for a step without rows."""
     fed: Fed | None
     sampling: SamplingWork | None
-    """None if no row samples."""
+    """None if no row samples, or if the host does not have the tokens for it yet."""
     slots: Array
     """int32[N]"""
     revoked: Array
@@ -136,7 +141,7 @@ class StepWork:
     """Tokens int32[0, 1 + k] and peaks float32[0] if no row samples; else empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A step that is in flight or complete."""
 
@@ -146,12 +151,17 @@ class LaunchedStep:
     """int32[max_num_seqs], the generation of each slot at launch."""
     begins: IntArray
     """int32[N], position of the first token of each sampling row in its text."""
-    sampled: Sampled
+    work: StepWork
+    logits: Array
+    """float32[R, V], until they are sampled; None for a step in which no row samples."""
     read: Readings
-    copies: HostCopies
-    """Token matrix, accepted drafts, peaks, then the optional log-probabilities, prompt scores and vectors."""
     hidden: Hidden | None
     """None without a draft head, and for a step without rows."""
+    copies: HostCopies
+    """Token matrix, accepted drafts, peaks, then the optional log-probabilities, prompt scores and vectors; nothing
+    before the step is sampled."""
+    sampled: Sampled | None = None
+    """None until the step is sampled."""
 
     def extras(
         self, arrays: Iterable[npt.NDArray[Any]]
@@ -159,9 +169,12 @@ class LaunchedStep:
         """Return the log-probabilities, prompt scores and vectors, if any, from their arrays in `copies`."""
         found = iter(arrays)
         sampled, (scores, pooled) = self.sampled, self.read
-        slots, columns = self.rows.logits_slots[sampled.scored], self.rows.columns[sampled.scored]
+        logprobs = None
+        if sampled is not None and sampled.scores:
+            slots, columns = self.rows.logits_slots[sampled.scored], self.rows.columns[sampled.scored]
+            logprobs = LogprobRows(slots, columns, *islice(found, len(sampled.scores)))
         return (
-            LogprobRows(slots, columns, *islice(found, len(sampled.scores))) if sampled.scores else None,
+            logprobs,
             None if scores is None else scores.on_host([*islice(found, len(scores.arrays))]),
             None if pooled is None else pooled.on_host([*found]),
         )
@@ -203,6 +216,8 @@ class Runner:
         self._scorer = PromptScorer(ops, model.vocab_size)
         self._postprocess = postprocess(ops, limits)
         self._last = LastTokens(ops, limits.max_num_seqs)
+        self._drafted = 0
+        """Steps in flight with drafts."""
         self._failed: dict[tuple[int, int], str] = {}
         """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
         request."""
@@ -275,56 +290,59 @@ class Runner:
         """Return the reason why a plan must wait for the steps in flight; None if it can be launched.
 
         A plan may always be launched if nothing is in flight. With steps in flight, the last tokens of continuing rows
-        are only on the device, which suffices unless the host has to read them.
+        are only on the device, which suffices for the forward pass unless it needs more than one of them.
         """
         if self.drafter is not None:
             return "a drafter needs the last tokens on the host"
+        if self._drafted:
+            return "drafts in flight decide how long the texts are"
         batch = self.batch
         pending = (batch.unsettled[plan.slots] > 0) & (batch.gen[plan.slots] == plan.gens)
         if not pending.any():
             return None
-        slots = plan.slots[pending]
-        if (plan.num_tokens - plan.num_drafts)[pending].max() > 1 or (
-            self.limits.max_drafts and batch.unsettled[slots].max() > 1
-        ):
+        if (plan.num_tokens - plan.num_drafts)[pending].max() > 1:
             return "a row computes several tokens that are not on the host yet"
-        if self._grammars.matchers and len(self._grammars.among(slots)):
-            return "a grammar needs the last tokens on the host"
-        if self._sampler.reads_text(slots):
-            return "banned tokens depend on the last tokens, which the host does not have yet"
+        if self._grammars.matchers and self._grammars.forcing(plan.slots[pending]) > _WORTH_WAITING * len(plan.slots):
+            return "many grammars force tokens, which save more steps as drafts than the wait costs"
         return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue the work of a step; a plan whose whole batch was preempted still yields an output."""
-        batch, width = self.batch, self.limits.max_drafts + 1
+        """Queue the work of a step; a plan whose whole batch was preempted still yields an output.
+
+        It is left to `sample` if the host must read tokens that are only on the device, for a grammar or banned words.
+        """
+        batch = self.batch
         for admission in plan.admissions:
             self._admit(admission)
         batch.grant(plan)
         rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
         if self.limits.whole_prompts and not (plan.samples & (plan.starts == 0)).all():
             raise RuntimeError(f"step {plan.step} computes a part of a prompt, but this model attends to all of it")
-        masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
-        work = self._gather(plan, rows)
+        pending = rows.sampled_slots[batch.unsettled[rows.sampled_slots] > 0]
+        late = len(pending) > 0 and (len(self._grammars.among(pending)) > 0 or self._sampler.reads_text(pending))
+        masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers and not late else None
+        work = self._gather(plan, rows, late)
         if not self.ops.on_host:
             work = uploaded(work, self.ops)
-        sampled, read, hidden = self._compute(rows, work, masks)
-        grid = sampled.tokens
-        if work.cells is not None:
-            grid = self.ops.gather_rows(grid, work.cells).reshape(-1, width)
-        elif work.sampling is not None:
-            grid = grid.reshape(-1, 1)
-            if width > 1:  # on the host, and no row has drafts
-                grid = np.repeat(grid, width, axis=1)
-        accepted = work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
-        matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
-        if work.sampling is not None and self.ops.queues:
-            self._last.keep(work.slots, grid)
-        results = [matrix, accepted, sampled.peaks, *sampled.scores]
-        for part in read:
-            if part is not None:
-                results += part.arrays
+        logits, read, hidden = self._compute(rows, work)
+        if late:
+            sampled, copies = None, self.ops.fetch_later([])
+        else:
+            sampled, copies = self._sample(logits, work, work.sampling, masks, read)
+            logits = None
         begins = batch.advance(rows.sampled_slots)
-        return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results), hidden)
+        self._drafted += rows.drafted
+        return LaunchedStep(plan, rows, batch.gen.copy(), begins, work, logits, read, hidden, copies, sampled)
+
+    def sample(self, launched: LaunchedStep) -> None:
+        """Queue what `launch` left of a step, whose last tokens are known now; no step after it has been launched."""
+        rows, tokens, logits = launched.rows, self.batch.tokens, launched.logits
+        masks = self._grammars.begin(rows, tokens) if self._grammars.matchers else None
+        sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, tokens=tokens)
+        launched.sampled, launched.copies = self._sample(
+            logits, launched.work, uploaded(sampling, self.ops), masks, launched.read
+        )
+        launched.logits = None
 
     def finish(self, launched: LaunchedStep) -> StepOutput:
         """Wait for the oldest step in flight only.
@@ -333,6 +351,7 @@ class Runner:
         its slot is admitted again; other failures are raised.
         """
         batch, plan, gens, rows = self.batch, launched.plan, launched.gens, launched.rows
+        self._drafted -= rows.drafted
         tokens, accepted, peaks, *more = launched.copies.wait()
         if not np.isfinite(peaks).all():
             self._fail_strange(launched, accepted, peaks)
@@ -419,8 +438,8 @@ class Runner:
         if self.drafter is not None:
             self._admit_to_drafter(self.drafter, slot, admission.token_ids)
 
-    def _gather(self, plan: StepPlan, rows: Rows) -> StepWork:
-        """Gather the host arrays of a step."""
+    def _gather(self, plan: StepPlan, rows: Rows, late: bool) -> StepWork:
+        """Gather the host arrays of a step, except `late` ones for sampling."""
         batch, limits, slots = self.batch, self.limits, rows.sampled_slots
         inputs = fed = sampling = cells = None
         if len(rows.slots):
@@ -434,7 +453,8 @@ class Runner:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()
         if len(slots):
-            sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, tokens=batch.tokens)
+            if not late:
+                sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, tokens=batch.tokens)
             if limits.max_drafts and (rows.drafted or not self.ops.on_host):
                 cells = rows.cells(limits.max_drafts + 1).reshape(-1)
         else:
@@ -451,10 +471,8 @@ class Runner:
             unsampled=unsampled,
         )
 
-    def _compute(
-        self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None
-    ) -> tuple[Sampled, Readings, Hidden | None]:
-        """Run the model, sample a token from each row of logits, and compute the prompt results."""
+    def _compute(self, rows: Rows, work: StepWork) -> tuple[Array, Readings, Hidden | None]:
+        """Run the model, and compute the prompt results."""
         logits: Array = None
         hidden: Hidden | None = None
         read: Readings = None, None
@@ -481,10 +499,38 @@ class Runner:
                 if self._watch is not None:
                     self._watch(inputs)
                 logits = forward(inputs, self.cache)
-        if work.sampling is None:
+        return logits, read, hidden
+
+    def _sample(
+        self,
+        logits: Array,
+        work: StepWork,
+        sampling: SamplingWork | None,
+        masks: Callable[[], Masks] | None,
+        read: Readings,
+    ) -> tuple[Sampled, HostCopies]:
+        """Sample a token from each row of logits, verify drafts, and queue the copies of all results to the host."""
+        if sampling is None:
             tokens, peaks = work.unsampled
-            return Sampled(tokens, peaks, []), read, hidden
-        return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read, hidden
+            sampled = Sampled(tokens, peaks, [])
+        else:
+            sampled = self._sampler.sample(logits, sampling, None if masks is None else masks())
+        grid, width = sampled.tokens, self.limits.max_drafts + 1
+        if work.cells is not None:
+            grid = self.ops.gather_rows(grid, work.cells).reshape(-1, width)
+        elif sampling is not None:
+            grid = grid.reshape(-1, 1)
+            if width > 1:  # on the host, and no row has drafts
+                grid = np.repeat(grid, width, axis=1)
+        accepted = work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
+        matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
+        if sampling is not None and self.ops.queues:
+            self._last.keep(work.slots, grid)
+        results = [matrix, accepted, sampled.peaks, *sampled.scores]
+        for part in read:
+            if part is not None:
+                results += part.arrays
+        return sampled, self.ops.fetch_later(results)
 
     def _show(self, hidden: Hidden, rows: Rows, accepted: IntArray) -> None:
         """Pass the hidden states of a settled step to the drafter."""
@@ -508,8 +554,9 @@ class Runner:
         cells = rows.cells(width)
         failed = (~np.isfinite(peaks)[cells] & (np.arange(width) <= accepted[:, None])).any(axis=1)
         for slot, found in zip(rows.sampled_slots[failed].tolist(), peaks[cells][failed], strict=True):
-            forbidden = not (np.isnan(found) | (found == np.inf)).any()
-            why = self._grammars.failure_reason(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
+            why = NOT_FINITE
+            if not (np.isnan(found) | (found == np.inf)).any():
+                why = self._grammars.failure_reason(slot) or "all of its logits are -inf"
             self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
     def _continue(self, slots: IntArray, delivered: IntArray, verified: IntArray, accepted: IntArray) -> None:
@@ -525,7 +572,7 @@ class Runner:
             return
         if self.drafter is not None:
             self._draft(self.drafter, slots, delivered, counts=accepted + 1)
-        elif self._grammars.matchers and self.limits.max_drafts:
+        elif self._grammars.matchers and self.limits.max_drafts and not self._drafted:
             some = self._grammars.among(slots)
             self._guess(some, np.zeros((len(some), self.limits.max_drafts), np.int32), np.zeros(len(some), np.int32))
 
@@ -553,7 +600,7 @@ class Runner:
             counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)
         if self._grammars.matchers:
             drafts, counts = drafts.copy(), counts.copy()
-            self._grammars.shape_drafts(slots, drafts, counts)
+            self._grammars.shape_drafts(slots, drafts, counts, self.batch.unsettled[slots])
         self.batch.guess(slots, drafts, counts)
 
     def _admit_to_drafter(self, drafter: Drafter, slot: int, tokens: IntArray) -> None:

@@ -100,8 +100,8 @@ class Stepper(stepping.Stepper):
     def _check_settled(self, slot: int) -> None:
         """Check that blocks registered by a slot are settled, hashed from the known tokens, and in the cache."""
         slots, size = self.probe.slots, self.limits.block_size
-        settled, known = int(slots.num_settled[slot]), int(slots.num_tokens[slot])
-        assert settled < known <= slots.limit[slot]
+        known = int(slots.num_tokens[slot])
+        assert slots.num_registered[slot] * size <= known <= slots.limit[slot]
         hasher, request = self.probe.prefixes.hasher, slots.requests[slot]
         if hasher is None or request is None or not slots.num_registered[slot]:
             return

@@ -6,25 +6,36 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import fd_core.engine.device
 from fd_core.backends.null import NullBackend
 from fd_core.config import SpeculativeConfig
+from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled, LaunchingDevice, ThreadDevice, make_device
 from fd_core.errors import EngineDead
-from fd_core.runner.runner import Runner
-from fd_core.types import StepPlan
-from tests.engine.helpers import golden, null_engine, random_specs, run
+from fd_core.runner.runner import LaunchedStep, Runner
+from fd_core.structured import grammar
+from fd_core.types import RequestSpec, SamplingParams, StepPlan
+from tests.engine.helpers import EOS, golden, null_engine, random_specs, run
+from tests.engine.structured import structured_specs
 from tests.runner.queued import NullPack, QueuedModel, QueuedPack, QueuedPostprocess
-from tests.runner.test_launching import LIMITS, Plans, queued_runner
+from tests.runner.test_launching import LIMITS, Plans, prefill_and_decode, queued_runner
 
 SPECS = random_specs(14, seed=31)
+BANNED = tuple((token, token * step % 251) for token in range(256) for step in range(1, 9))
+READING = [
+    *structured_specs(14),
+    *(replace(spec, params=replace(spec.params, bad_words_token_ids=BANNED)) for spec in SPECS[:4]),
+]
+"""Requests whose next tokens depend on their texts."""
 
 
 @pytest.fixture
 def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]]:
     """The null backend on an asynchronous pack; `golden` is computed beforehand."""
     golden(SPECS)
+    golden(READING)
     packs: list[QueuedPack] = []
 
     def make_ops(self: NullBackend) -> QueuedPack:
@@ -41,6 +52,21 @@ def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]
     return packs
 
 
+def watch_launches(engine: Engine) -> list[tuple[bool, bool]]:
+    """Return a list of launches to come: True if another step is in flight, and if the step has drafts."""
+    device, launches = engine.probe().device, list[tuple[bool, bool]]()
+    assert isinstance(device, LaunchingDevice)
+    launch = device.runner.launch
+
+    def watched(plan: StepPlan) -> LaunchedStep:
+        ahead, launched = bool(device._launched), launch(plan)
+        launches.append((ahead, launched.rows.drafted))
+        return launched
+
+    device.runner.launch = watched  # type: ignore[method-assign]
+    return launches
+
+
 @pytest.mark.parametrize("blocks", [26, 200])
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -53,22 +79,60 @@ def test_launched_ahead_texts_are_golden(
     if drafts:
         settings["speculative"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
     engine = null_engine(**settings)
-    device = engine.probe().device
-    assert isinstance(device, LaunchingDevice)
-    ahead = 0
-    launch = device.runner.launch
-
-    def watched(plan: StepPlan) -> Any:
-        nonlocal ahead
-        ahead += bool(device._launched)
-        return launch(plan)
-
-    device.runner.launch = watched  # type: ignore[method-assign]
+    launches = watch_launches(engine)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats().scheduler
     assert stats.outputs.stale_outputs == 0
+    ahead = sum(each for each, _ in launches)
     assert (ahead == 0) if drafts else (ahead > 40)
     engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("blocks", [26, 200])
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.law("1.1", "4")
+def test_texts_with_late_masks_are_golden(queued_backend: list[QueuedPack], blocks: int, depth: int) -> None:
+    """Tokens that a grammar forces after one in flight are verified as drafts, and all of them are kept."""
+    engine = null_engine(num_kv_blocks=blocks, pipeline_depth=depth)
+    launches = watch_launches(engine)
+    assert run(engine, READING).tokens == golden(READING)
+    stats = engine.stats()
+    assert (True, True) in launches
+    assert stats.masks is not None
+    assert 0 < stats.masks.forced_accepted == stats.masks.forced_drafted
+    assert stats.scheduler.outputs.stale_outputs == 0
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("params", [{"grammar": grammar.regex("[ab]{40}")}, {"bad_words_token_ids": ((97, 98),)}])
+def test_row_that_depends_on_its_text_does_not_drain_the_pipeline(
+    queued_backend: list[QueuedPack], params: dict[str, Any]
+) -> None:
+    engine = null_engine(pipeline_depth=2)
+    launches = watch_launches(engine)
+    for index in range(4):
+        own = SamplingParams(max_tokens=40, ignore_eos=True, **(params if index == 0 else {}))
+        engine.submit(RequestSpec(request_id=f"r{index}", prompt=(1, 2, 3), params=own, eos_token_ids=EOS))
+    while engine.has_work:
+        engine.step()
+    assert len(launches) >= 40
+    assert sum(ahead for ahead, _ in launches) >= len(launches) - 2, "all but the first and the last"
+    engine.close()
+
+
+def test_steps_wait_where_most_grammars_force_tokens(queued_backend: list[QueuedPack]) -> None:
+    """As drafts these tokens save more steps than the wait costs."""
+    engine = null_engine(pipeline_depth=2)
+    launches = watch_launches(engine)
+    forcing = SamplingParams(max_tokens=200, grammar=grammar.regex("([ab]cdef){30}"))
+    for index in range(4):
+        engine.submit(RequestSpec(request_id=f"r{index}", prompt=(1, 2, 3), params=forcing, eos_token_ids=EOS))
+    while engine.has_work:
+        engine.step()
+    assert (False, True) in launches
+    assert not any(ahead for ahead, _ in launches[len(launches) // 2 : -2])
     engine.close()
 
 
@@ -101,6 +165,25 @@ def test_failed_launch_is_reported_after_earlier_steps() -> None:
     assert device.collect(5.0).step == first.step
     for _ in range(2):
         with pytest.raises(EngineDead, match=f"step {second.step} failed: MemoryError: no room"):
+            device.collect(5.0)
+    device.close()
+
+
+def test_failed_sampling_is_reported_after_earlier_steps() -> None:
+    runner, _ = queued_runner()
+    device = LaunchingDevice(runner)
+    plans = prefill_and_decode(SamplingParams(bad_words_token_ids=((5, 6),)))
+    for each in plans:
+        device.submit(each)
+
+    def fail(launched: LaunchedStep) -> None:
+        raise MemoryError("no room")
+
+    runner.sample = fail  # type: ignore[method-assign]
+    device.perform(lambda runner: None)
+    assert device.collect(5.0).step == 0
+    for _ in range(2):
+        with pytest.raises(EngineDead, match="step 1 failed: MemoryError: no room"):
             device.collect(5.0)
     device.close()
 

@@ -79,7 +79,17 @@ MUTANTS = (
     mutant(
         "banned-sequences-ignore-the-token-in-flight",
         "4: a banned sequence is never generated, with any number of steps in flight",
-        (RUNNER, "        if self._sampler.reads_text(slots):\n", "        if False:\n"),
+        (RUNNER, " or self._sampler.reads_text(pending))", ")"),
+    ),
+    mutant(
+        "step-is-launched-after-drafts-in-flight",
+        "4: a text depends on all tokens before it, with any number of steps in flight",
+        (RUNNER, "        if self._drafted:\n", "        if False:\n"),
+    ),
+    mutant(
+        "forced-tokens-ignore-the-token-in-flight",
+        "4: a draft that violates the mask is rejected at its position",
+        (SLOT_GRAMMARS, "            forced = forced[skipped:]\n", ""),
     ),
     mutant(
         "drafter-keeps-the-previous-occupant",

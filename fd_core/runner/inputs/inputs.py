@@ -309,11 +309,13 @@ class LastTokens:
         fed = unsettled[rows.slots].nonzero()[0]
         if not len(fed):
             return None
-        if len(fed) == len(rows.slots) and (rows.shape is None or rows.shape[1] == 1):  # one token in each row
-            slots = np.full(total, self._num_slots, np.int32)
+        if len(fed) == len(rows.slots) and not rows.drafted and (rows.shape is None or rows.shape[1] == 1):
+            slots = np.full(total, self._num_slots, np.int32)  # one token in each row
             slots[: len(fed)] = rows.slots
             return None, slots
-        return (rows.begins + rows.counts - 1)[fed], rows.slots[fed]
+        lasts = rows.begins + rows.counts - 1
+        lasts[rows.sampling] -= rows.drafts
+        return lasts[fed], rows.slots[fed]
 
     def feed(self, token_ids: Array, fed: Fed) -> Array:
         """Write last tokens, as `gather` returned, into the tokens int32[T] of a step."""

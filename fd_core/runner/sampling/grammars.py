@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -22,6 +22,9 @@ from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.matcher import TokenMatcher, mask_words
 from fd_core.types import GRAMMAR_FAULT, Admission, IntArray
 from fd_core.types.metrics import counter
+
+_PAST: Final = 0.9
+"""Weight of earlier steps in the share of steps that force tokens."""
 
 
 class MaskStats(msgspec.Struct, kw_only=True):
@@ -63,6 +66,8 @@ class SlotGrammars:
         """By slot; while it is empty, all methods below but `admit` are no-ops."""
         self._forced: dict[int, int] = {}
         """Leading drafts of a slot that its grammar forces."""
+        self._forcing: dict[int, float] = {}
+        """Share of recent steps after which the grammar of a slot forced tokens."""
         self._accepted: dict[int, int] = {}
         """Forced drafts that were accepted since `take_accepted`, by slot; without slots that had none."""
         self._thread: ThreadPoolExecutor | None = None
@@ -78,6 +83,7 @@ class SlotGrammars:
         slot, params = admission.slot, admission.params
         self.matchers.pop(slot, None)
         self._forced.pop(slot, None)
+        self._forcing.pop(slot, None)
         if params.grammar is None and params.reasoning is None:
             return
         grammar = None
@@ -102,7 +108,7 @@ class SlotGrammars:
             matcher = self.matchers.get(slot)
             if matcher is None:
                 continue
-            forced = min(self._forced.pop(slot, 0), int(verified[row]))
+            forced = min(self._forced.pop(slot, 0), int(verified[row])) if verified[row] else 0
             self.stats.forced_drafted += forced
             if kept := min(forced, int(accepted[row])):
                 self.stats.forced_accepted += kept
@@ -121,22 +127,29 @@ class SlotGrammars:
         self._accepted.clear()
         return accepted
 
-    def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
+    def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray, ahead: IntArray) -> None:
         """Adapt drafts int32[n, k] and counts int32[n] of `slots` to their grammars, in place.
 
-        Forced tokens replace drafts; drafts are cut before the first one that the grammar forbids.
+        Forced tokens replace drafts; drafts are cut before the first one that the grammar forbids. They follow `ahead`
+        int32[n] tokens that are still on the device.
         """
-        for row, slot in enumerate(slots.tolist()):
+        for row, (slot, skipped) in enumerate(zip(slots.tolist(), ahead.tolist(), strict=True)):
             matcher = self.matchers.get(slot)
             if matcher is None:
                 continue
-            forced = matcher.forced(drafts.shape[1])
+            forced = matcher.forced(drafts.shape[1] + skipped)
+            self._forcing[slot] = _PAST * self._forcing.get(slot, 0.0) + (1 - _PAST) * bool(forced)
+            forced = forced[skipped:]
             self._forced[slot] = len(forced)
             if forced:
                 drafts[row, : len(forced)] = forced
                 counts[row] = len(forced)
             else:
                 counts[row] = matcher.allowed(drafts[row, : counts[row]].tolist())
+
+    def forcing(self, slots: IntArray) -> float:
+        """Return the expected number of `slots` int32[n] for which a step forces further tokens."""
+        return sum(self._forcing.get(slot, 0.0) for slot in slots.tolist())
 
     def among(self, slots: IntArray) -> IntArray:
         """Return those of `slots` int32[n] that have a matcher."""

@@ -128,7 +128,6 @@ class RunningBatch:
         Registers the blocks that are complete now, and gives up those that no later step reads.
         """
         slots = self.slots
-        slots.settle(rows, upto)
         blocks = upto // slots.block_size
         completed = blocks > slots.num_registered[rows]
         if not np.count_nonzero(completed):

@@ -84,8 +84,6 @@ class SlotTable:
         self._delivered = DeliveredTokens(num_slots)
         self.num_planned = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
-        self.num_settled = np.zeros(num_slots, np.int32)
-        """Positions whose KV was computed by a step with an output."""
         self.drafts_ready = np.zeros(num_slots, np.int32)
         """Drafts that the runner holds for the next step, or may hold by then."""
         self.limit = np.zeros(num_slots, np.int32)
@@ -145,7 +143,7 @@ class SlotTable:
         self.preempted_before[slot] = request.preemptions > 0
         # Before it is in the slot, every token of a request is in its own buffer.
         self.num_at_admission[slot] = self.num_tokens[slot] = self.num_planned[slot] = request.tokens.taken
-        self.num_computed[slot] = self.num_settled[slot] = 0
+        self.num_computed[slot] = 0
         self.limit[slot] = request.limit
         self.prompt_len[slot] = request.prompt_len
         groups = self.groups
@@ -178,7 +176,7 @@ class SlotTable:
         """Start computing in a slot, after `num_computed` positions whose KV is in place."""
         self.running[slot], self.loading[slot] = True, False
         self.membership += 1
-        self.num_computed[slot] = self.num_settled[slot] = num_computed
+        self.num_computed[slot] = num_computed
 
     def drain(self, slot: int) -> None:
         """Mark a preempted or aborted slot as draining: it stays occupied until its -9."""
@@ -228,10 +226,6 @@ class SlotTable:
         self.membership += 1
         self.num_planned[rows] -= rejected
         self.num_computed[rows] -= rejected
-
-    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
-        """Mark the KV of the slots `rows` as settled below positions `upto` int32[n]."""
-        self.num_settled[rows] = upto
 
     def register(self, slot: int, upto: int) -> None:
         """Record that the leading `upto` blocks of a slot were offered to the prefix index."""

@@ -83,6 +83,9 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
+BANNED = tuple((token, token * step % 157) for token in range(160) for step in range(1, 40))
+
+
 def test_steps_match_the_pack_of_the_core(folder: Path) -> None:
     processor = Processor()
     outputs = []
@@ -124,14 +127,18 @@ def test_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypat
 
 
 def test_pipelined_steps_match_sequential_ones(folder: Path) -> None:
-    """With the device of an engine, and with graphs, whose logits are valid until the next replay."""
+    """With the device of an engine, and with graphs, whose logits are valid until the next replay.
+
+    The text of one request decides what it may sample: that is queued after the tokens of the step before arrived.
+    """
+    params = [*MIXED[:4], {"temperature": 0.9, "seed": 9, "bad_words_token_ids": BANNED}]
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
         runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
         device = make_device(runner, 2, "memory")
         assert isinstance(device, LaunchingDevice if ops.queues else ThreadDevice)
-        first, *plans = conversation(MIXED)
+        first, *plans = conversation(params)
         device.submit(first)
         found = []
         for each in plans:

@@ -36,11 +36,11 @@ def slots(*numbers: int) -> IntArray:
     return np.array(numbers, np.int32)
 
 
-def shaped(grammars: SlotGrammars, slot: int, *guesses: int) -> list[int]:
+def shaped(grammars: SlotGrammars, slot: int, *guesses: int, ahead: int = 0) -> list[int]:
     drafts = np.zeros((1, 4), np.int32)
     drafts[0, : len(guesses)] = guesses
     counts = slots(len(guesses))
-    grammars.shape_drafts(slots(slot), drafts, counts)
+    grammars.shape_drafts(slots(slot), drafts, counts, slots(ahead))
     shaped_drafts: list[int] = drafts[0, : counts[0]].tolist()
     return shaped_drafts
 

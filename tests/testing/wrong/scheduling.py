@@ -631,7 +631,7 @@ class SendsABlockThatIsNotFull(Changed):
     def change(self):
         def send(running_batch, right, slot, request):
             if request.spec.prefill_job is not None:
-                upto = -(-int(self._slots.num_settled[slot]) // self.limits.block_size)
+                upto = -(-int(self._slots.num_computed[slot]) // self.limits.block_size)
                 self._transferring.settled(request, self._slots.tables[:, slot], upto)
 
         instead(self._running_batch, "_send_settled", send)
