@@ -90,7 +90,7 @@ def test_family_without_a_processor_is_named() -> None:
         (Qwen3Vl, {"deepstack_visual_indexes": [2]}, "must be ascending layers before the last one"),
         (Qwen3Vl, {"num_position_embeddings": 24}, "num_position_embeddings=24 must be a square"),
         (Qwen3Vl, {"depth": 9, "deepstack_visual_indexes": [0, 1, 2, 3]}, "must have a layer for each"),
-        (PaddleOcrVl, {"num_attention_heads": 6}, "48 elements in 6 heads cannot turn by row and column"),
+        (PaddleOcrVl, {"num_attention_heads": 8}, "48 elements in 8 heads cannot turn by row and column"),
     ],
 )
 def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision: dict[str, Any], message: str) -> None:
