@@ -318,8 +318,9 @@ class Runner:
         rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
         if self.limits.whole_prompts and not (plan.samples & (plan.starts == 0)).all():
             raise RuntimeError(f"step {plan.step} computes a part of a prompt, but this model attends to all of it")
-        pending = rows.sampled_slots[batch.unsettled[rows.sampled_slots] > 0]
-        late = len(pending) > 0 and (len(self._grammars.among(pending)) > 0 or self._sampler.reads_text(pending))
+        late = False
+        if self.ops.queues and len(pending := rows.sampled_slots[batch.unsettled[rows.sampled_slots] > 0]):
+            late = len(self._grammars.among(pending)) > 0 or self._sampler.reads_text(pending)
         masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers and not late else None
         work = self._gather(plan, rows, late)
         if not self.ops.on_host:

@@ -79,7 +79,7 @@ MUTANTS = (
     mutant(
         "banned-sequences-ignore-the-token-in-flight",
         "4: a banned sequence is never generated, with any number of steps in flight",
-        (RUNNER, " or self._sampler.reads_text(pending))", ")"),
+        (RUNNER, " or self._sampler.reads_text(pending)\n", "\n"),
     ),
     mutant(
         "step-is-launched-after-drafts-in-flight",
