@@ -19,11 +19,11 @@ from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import (
     DecoderSpec,
-    LinearShare,
     MlpSpec,
     MoeSpec,
     NormSpec,
     VectorSpec,
+    attention_shares,
     decoder_spec,
 )
 from fd_core.models.loading.checkpoint import Checkpoint
@@ -331,12 +331,13 @@ def _load(model: DecoderModel, checkpoint: Checkpoint) -> DraftHead:
     if checkpoint.shape("fc.weight") != wide:
         raise ModelError(f"fc.weight has shape {checkpoint.shape('fc.weight')}, expected {wide}")
     reader = Reader(spec, checkpoint, ops, model.max_positions, progress=None, quantization="auto")
-    fc, qkv = checkpoint.read("fc.weight"), reader.weights(attention.qkv, LinearShare())
+    rows, columns = attention_shares(attention, ops.parallel)
+    fc, qkv = checkpoint.read("fc.weight"), reader.weights(attention.qkv, rows)
 
     def part(index: int) -> slice:
         return slice(index * hidden, (index + 1) * hidden)
 
-    biases = reader.biases(attention.qkv, LinearShare())
+    biases = reader.biases(attention.qkv, rows)
     own = spec.embedding.name in checkpoint.names()
     return DraftHead(
         ops=ops,
@@ -350,7 +351,7 @@ def _load(model: DecoderModel, checkpoint: Checkpoint) -> DraftHead:
             ops.prepare_linear([each.take_columns(part(1)) for each in qkv]),
         ),
         heads=reader.heads(attention),
-        output=reader.linear(attention.output, LinearShare(), adds=True),
+        output=reader.linear(attention.output, columns, adds=True),
         mlp=reader.mlp(mlp),
         activation=spec.activation,
         norm=reader.norm(spec.final_norm or attention.norm),

@@ -13,10 +13,9 @@ import pytest
 from fd_core.config import SpeculativeConfig
 from fd_core.engine import computing
 from fd_core.engine.core import Engine
-from fd_core.errors import ConfigError
 from fd_core.runner.drafting.eagle import EagleDrafter
 from fd_core.testing.models.checkpoints import write_checkpoint
-from fd_core.testing.models.texts import Texts, run
+from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
@@ -100,6 +99,31 @@ def test_settings_do_not_change_texts(model: Path, drafting: Settings, changes: 
         require_accepted(engine)
 
 
+def test_ranks_change_neither_drafts_nor_texts(
+    model: Path, drafting: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[dict[tuple[int, ...], list[int]]] = []
+    propose: Callable[..., Any] = EagleDrafter.propose
+
+    def recorded(self: EagleDrafter, slots: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, counts = propose(self, slots, limit)
+        lengths = self._given.lengths[self._row_of[slots]]
+        for slot, length, row, count in zip(slots, lengths, tokens, counts, strict=True):
+            drafts[-1][tuple(self._given.tokens[slot, :length].tolist())] = row[:count].tolist()
+        return tokens, counts
+
+    monkeypatch.setattr(EagleDrafter, "propose", recorded)
+    spec, texts = greedy("r", range(20), 12), []
+    for ranks in (1, 2):
+        drafts.append({})
+        with engine_of(model, tensor_parallel_size=ranks, backend="cpu", dtype="float32", **drafting) as engine:
+            drafts[-1].clear()  # those of the warm-up
+            texts.append(run(engine, [spec]).tokens)
+    assert texts[0] == texts[1]
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 3
+
+
 @pytest.mark.usefixtures("knowing")
 @pytest.mark.law("5.2")
 def test_preempted_requests_go_on_from_saved_kv_of_the_head(
@@ -148,11 +172,3 @@ def test_forced_and_drafted_tokens_change_no_grammar(
 def test_head_takes_a_layer_of_kv(model: Path, drafting: Settings) -> None:
     with engine_of(model) as plain, engine_of(model, **drafting) as engine:
         assert engine.info.kv_cache_bytes * 3 == plain.info.kv_cache_bytes * 4
-
-
-def test_head_on_several_ranks_is_refused(model: Path, drafting: Settings) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"--tensor-parallel-size cannot be combined with (eagle3|mtp)"),
-        engine_of(model, tensor_parallel_size=2, backend="cpu", **drafting),
-    ):
-        pass

@@ -38,7 +38,7 @@ from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankExchangeError, RankRendezvous
 from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.ops.weights import Adapter
-from fd_core.plugins import DRAFTER, LAUNCHER, installed_plugins
+from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.runner.runner import Runner, RunnerAdapters
 from fd_core.types import IntArray, StepOutput, StepPlan
 
@@ -82,13 +82,6 @@ def require_ranks(config: EngineConfig) -> None:
             f"uni runs one process, not {size} ranks", field="--distributed-executor-backend", hint="use mp"
         )
     if config.pipeline_parallel_size == 1:
-        method = None if config.speculative is None else config.speculative.method
-        if method is not None and installed_plugins().load(DRAFTER, method).reads_states:
-            raise ConfigError(
-                f"--tensor-parallel-size cannot be combined with {method} yet: its head is computed by one rank",
-                field="--speculative-config",
-                hint="use ngram, suffix or draft_model, or one rank",
-            )
         return
     flag = "--pipeline-parallel-size"
     refused = (

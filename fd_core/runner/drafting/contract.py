@@ -99,7 +99,8 @@ class Drafter(abc.ABC):
     reads_states: ClassVar[bool] = False
     """True if the engine loads a head with the target: the one at `DraftContext.model_path`, or without `uses_model`
     the layer for multi-token prediction of the target's checkpoint. Its KV is a layer of the target's cache: it is
-    saved, restored, shared and sent with the target's, and `read` writes it in every step."""
+    saved, restored, shared and sent with the target's, and `read` writes it in every step. Of several ranks, each
+    computes its share of the head, so the number of its forwards may depend only on what it is given."""
     kv_shape: KVShape | None = None
     """Set at construction by a drafter with a separate KV cache. Memory for as many blocks of this shape as the target
     has is reserved, and allocated in `allocate`."""
