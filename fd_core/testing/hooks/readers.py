@@ -26,8 +26,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "preempted and saved": {"num_kv_blocks": 25},
     "preempted and computed again": {"num_kv_blocks": 25, "save_preempted_kv": False},
     "ample": {},
-    "one draft": {"k": 1},
-    "few rows": {"max_num_seqs": 2},
+    "few rows": {"max_num_seqs": 2, "k": 1},
 }
 
 
