@@ -114,7 +114,7 @@ MUTANTS = (
     mutant(
         "stage-skips-its-last-layer",
         "4: stages change no text",
-        ("models/build.py", "for each in of_stage]", "for each in of_stage[: max(1, len(of_stage) - 1)]]"),
+        ("models/build.py", "(each) for each in of_stage]", "(each) for each in of_stage[: len(of_stage) - 1 or 1]]"),
     ),
     mutant(
         "stage-sends-before-computing",
