@@ -80,12 +80,23 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
     return load_engine(EngineConfig(**(values | settings)), folder, progress=lambda *_: None)
 
 
+EXPECTED: dict[str, Texts] = {}
+"""By folder, requests and settings."""
+
+
 def texts_of(folder: Path, specs: list[RequestSpec], **settings: Any) -> Texts:
-    engine = engine_of(folder, **settings)
-    try:
-        return run(engine, specs)
-    finally:
-        engine.close()
+    """Return the texts of another engine, without ranks: tests/engine/test_ranks.py shows that these change no text.
+
+    Computed once for all tests of this file. Do not modify them.
+    """
+    alone = {name: value for name, value in settings.items() if not name.endswith("_parallel_size")}
+    if (key := repr((folder, specs, alone))) not in EXPECTED:
+        engine = engine_of(folder, **alone)
+        try:
+            EXPECTED[key] = run(engine, specs)
+        finally:
+            engine.close()
+    return EXPECTED[key]
 
 
 @pytest.mark.parametrize(
