@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jsonschema
@@ -39,23 +39,23 @@ def llm() -> Iterator[LLM]:
     made.close()
 
 
-def fill(llm: LLM, names: list[str], times: int, **params: Any) -> list[Completion]:
-    prompts = [f"An example of a {name}, as JSON:\n" for name in names for _ in range(times)]
+def fill(llm: LLM, names: list[str], seeds: Sequence[int], **params: Any) -> list[Completion]:
+    prompts = [f"An example of a {name}, as JSON:\n" for name in names for _ in seeds]
     parameters = [
         SamplingParams(max_tokens=160, temperature=1.0, seed=seed, grammar=grammar.json_schema(TEN[name]), **params)
         for name in names
-        for seed in range(times)
+        for seed in seeds
     ]
     filled = llm.generate(prompts, parameters)
     for index, answer in enumerate(filled):
         assert answer.finish_reason is FinishReason.STOP, answer.text
-        jsonschema.validate(json.loads(answer.text), TEN[names[index // times]])
+        jsonschema.validate(json.loads(answer.text), TEN[names[index // len(seeds)]])
     return filled
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.soak)])
 def test_ten_schemas_are_always_filled_validly(llm: LLM, times: int) -> None:
-    fill(llm, list(TEN), times)
+    fill(llm, list(TEN), range(times))
     masks = llm.stats.masks
     assert masks is not None
     assert masks.forced_accepted == masks.forced_drafted > masks.masks / 4, "much of a schema is forced"
@@ -67,13 +67,13 @@ def test_ten_schemas_are_always_filled_validly(llm: LLM, times: int) -> None:
     "names", [["records"], pytest.param(["records", "unicode"], marks=pytest.mark.soak)], ids=["one", "two"]
 )
 def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM, names: list[str]) -> None:
-    together = [answer.token_ids for answer in fill(llm, names, 2)]
-    alone = [fill(llm, [name], 2)[seed].token_ids for name in names for seed in range(2)]
+    together = [answer.token_ids for answer in fill(llm, names, range(2))]
+    alone = [fill(llm, [name], [seed])[0].token_ids for name in names for seed in range(2)]
     assert alone == together
     ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     for settings in ({"num_kv_blocks": 20, "pipeline_depth": 2, "max_forced_tokens": 0}, {"speculative": ngram}):
         other = LLM("smollm2", backend="cpu", dtype="float32", **SETTINGS | settings)
-        assert [answer.token_ids for answer in fill(other, names, 2)] == together, settings
+        assert [answer.token_ids for answer in fill(other, names, range(2))] == together, settings
         other.close()
 
 
