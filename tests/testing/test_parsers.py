@@ -61,9 +61,10 @@ def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     kind = TOOL_PARSER if issubclass(wrong.cls, ToolParser) else REASONING_PARSER
     target = ParserTarget(name, wrong.cls, kind)
     with pytest.raises(InvariantViolated) as caught:
-        if ":" in wrong.noticed_by:
+        if wrong.noticed_by in CASES[kind]:
             CASES[kind][wrong.noticed_by].run(target=target)
-        for case in cases_of(part_of(target))[0]:
+        part, (_, _, text) = part_of(target), wrong.noticed_by.partition(":")
+        for case in [part.case(text)] if text else cases_of(part)[0]:
             case.part.check(target, case.values)
     assert re.fullmatch(wrong.rule, caught.value.rule), caught.value
 

@@ -213,6 +213,12 @@ class ForgetsAllSessions(SessionAffinity):
         super().sweep(now + 1e9)
 
 
+class LooksAtTheFirst1024(RouterPolicy):
+    def choose(self, context):
+        seen = context.candidates
+        return lowest(seen, context.random, seen.requests[:1024], seen.prefill_tokens[:1024])
+
+
 class ReadsMinutesAsSeconds(SessionAffinity):
     def __init__(self, config):
         super().__init__(config)
@@ -519,6 +525,7 @@ def without_shrinking(monkeypatch):
         (RemembersLoads, FORGETS, ()),
         (KeepsSessionsInItsClass, FORGETS, ()),
         (PacksRequestsAndTokens, LOADS, ("prefill_tokens",)),
+        (LooksAtTheFirst1024, LOADS, ("requests",)),
         (CutsNamesOfSessions, NAMES, ("sessions", 33)),
         (CutsUrls, NAMES, ("urls", 65)),
         (TimesSessionsFromTheirFirstUse, DURATION, ()),

@@ -32,7 +32,7 @@ def failure(case: KitCase, pack: NumpyOps) -> str | None:
 
 
 LARGE = pytest.mark.soak, pytest.mark.timeout(900)
-NAMES = [pytest.param(name, marks=LARGE if each.part in ("pool", "table") else ()) for name, each in FAULTS.items()]
+NAMES = [pytest.param(name, marks=LARGE if each.values.get("gib") else ()) for name, each in FAULTS.items()]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -200,12 +200,31 @@ def _held() -> dict[str, int]:
     return {"open files": files, "threads": threading.active_count()}
 
 
+class _Closure(dict[str, Any]):
+    """Variables of enclosing functions that a function uses, by name; an assignment changes the variable."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, cell in self._cells.items():
+            with suppress(ValueError):  # not assigned yet
+                super().__setitem__(name, cell.cell_contents)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+        super().__setitem__(name, value)
+
+
+def contents_of(thing: object) -> Any:
+    """Return the attributes of an instance, or the variables of a closure, by name; None if there are none."""
+    return _Closure(thing) if isinstance(thing, FunctionType) else getattr(thing, "__dict__", None)
+
+
 def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float]]:
     """Return the numbers in the attributes of an instance, or in a dictionary, by path, with their owners and keys.
 
-    Also those of small arrays of any framework, and the next one of an `itertools.count`.
+    Also those of small arrays of any framework, the next one of an `itertools.count`, and variables of closures.
     """
-    if isinstance(thing, ModuleType | type | FunctionType):
+    if isinstance(thing, ModuleType | type):
         return {}
     found: dict[str, tuple[Any, Any, float]] = {}
     shape: Any = getattr(thing, "shape", None)
@@ -214,7 +233,7 @@ def numbers_in(thing: object, path: str = "") -> dict[str, tuple[Any, Any, float
             numbers = np.ndenumerate(np.array(thing.tolist()))
             found = {f"{path}{at}": (thing, at, value.item()) for at, value in numbers}
         return found
-    owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
+    owner = thing if isinstance(thing, dict | list) else contents_of(thing)
     if not isinstance(owner, dict | list) or path.count(".") > 3:
         return found
     for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):

@@ -48,6 +48,8 @@ VALUES: Final = {
 """Values of an argument that is a string; `markers` is one of each format."""
 _SIZES: Final = (1, 2, 40, 300)
 """Number of repetitions of a text."""
+_HUGE: Final = 2300
+"""Repetitions that have more than 2^17 characters."""
 _SHORT: Final = ("number", "word", "empty")
 _WITH_VALUE: Final = ("city", "nested", "mixed")
 _CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "tokens", "at-markers", "in-markers")
@@ -77,7 +79,7 @@ _TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"sh
 CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
-    Axis("size", _SIZES),
+    Axis("size", _SIZES, rare=tuple({"size": _HUGE, "chunk": chunk} for chunk in ("whole", 64))),
     Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",)),
     Axis("groups", (1, 2, 3), ("CallForm.opening", "CallForm.closing", "CallForm.anywhere")),
     Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
@@ -96,7 +98,7 @@ CALL_AXES: Final = (
 )
 ANSWER_AXES: Final = (
     Axis("reasoning", (*TEXTS, "none")),
-    Axis("size", _SIZES),
+    Axis("size", _SIZES, rare=({"size": _HUGE, "text_size": _HUGE, "chunk": 64},)),
     Axis("text", (*TEXTS, "none")),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from fd_core.ops.contract import Array, HostCopies, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.testing.hooks.purity import contents_of
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.target import parse_target
 from fd_core.types import IntArray
@@ -164,7 +165,8 @@ class Matrices:
         return self._ops.fetch_later([matrix])
 
     def tables(self) -> list[tuple[Array, bytes]]:
-        """Return the arrays, larger than counts, of the postprocessor, its class and its module, with their bytes."""
+        """Return the arrays, larger than counts, of the postprocessor, its class, its module, and closures in them,
+        with their bytes."""
         cls, found = type(self.postprocess), dict[int, Array]()
         parts: list[tuple[Any, int]] = [
             (vars(each), 0) for each in (self.postprocess, cls, sys.modules[cls.__module__])
@@ -174,8 +176,8 @@ class Matrices:
                 if isinstance(getattr(value, "shape", None), tuple | list) and hasattr(value, "__setitem__"):
                     if math.prod(value.shape) > _MAX_NUMBERS:
                         found[id(value)] = value
-                elif depth < _DEPTH and not isinstance(value, ModuleType | type | FunctionType | Ops):
-                    inner = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", ())
+                elif depth < _DEPTH and not isinstance(value, ModuleType | type | Ops):
+                    inner = value if isinstance(value, dict | list | tuple) else contents_of(value) or ()
                     parts.append((inner, depth + 1))
         return [(each, self._host(each).tobytes()) for each in found.values()]
 

@@ -51,6 +51,9 @@ _SMALL: Final = (5, 10, 20, 40, 80)
 """Loads at which a policy shows whether it prefers the less busy one of two workers."""
 _EDGES: Final = tuple(2**bits + more for bits in (8, 15, 16, 24, 31) for more in (-1, 0, 1))
 """Loads at which a number of some bits is full."""
+_FEW: Final = (3, 257)
+_FLEETS: Final = (1025, 4097)
+"""Workers of which a policy that finds the least busy one of fewer finds it as well."""
 
 
 class RouterPolicySuite:
@@ -172,18 +175,18 @@ class RouterPolicySuite:
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
     def test_less_busy_worker_is_preferred_at_every_size_of_its_load(self, field: str) -> None:
-        """Show two workers that differ in one field of the load by its half; other fields are equal."""
+        """Show two workers that differ in one field of the load by its half, then more; other fields are equal."""
 
-        def prefers(load: int, other: int) -> bool:
+        def prefers(load: int, other: int, count: int = 2) -> bool:
             loads = [WorkerLoad(**{**dict.fromkeys(fields, other), field: each}) for each in (load, 2 * load + 1)]
             chosen = [
                 (
                     less,
                     self.new_policy().choose(
-                        self.shown([(_worker(at, at), loads[at != less], 0) for at in (0, 1)], draw)
+                        self.shown([(_worker(at, at), loads[at != less], 0) for at in range(count)], draw)
                     ),
                 )
-                for less in (0, 1)
+                for less in (0, count - 1)
                 for draw in (0.0, 0.99)
             ]
             return all(worker.worker == _worker(less, less) for less, worker in chosen)
@@ -197,6 +200,11 @@ class RouterPolicySuite:
                 f"of {field}={load:,} and {2 * load + 1:,}, where other loads are {other:,}, it chose the larger one; "
                 f"with up to {_SMALL[-1]} it chooses the smaller one"
             )
+        if all(prefers(_SMALL[0], others[0], count) for count in _FEW):  # it does not draw some of them
+            for count in _FLEETS:
+                assert prefers(_SMALL[0], others[0], count), (
+                    f"the worker with the fewest {field} is not chosen among {count:,}, but among {_FEW[-1]} it is"
+                )
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("what", ["sessions", "urls"])

@@ -374,10 +374,10 @@ def _sampling(kind: str, index: int) -> dict[str, Any]:
 
 
 def _ending(kind: str, spec: RequestSpec, text: Sequence[int], index: int) -> RequestSpec:
-    """Return a request with EOS and stop ids: the last of up to 20 ids ends the text, the others do not occur in it."""
+    """Return a request with EOS and stop ids: the last of up to 131 ends the text, the others do not occur in it."""
     last = text[(3 * index + 1) % len(text)]
     others = [token for token in range(250, 10, -1) if token not in text]
-    first, second = (*others[: (1, 0, 2, 8, 19)[index % 5]], last), tuple(others[20 : 20 + index % 3])
+    first, second = (*others[: (1, 0, 2, 8, 130)[index % 5]], last), tuple(others[: index % 3])
     ids = {"eos": (first, second), "stop": (second, first), "both": (first, first[-1:]), "ignored": (first, second)}
     eos, stop = ids[kind]
     spec = msgspec.structs.replace(spec, eos_token_ids=eos)

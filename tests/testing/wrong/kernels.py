@@ -54,6 +54,51 @@ class RoundsGroupsToPowersOfTwo(NumpyOps):
         return super().paged_attention(q, picked, replace(heads, num_kv_heads=heads.num_heads), step)
 
 
+@shown_by("layer", head_dim=192)
+class KnowsHeadsOfOneOrTwoTiles(NumpyOps):
+    """Heads wider than a tile of 128, but narrower than two, are summed up over one."""
+
+    def paged_attention(self, q, layer, heads, step):
+        if 128 < heads.head_dim < 256:
+            q = q.copy()
+            q[..., 128:] = 0
+        return super().paged_attention(q, layer, heads, step)
+
+
+@shown_by("layer", head_dim=512)
+class HoldsAHeadIn256Lanes(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        found = super().paged_attention(q, layer, heads, step)
+        found.reshape(*q.shape)[..., 256:] = 0
+        return found
+
+
+@shown_by("layer", window=4097)
+class KeepsWindowsIn12Bits(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        window = heads.window and (heads.window & 4095 or 4096)
+        return super().paged_attention(q, layer, replace(heads, window=window), step)
+
+
+@shown_by("pool", gib=0)
+class StartsItsMaximumAtMinus10000(NumpyOps):
+    """An online softmax begins with that instead of minus infinity, so that weights of lower scores are all 0."""
+
+    def paged_attention(self, q, layer, heads, step):
+        found = super().paged_attention(q, layer, heads, step)
+        lonely = np.flatnonzero(np.asarray(step.context_len) == 1)  # of others the scores are not known here
+        blocks, offsets = step.block_tables[lonely, 0], np.zeros(len(lonely), int)
+        k = (
+            layer[0, blocks, offsets]
+            .astype(np.float32)[..., : heads.head_dim]
+            .repeat(heads.num_heads // heads.num_kv_heads, axis=1)
+        )
+        scores = (q[step.query_start[lonely]] * k).sum(axis=-1) * heads.scale
+        lost = np.repeat(scores < -1e4 - 100, heads.head_dim, axis=1)
+        found[step.query_start[lonely]] = np.where(lost, np.nan, found[step.query_start[lonely]])
+        return found
+
+
 @shown_by("layer", decodes=193, chunk=0, drafts=0)
 class DecodesAtMost192Rows(NumpyOps):
     """A grid of 192: later rows keep what was in the output before."""

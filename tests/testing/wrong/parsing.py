@@ -438,6 +438,17 @@ class KeepsEightThousandCharactersOfArguments(HermesTools):
         self.emitted += len(text)
 
 
+@breaks("8.[134]", "calls:size=2300,chunk=64")
+class KeepsArgumentsInABufferOf128K(HermesTools):
+    def begin_call(self, name):
+        self.left = 1 << 17
+        super().begin_call(name)
+
+    def emit_arguments(self, text):
+        super().emit_arguments(text[: self.left])
+        self.left -= len(text[: self.left])
+
+
 @breaks("8.[134]", "calls")
 class DropsTextAfterACall(HermesTools):
     def emit_content(self, text):

@@ -394,7 +394,7 @@ class NumbersStepsInSixteenBits(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked)
 
 
-@breaks("1.1", MANY)
+@breaks("1.1", "matrix:steps=17,before=kept,counted=65536")
 class CountsStepsInAClosure(NumpyPostprocess):
     """As the one before, but its count is in no attribute."""
 
@@ -804,3 +804,26 @@ class ComparesEachSlotWithEachRow(TorchPostprocess):
         rows = torch.cat((sampled.new_full((1, sampled.shape[1]), EMPTY_TOKEN_ID), kept, gone))
         owners = torch.cat((slots.new_full((1,), -1), slots, revoked))
         return rows[(torch.arange(self.limits.max_num_seqs)[:, None] == owners).int().argmax(dim=1)]
+
+
+@breaks("1.1", "matrix:slots=33,tables=overwritten")
+class StampsRowsInAClosure(NumpyPostprocess):
+    """Rows are kept between steps, with the number of their step in 17 bits, in variables of a function."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._step = self._stamping(limits.max_num_seqs, 1 + limits.max_drafts)
+
+    def _stamping(self, slots, width):
+        stamps, rows, step = np.full(slots, -1), np.zeros((slots, width), np.int32), 0
+
+        def compute(matrix, stamped):
+            nonlocal step
+            step = (step + 1) % 2**17
+            rows[stamped], stamps[stamped] = matrix[stamped], step
+            return np.where((stamps == step)[:, None], rows, np.int32(EMPTY_TOKEN_ID))
+
+        return compute
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return self._step(super().token_matrix(sampled, accepted, slots, revoked), np.concatenate([slots, revoked]))
