@@ -60,7 +60,7 @@ AXES: Final = (
         "head_dim",
         (16, 8, 10, 24, 32, 64, 80, 96, 128, 192, 256),
         ("Heads.head_dim", "KVShape.head_dim"),
-        rare=({"head_dim": 512, "kv_heads": 1, "chunk": 17}, {"head_dim": 112, "chunk": 17}),
+        rare=({"head_dim": 112, "chunk": 17},),
     ),
     Axis("scale", (1.0, 0.5, 1.3), ("Heads.scale",)),
     Axis("hidden", (128, 38, 256, 1000), rare=({"hidden": 4104}, {"hidden": 8192})),

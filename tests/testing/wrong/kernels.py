@@ -65,14 +65,6 @@ class KnowsHeadsOfOneOrTwoTiles(NumpyOps):
         return super().paged_attention(q, layer, heads, step)
 
 
-@shown_by("layer", head_dim=512)
-class HoldsAHeadIn256Lanes(NumpyOps):
-    def paged_attention(self, q, layer, heads, step):
-        found = super().paged_attention(q, layer, heads, step)
-        found.reshape(*q.shape)[..., 256:] = 0
-        return found
-
-
 @shown_by("layer", window=4097)
 class KeepsWindowsIn12Bits(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
