@@ -153,7 +153,7 @@ def whole_prompts(model: Model) -> bool:
 def image_tokens(model: Model) -> tuple[int, int]:
     """Return the tokens of the largest image, and the patches of each; (0, 1) for a model without an encoder."""
     spec = getattr(getattr(model, "spec", None), "images", None)  # any stage's
-    return (0, 1) if spec is None else (spec.most_patches // spec.merge**2, spec.merge**2)
+    return (0, 1) if spec is None else (spec.most_tokens, spec.merge**2)
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,8 @@ class ImageEncoder:
     """Of the pixels, divided by 255, of each channel."""
     table: npt.NDArray[np.float32] | None = None
     """[side, side, H], positions that are interpolated; None without any."""
+    newline: npt.NDArray[np.float32] | None = None
+    """See `ImageSpec.newline`."""
     _turned: tuple[int, int] = 0, 0
     """Grid for which the tower's rope tables are."""
 
@@ -56,6 +59,35 @@ class ImageEncoder:
         """Relative places at which the next row of the table of positions begins."""
         step = 1 / self.spec.side
         return (step + step * np.arange(self.spec.side - 1)).astype(np.float32)
+
+    def tiles(self, image: Image) -> list[Image]:
+        """Return the square tiles of an image whose tiles are joined, which are one below the other; else the image."""
+        side = image.size[1]
+        if self.newline is None or image.size[0] == side:
+            return [image]
+        data = np.frombuffer(image.pixels, np.uint8).reshape(-1, 3 * side * side)
+        return [msgspec.structs.replace(image, size=(side, side), pixels=tile.tobytes()) for tile in data]
+
+    def joined(self, tiles: list[Array], image: Image) -> Array:
+        """Return the states [tokens, H] of an image from those of its tiles: the whole image, and the grid of others.
+
+        `image.layout` has the rows and columns of tiles in the grid, the rows and columns of tokens that are cut off at
+        each side of it, and those to which the others are resized.
+        """
+        if self.newline is None:
+            return tiles[0]
+        whole, *others = (self.ops.to_host(tile) for tile in tiles)
+        width = len(self.newline)
+        if not others:
+            return self.ops.states_from_host(np.concatenate([whole, self.newline[None]]))
+        rows, columns, top, left, *size = image.layout
+        side = self.spec.side
+        grid = np.stack(others).reshape(rows, columns, side, side, width).swapaxes(1, 2)
+        grid = grid.reshape(rows * side, columns * side, width)[top : rows * side - top, left : columns * side - left]
+        for axis, count in enumerate(size):
+            grid = _resized(grid, count, axis)
+        lines = np.concatenate([grid, np.broadcast_to(self.newline, (len(grid), 1, width))], axis=1)
+        return self.ops.states_from_host(np.concatenate([whole, lines.reshape(-1, width)]))
 
     def grid(self, image: Image) -> tuple[int, int]:
         """Return rows and columns of patches in the image."""
@@ -134,3 +166,16 @@ class ImageEncoder:
         for index, linear in enumerate(merger.linears):
             states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)
         return states
+
+
+def _resized(values: npt.NDArray[np.float32], count: int, axis: int) -> npt.NDArray[np.float32]:
+    """Return values of another count along an axis, interpolated linearly between the centres of the given ones."""
+    given = values.shape[axis]
+    if given == count:
+        return values
+    places = np.clip((np.arange(count) + 0.5) * (given / count) - 0.5, 0, given - 1)
+    before = places.astype(np.int64)
+    after = np.minimum(before + 1, given - 1)
+    share = np.expand_dims((places - before).astype(np.float32), [each for each in range(values.ndim) if each != axis])
+    found: npt.NDArray[np.float32] = values.take(before, axis) * (1 - share) + values.take(after, axis) * share
+    return found

@@ -40,6 +40,10 @@ class ImageProcessor(abc.ABC):
     def process(self, pixels: Pixels) -> ProcessedImage:
         """Resize and divide an image uint8[h, w, 3]. Raises `BadRequest` for a size that the model cannot take."""
 
+    def process_among(self, pixels: Pixels) -> ProcessedImage:
+        """Process an image of a prompt that has several, by default as the only one."""
+        return self.process(pixels)
+
     def expand(self, text: str, images: Sequence[ProcessedImage]) -> str:
         """Replace the placeholders of a rendered prompt, one for each image.
 

@@ -661,6 +661,15 @@ class ImageSpec(_Parts):
     window: int = 0
     """Side, in patches, of the squares within which the layers in `windowed` attend."""
     windowed: tuple[int, ...] = ()
+    newline: VectorSpec | None = None
+    """[H of the decoder], a token after each row of the tokens of an image, whose tiles are joined."""
+    largest: int = 0
+    """Most tokens of such an image."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of an image."""
+        return self.largest or self.most_patches // self.merge**2
 
     @property
     def patch_size(self) -> int:

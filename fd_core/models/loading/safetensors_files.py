@@ -109,7 +109,8 @@ _SINGLE = "model.safetensors"
 def text_name(name: str) -> str:
     """Return the name of a tensor of a multimodal model: of its text part, without a prefix; or of Nemotron-H."""
     name = re.sub(r"^backbone\.", "model.", name)
-    name = name.removeprefix("model.") if name.startswith("model.visual.") else name
+    name = re.sub(r"^model\.(?=(visual|vision_tower|multi_modal_projector)\.|image_newline$)", "", name)
+    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 
 

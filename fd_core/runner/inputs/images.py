@@ -139,6 +139,10 @@ class SlotImages:
 
     def encode(self, image: Image) -> tuple[Array, ...]:
         """Return the states [tokens, H] of an image, and those that are added after the first layers."""
+        levels = zip(*map(self._encode_tile, self._encoder.tiles(image)), strict=True)
+        return tuple(self._encoder.joined([*level], image) for level in levels)
+
+    def _encode_tile(self, image: Image) -> tuple[Array, ...]:
         _, windows = self._encoder.order(image)
         whole = self._rows(windows.sum(keepdims=True, dtype=np.int32))
         divided = self._rows(windows) if len(windows) > 1 else whole

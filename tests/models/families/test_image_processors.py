@@ -11,13 +11,17 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.images.idefics import Idefics3
+from fd_core.models.families.images.llava import LlavaOnevision
 from fd_core.models.families.images.paddle import PaddleOcrVl
 from fd_core.models.families.images.qwen import Qwen2Vl
 from fd_core.models.families.images.qwen3 import Qwen3Vl
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.safetensors_files import text_name
 from fd_core.testing.models.checkpoints import SIZES
 
-FAMILIES = pytest.mark.parametrize("family", [Idefics3, Qwen2Vl, PaddleOcrVl], ids=lambda family: family.model_type)
+FAMILIES = pytest.mark.parametrize(
+    "family", [Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl], ids=lambda family: family.model_type
+)
 
 
 def processor(family: type[Family], **changes: Any) -> ImageProcessor:
@@ -53,10 +57,39 @@ def test_long_image_is_refused_by_qwen() -> None:
         processor(Qwen2Vl).process(image(1, 201))
 
 
-@pytest.mark.parametrize("changes", [{"do_resize": False}, {"max_image_size": {"longest_edge": 50}}, {"size": 3}])
-def test_settings_of_tiles_that_cannot_be_used_are_refused(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((Idefics3, each) for each in ({"do_resize": False}, {"max_image_size": {"longest_edge": 50}}, {"size": 3})),
+        (LlavaOnevision, {"do_normalize": False}),
+        (LlavaOnevision, {"do_center_crop": True}),
+        (LlavaOnevision, {"image_mean": None}),
+        (LlavaOnevision, {"size": {"height": 48, "width": 96}}),
+        (LlavaOnevision, {"image_grid_pinpoints": [[48, 48]]}),
+        (LlavaOnevision, {"image_grid_pinpoints": [[48, 50]]}),
+    ],
+)
+def test_settings_of_tiles_that_cannot_be_used_are_refused(family: type[Family], changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
-        processor(Idefics3, **changes)
+        processor(family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vision_feature_layer", -4), ("vision_feature_layer", [1]), ("vision_aspect_ratio", "pad")]
+)
+def test_llava_config_that_cannot_be_used_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ModelError, match=field):
+        LlavaOnevision().images(
+            ModelConfig({**SIZES, **LlavaOnevision.defaults, **LlavaOnevision.cases["plain"], field: value})
+        )
+
+
+def test_tiles_of_llava_are_for_a_single_image() -> None:
+    """As in `transformers`: one of several images is one square."""
+    made = processor(LlavaOnevision)
+    (alone,), (among,) = made.process(image(90, 90)).parts, made.process_among(image(90, 90)).parts
+    assert (alone.size, among.size) == ((5 * 48, 48), (48, 48))
+    assert (alone.num_tokens, among.num_tokens) == (16 + 8 * 8 + 8, 16 + 1)
 
 
 def test_prompt_has_a_placeholder_for_each_image() -> None:
@@ -98,3 +131,18 @@ def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision
     config = {**SIZES, **given, "vision_config": {**given["vision_config"], **vision}}
     with pytest.raises(ModelError, match=message):
         family().images(ModelConfig(config))
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("vision_tower.vision_model.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
+        ("model.vision_tower.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
+        ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
+        ("model.image_newline", "image_newline"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_names_of_all_versions_of_transformers_are_read(stored: str, name: str) -> None:
+    assert text_name(stored) == name

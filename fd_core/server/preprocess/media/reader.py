@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -11,11 +11,12 @@ from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.errors import unavailable
-from fd_core.models.families.image_processor import ImageProcessor, ProcessedImage
+from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage
 from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.server.preprocess.media.fetching import MediaFetcher
 from fd_core.text.fair_thread import FairThread
 
+_Process = Callable[[Pixels], ProcessedImage]
 MAX_HELD_BYTES: Final = 2**30
 """Limit of the images of running and waiting requests, decoded and resized."""
 
@@ -66,24 +67,25 @@ class ImageReader:
             )
             raise BadRequest(message, field=images[self._limit].field)
         with self._bodies.share(None, self._largest) as share:
-            tasks = [asyncio.create_task(self._read(image, share)) for image in images]
+            process = self._processor.process if len(images) == 1 else self._processor.process_among
+            tasks = [asyncio.create_task(self._read(image, share, process)) for image in images]
             try:
                 return list(await asyncio.gather(*tasks))
             finally:
                 for task in tasks:
                     task.cancel()
 
-    async def _read(self, image: RequestedImage, share: BodyShare) -> ProcessedImage:
+    async def _read(self, image: RequestedImage, share: BodyShare, process: _Process) -> ProcessedImage:
         data = None
         if image.url[:5].lower() in ("http:", "https"):
             data = await self._fetcher.download(image.url, image.field, share)
         else:
             share.received(len(image.url))
-        return await self._thread.run(partial(self._processed, image, data))
+        return await self._thread.run(partial(self._processed, image, data, process))
 
-    def _processed(self, image: RequestedImage, data: bytes | None) -> ProcessedImage:
+    def _processed(self, image: RequestedImage, data: bytes | None, process: _Process) -> ProcessedImage:
         pixels = decoded(self._fetcher.read(*image) if data is None else data, image.field)
         try:
-            return self._processor.process(pixels)
+            return process(pixels)
         except BadRequest as error:
             raise BadRequest(f"{image.field}: {error}", field=image.field) from None

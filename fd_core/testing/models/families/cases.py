@@ -288,7 +288,10 @@ class FamilySuite:
         given = [[image] for image in images] + [images[:2]]
         prompts, placed = [], []
         for group in given:
-            ids, processed = [5, 6], [processor.process(image) for image in group]
+            ids, processed = (
+                [5, 6],
+                [(processor.process_among if len(group) > 1 else processor.process)(image) for image in group],
+            )
             for part in (part for each in processed for part in each.parts):
                 ids += [11, *[processor.token_id] * part.num_tokens, 12]
             prompts.append(ids)

@@ -98,8 +98,13 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
             processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
             inputs = processor(images=[[*map(PIL.Image.fromarray, images)]], return_tensors="pt")
         ids = torch.tensor([list(tokens)])
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            inputs = {**inputs, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+        taken = inspect.signature(model.forward).parameters
+        kinds = (
+            dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == model.config.image_token_id).int())
+            if images
+            else {}
+        )
+        inputs = {name: value for name, value in {**inputs, **kinds}.items() if name in taken}
         with torch.no_grad():
             output = model(ids, **inputs)
         found: Floats = (output.logits if whole else output.last_hidden_state)[0].numpy()
