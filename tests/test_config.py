@@ -9,14 +9,24 @@ from fd_core.config.constraints import make_settings
 from fd_core.errors import ConfigError
 
 
-def limits(free_bytes: int = 10**9, **settings: object) -> Limits:
+def limits(free_bytes: int = 10**9, image_tokens: tuple[int, int, bool] = (0, 1, False), **settings: object) -> Limits:
     return resolve_limits(
         EngineConfig(model="m", **settings),  # type: ignore[arg-type]
         model_max_len=2048,
         vocab_size=100,
         bytes_per_block=1000,
         free_bytes=free_bytes,
+        image_tokens=image_tokens,
     )
+
+
+def test_budget_holds_a_whole_image_besides_decodes() -> None:
+    """A model whose images are computed in one step could wait for ever otherwise."""
+    image = 3000, 4, True
+    assert limits(image_tokens=image, max_num_seqs=8, structured_output=False).max_num_batched_tokens == 3007
+    assert limits(image_tokens=(3000, 4, False), max_num_seqs=8).max_num_batched_tokens == 2048
+    with pytest.raises(ConfigError, match="an image of 3000 tokens, which this model computes in one step, and 7"):
+        limits(image_tokens=image, max_num_seqs=8, structured_output=False, max_num_batched_tokens=3006)
 
 
 @pytest.mark.parametrize("word", ["awq", "gguf", "fp8"])

@@ -150,10 +150,13 @@ def whole_prompts(model: Model) -> bool:
     return not getattr(model, "causal", True)
 
 
-def image_tokens(model: Model) -> tuple[int, int]:
-    """Return the tokens of the largest image, and the patches of each; (0, 1) for a model without an encoder."""
+def image_tokens(model: Model) -> tuple[int, int, bool]:
+    """Return the tokens of the largest image, the patches of each, and whether a step computes all of an image.
+
+    (0, 1, False) for a model without an encoder.
+    """
     spec = getattr(getattr(model, "spec", None), "images", None)  # any stage's
-    return (0, 1) if spec is None else (spec.most_tokens, spec.merge**2)
+    return (0, 1, False) if spec is None else (spec.most_tokens, spec.merge**2, spec.whole)
 
 
 @runtime_checkable

@@ -276,6 +276,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Groups of layers, each with block tables of its own."""
     max_image_tokens: int = 0
     """Tokens of images that are encoded in one step, at least those of the largest image; 0 if the model takes none."""
+    whole_images: bool = False
+    """True if a step computes all tokens of an image, because they attend to each other in both directions."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -324,12 +326,12 @@ def resolve_limits(
     default_num_seqs: int = 32,
     whole_prompts: bool = False,
     groups: LayerGroups = ONE_GROUP,
-    image_tokens: tuple[int, int] = (0, 1),
+    image_tokens: tuple[int, int, bool] = (0, 1, False),
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict.
 
     `image_tokens` are those of the largest image, and the patches of which one consists: a step encodes about as many
-    patches as it computes tokens.
+    patches as it computes tokens. If the third part is True, a step has room for all of an image besides decodes.
     """
     sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens, default_num_seqs)
     budget, max_drafts, block_size = sizes["max_num_batched_tokens"], sizes["max_drafts"], sizes["block_size"]
@@ -355,6 +357,16 @@ def resolve_limits(
                 field="--max-num-batched-tokens",
                 hint=f"use at least {max_len - 1}, or lower --max-model-len",
             )
+    beside_image = image_tokens[0] + (sizes["max_num_seqs"] - 1) * (1 + max_drafts)
+    if image_tokens[2] and budget < beside_image:
+        if config.max_num_batched_tokens is not None:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than an image of {image_tokens[0]} tokens, which this model "
+                f"computes in one step, and {beside_image - image_tokens[0]} tokens of other requests",
+                field="--max-num-batched-tokens",
+                hint=f"use at least {beside_image}, or lower --max-num-seqs",
+            )
+        budget = beside_image
     useful = sizes["max_num_seqs"] * groups.blocks(max_len, block_size)
     # Between a chunk's plan and its output, its blocks are held in addition to the window before it.
     useful += groups.sliding * -(-budget * sizes["pipeline_depth"] // block_size)
@@ -383,6 +395,7 @@ def resolve_limits(
         whole_prompts=whole_prompts,
         groups=groups,
         max_image_tokens=image_tokens[0] and max(image_tokens[0], budget // image_tokens[1]),
+        whole_images=image_tokens[2],
     )
 
 

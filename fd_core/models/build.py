@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,7 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
         std,
         None if spec.positions is None else reader.values(spec.positions).reshape(spec.side, spec.side, -1),
         None if spec.newline is None else reader.values(spec.newline),
+        _mean_norm(spec, reader),
     )
 
 
@@ -211,6 +213,13 @@ def _merger(spec: MergerSpec, reader: Reader) -> Merger:
         None if each is None else replace(reader.norm(each), eps=spec.eps) for each in (spec.norm, spec.patch_norm)
     )
     return Merger(linears, norm, patch_norm)
+
+
+def _mean_norm(spec: ImageSpec, reader: Reader) -> Norm | None:
+    """Return the norm of the sum of merged states, which is that of their mean with a smaller epsilon."""
+    if spec.mean_norm is None:
+        return None
+    return reader.norm_of(reader.values(spec.mean_norm.weight) + 1, spec.tower.eps * spec.merge**4)
 
 
 def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
@@ -588,12 +597,12 @@ def _shared(parts: Sequence[Any], rows: Sequence[slice] | None) -> list[Any]:
 
 def _change(spec: LinearSpec, *, centred: bool) -> Change | None:
     """Return the change of each tensor of a linear; `centred` ones are in no stack."""
-    if spec.stack is not None:
-        return partial(_picked, index=spec.stack[0], transposed=spec.transposed)
+    if spec.stack is not None or spec.transposed:
+        return partial(_picked, index=spec.stack[0] if spec.stack else ..., transposed=spec.transposed)
     return _centred if centred else None
 
 
-def _picked(stacked: Weight, index: int, *, transposed: bool) -> RawTensor:
+def _picked(stacked: Weight, index: int | EllipsisType, *, transposed: bool) -> RawTensor:
     """Return one weight [out, in] of [n, out, in], or of [n, in, out] if `transposed`; or one bias."""
     raw = stacked.expanded()
     return RawTensor(raw.dtype, raw.data[index].T if transposed else raw.data[index])

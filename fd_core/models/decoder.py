@@ -365,8 +365,8 @@ class DecoderModel:
 
     def layer_groups(self, longest: int) -> LayerGroups:
         """Return the groups into which contexts of up to `longest` tokens divide the layers of all stages."""
-        if not self.spec.causal:
-            return ONE_GROUP
+        if not self.spec.causal or (self.spec.images is not None and self.spec.images.whole):
+            return ONE_GROUP  # a whole image needs its blocks at once
         return divide_layers([window for stage in self._windows for window in stage], longest, chunked=self._chunked)
 
     @cached_property

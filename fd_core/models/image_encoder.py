@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import msgspec
@@ -51,6 +51,8 @@ class ImageEncoder:
     """[side, side, H], positions that are interpolated; None without any."""
     newline: npt.NDArray[np.float32] | None = None
     """See `ImageSpec.newline`."""
+    sum_norm: Norm | None = None
+    """Of the sum of merged states, see `ImageSpec.mean_norm`."""
     _turned: tuple[int, int] = 0, 0
     """Grid for which the tower's rope tables are."""
 
@@ -160,7 +162,14 @@ class ImageEncoder:
         if side > 1:
             places = np.argsort(self.order(image)[0]).astype(np.int32)
             places = places.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).ravel()
-            states = self.ops.gather_rows(states, self.ops.from_host(places))
+            if self.sum_norm is not None:
+                parts = [
+                    self.ops.gather_rows(states, self.ops.from_host(part))
+                    for part in places.reshape(-1, side**2).T.copy()
+                ]
+                states = self.ops.rms_norm(reduce(self.ops.add, parts), self.sum_norm)
+            else:
+                states = self.ops.gather_rows(states, self.ops.from_host(places))
             states = states.reshape(rows * columns // side**2, -1)
         states = states if merger.norm is None else self.ops.layer_norm(states, merger.norm)
         for index, linear in enumerate(merger.linears):

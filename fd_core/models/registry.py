@@ -98,9 +98,10 @@ def load_model(
 
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
     """Raise `ConfigError` if a pack lacks something optional that a model needs."""
-    if ops.stage.count > 1 and any(each.rope.coordinates for each in spec.attention):
+    whole = spec.images is not None and spec.images.whole
+    if ops.stage.count > 1 and (whole or any(each.rope.coordinates for each in spec.attention)):
         raise ConfigError(
-            f"{checkpoint.path}: the layers of {spec.architecture} cannot be divided into stages: each turns images",
+            f"{checkpoint.path}: the layers of {spec.architecture} cannot be divided into stages: each reads images",
             field="--pipeline-parallel-size",
             hint="leave it out",
         )

@@ -73,10 +73,11 @@ def whole_blocks(images: Sequence[Image], blocks: int, size: int) -> int:
 class ImageBudget:
     """Tokens of images that may still be encoded in one step."""
 
-    __slots__ = ("_left", "_limit")
+    __slots__ = ("_left", "_whole")
 
-    def __init__(self, limit: int) -> None:
-        self._limit = self._left = limit
+    def __init__(self, limit: int, *, whole: bool = False) -> None:
+        """`whole`: a chunk never ends within an image."""
+        self._left, self._whole = limit, whole
 
     def cut(self, images: Sequence[Image], start: int, wanted: int) -> int:
         """Charge the images that begin among `wanted` tokens from `start`; return the tokens before one too many.
@@ -85,7 +86,7 @@ class ImageBudget:
         """
         for image in images:
             if start <= image.start < start + wanted:
-                if image.num_tokens > self._left:
+                if image.num_tokens > self._left or (self._whole and image.end > start + wanted):
                     return image.start - start
                 self._left -= image.num_tokens
         return wanted

@@ -12,7 +12,8 @@ ADMISSIONS = "scheduling/waiting/admission_planner.py"
 BUDGET = "scheduling/running/plan.py"
 
 _LIMIT = (
-    "        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, limits.max_image_tokens)\n"
+    "        images = ImageBudget(limits.max_image_tokens, whole=limits.whole_images)\n"
+    "        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, images)\n"
 )
 _PREFILLS = (
     "                if builder.num_rows < len(rows):\n                    self._continue_prefills(rows, builder)\n"

@@ -30,15 +30,17 @@ def test_hit_is_the_longest_one_that_divides_no_image(images: tuple[Image, ...],
     assert whole_blocks(images, blocks, size) == max(whole)
 
 
-@given(images=prompts(), limit=st.integers(12, 30), chunk=st.integers(1, 40))
+@given(images=prompts(), limit=st.integers(12, 30), chunk=st.integers(1, 40), whole=st.booleans())
 def test_every_image_is_charged_once_and_no_step_encodes_more(
-    images: tuple[Image, ...], limit: int, chunk: int
+    images: tuple[Image, ...], limit: int, chunk: int, whole: bool
 ) -> None:
-    """Every image fits into a step, so that a prompt always advances."""
-    at, length, charged = 0, 80, list[Image]()
+    """Every image fits into a step, so that a prompt always advances; a model may need it in one chunk."""
+    chunk += 11 * whole
+    at, length, charged = 0, 110, list[Image]()
     while at < length:
-        taken = ImageBudget(limit).cut(images, at, min(chunk, length - at))
+        taken = ImageBudget(limit, whole=whole).cut(images, at, min(chunk, length - at))
         assert taken
+        assert not (whole and any(each.start < at + taken < each.end for each in images))
         begun = [each for each in images if at <= each.start < at + taken]
         assert sum(each.num_tokens for each in begun) <= limit
         charged += begun

@@ -255,7 +255,8 @@ class LinearSpec:
     stack: tuple[int, int] | None = None
     """Index in a tensor [n, out, in] of several linears, and n."""
     transposed: bool = False
-    """True if that tensor is [n, in, out], and its name has no `.weight`; biases are in `names[i]_bias` [n, out]."""
+    """True if that tensor is [n, in, out], or [in, out] of no stack, and its name has no `.weight`;
+    biases are in `names[i]_bias` [n, out]."""
     alternating: bool = False
     """True if the rows of the parts alternate in the one tensor that holds them."""
     counts: tuple[int, ...] = ()
@@ -665,6 +666,10 @@ class ImageSpec(_Parts):
     """[H of the decoder], a token after each row of the tokens of an image, whose tiles are joined."""
     largest: int = 0
     """Most tokens of such an image."""
+    mean_norm: NormSpec | None = None
+    """RMS norm of the mean of merged states, before the linears; None if they are laid side by side."""
+    whole: bool = False
+    """True if the tokens of an image attend to each other in both directions, so that one step computes all of them."""
 
     @property
     def most_tokens(self) -> int:

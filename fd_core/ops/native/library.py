@@ -19,7 +19,7 @@ class Step(Structure):
     _fields_ = (
         *_all(c_int, "tokens", "rows", "logits", "max_blocks", "tables"),
         *_all(c_void_p, "token_ids", "positions", "kv_slots", "query_start", "context_len"),
-        *_all(c_void_p, "block_tables", "logits_rows", "lora_slots"),
+        *_all(c_void_p, "block_tables", "logits_rows", "lora_slots", "ends"),
     )
 
 

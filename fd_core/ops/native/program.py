@@ -152,6 +152,7 @@ class Program:
             address("block_tables", tables, count * rows * most_blocks),
             address("logits_rows", step.logits_rows, logits),
             address("lora_slots", step.lora_slots, tokens),
+            address("ends", step.ends, tokens),
         )
         result = invoke(
             self._library, "fd_program_run", self.handle, ctypes.byref(batch), self.runtime.team, what="a step"

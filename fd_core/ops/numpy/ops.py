@@ -208,7 +208,8 @@ class NumpyOps(NumpySampling, Ops):
                 v = k[..., -heads.latent :]
             else:
                 k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
-            output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first)
+            ends = None if step.ends is None else step.ends[tokens, None]
+            output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first, ends=ends)
         return output
 
     def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Floats:
@@ -267,10 +268,10 @@ class NumpyOps(NumpySampling, Ops):
         return logits if softcap is None else _softcap(logits, softcap)
 
 
-def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats:
+def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int, ends: IntArray | None) -> Floats:
     """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d or latent] -> [Q, nh * d or latent].
 
-    `first` is the position of the first key.
+    `first` is the position of the first key; `ends` [Q, 1] are those of `StepInput`.
     """
     count, keys = len(q), np.arange(first, first + len(k))
     grouped = q.reshape(count, heads.num_kv_heads, -1, heads.head_dim)
@@ -278,7 +279,10 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int) -> Floats
     if heads.softcap is not None:
         scores = _softcap(scores, heads.softcap)
     positions = keys[len(k) - count :, None]
-    later = keys > positions if heads.causal else heads.first_key(keys) > positions
+    if heads.causal:
+        later = keys > positions if ends is None else keys >= ends
+    else:
+        later = heads.first_key(keys) > positions
     scores[..., later | (keys < heads.first_key(positions))] = -np.inf
     peaks = scores.max(axis=-1, keepdims=True)
     if heads.sinks is not None:

@@ -126,6 +126,8 @@ class _TorchGroup:
     """int64[L], positions of the keys."""
     absent: Array
     """bool[n, 1, L], True for places beyond the context of a row."""
+    ends: Array
+    """int64[n, Q, 1], the ends of the positions that the tokens attend to."""
 
 
 class TorchAttentionPlan:
@@ -154,9 +156,16 @@ class TorchAttentionPlan:
         slots = torch.where(place < context, slots, slots.gather(1, context - 1))
         query = context - count + torch.arange(count, device=device)
         begins = step.query_start.long()[index, None]
-        tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
-        absent = (place >= context)[:, None]
-        return _TorchGroup(tokens, slots.flatten(), masks={}, positions=query[:, :, None], keys=place, absent=absent)
+        tokens = (begins + torch.arange(count, device=device)).flatten()
+        return _TorchGroup(
+            None if everything else tokens,
+            slots.flatten(),
+            masks={},
+            positions=query[:, :, None],
+            keys=place,
+            absent=(place >= context)[:, None],
+            ends=query[:, :, None] + 1 if step.ends is None else step.ends.long()[tokens].view(len(rows), count, 1),
+        )
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d], or [T, nh * latent]."""
@@ -206,7 +215,7 @@ class TorchAttentionPlan:
         mask = group.masks.get(key)
         if mask is None:
             keys, positions = group.keys, group.positions
-            later = keys > positions if heads.causal else group.absent | (heads.first_key(keys) > positions)
+            later = keys >= group.ends if heads.causal else group.absent | (heads.first_key(keys) > positions)
             hidden = later | (keys < heads.first_key(positions))
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             mask = group.masks[key] = mask[:, None]

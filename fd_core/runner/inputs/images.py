@@ -62,6 +62,8 @@ class SlotImages:
         self._towers = [(ops.compile_states(tower.model.states), tower) for tower in encoder.towers]
         self._places: dict[int, IntArray] = {}
         """By slot, the coordinates of the tokens of its prompt, if rope has several."""
+        self._whole: dict[int, tuple[Image, ...]] = {}
+        """By slot, the images whose tokens attend to all of their image, until they are computed."""
         self._pending: dict[int, list[Image]] = {}
         """By slot, the images that are not computed."""
         self._kept: OrderedDict[bytes, tuple[Array, ...]] = OrderedDict()
@@ -70,10 +72,13 @@ class SlotImages:
         """Begin a prompt of `length` tokens, of which `computed` are in the KV cache."""
         self._pending.pop(slot, None)
         self._places.pop(slot, None)
+        self._whole.pop(slot, None)
         if images and self._model.spec.attention[0].rope.coordinates:
             self._places[slot] = places_of(images, length)
         if pending := [image for image in images if image.end > computed]:
             self._pending[slot] = pending
+            if self._encoder.spec.whole:
+                self._whole[slot] = tuple(pending)
 
     def embedded(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
         """Return a step that begins with the states of its images, if it has any; encodes those that are missing.
@@ -114,8 +119,11 @@ class SlotImages:
     def placed(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
         """Return a step, still on the host, with the positions by which rope turns its tokens.
 
-        A token whose coordinates differ gets a row of its own in the rope tables, after those of positions.
+        A token whose coordinates differ gets a row of its own in the rope tables, after those of positions. Tokens of
+        an image that attend to all of it get its end.
         """
+        if self._whole:
+            step = self._ended(spans, begins, step)
         if not self._places:
             return step
         positions, rows = step.positions.copy(), list[IntArray]()
@@ -136,6 +144,19 @@ class SlotImages:
         if used:
             self._model.turn(np.concatenate(rows, axis=1), after)
         return replace(step, positions=positions)
+
+    def _ended(self, spans: Spans, begins: IntArray, step: StepInput) -> StepInput:
+        ends, found = step.positions + 1, False
+        columns = spans.slots.tolist(), spans.starts.tolist(), spans.counts.tolist(), begins.tolist()
+        for slot, start, count, begin in zip(*columns, strict=True):
+            images = self._whole.get(slot, ())
+            for image in images:
+                if start <= image.start < start + count:
+                    first, found = begin + image.start - start, True
+                    ends[first : first + image.num_tokens] = image.end
+            if images and images[-1].end <= start + count:
+                del self._whole[slot]
+        return replace(step, ends=ends) if found else step
 
     def encode(self, image: Image) -> tuple[Array, ...]:
         """Return the states [tokens, H] of an image, and those that are added after the first layers."""

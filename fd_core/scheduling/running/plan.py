@@ -55,9 +55,9 @@ class Budget:
 class PlanBuilder:
     """Mutable builder of a step plan; `build` freezes it."""
 
-    def __init__(self, epoch: int, step: int, budget: int, image_budget: int = 0) -> None:
+    def __init__(self, epoch: int, step: int, budget: int, images: ImageBudget | None = None) -> None:
         self.budget = Budget(budget)
-        self.images = ImageBudget(image_budget)
+        self.images = images or ImageBudget(0)
         self.preempted = False
         """True if this pass preempted a request because blocks ran out."""
         self.num_rows = 0

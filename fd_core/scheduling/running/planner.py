@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.images import ImageBudget
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
@@ -53,7 +54,8 @@ class Planner:
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
         limits = self._limits
-        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, limits.max_image_tokens)
+        images = ImageBudget(limits.max_image_tokens, whole=limits.whole_images)
+        builder = PlanBuilder(self._epoch, self._step, limits.max_num_batched_tokens, images)
         for slot in self._running_batch.kv_loaded:
             if self._slots.running[slot]:
                 builder.admit(slot, self._slots.request_in(slot), self._slots)

@@ -125,6 +125,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.logits_rows": "the head of a model reads them",
     "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
     "StepInput.added": "models add them between layers",
+    "StepInput.ends": "tokens of images have them; `test_images_are_those_of_the_reference` varies them",
     "StepInput.grouped": _GROUPED,
     "StepInput.group": _GROUPED,
     "KVShape.groups": _GROUPED,

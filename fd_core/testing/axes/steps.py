@@ -171,6 +171,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "RequestSpec.images": _IMAGES,
     "Admission.images": _IMAGES,
     "Limits.max_image_tokens": _IMAGES,
+    "Limits.whole_images": _IMAGES,
     "Admission.params": "its fields are axes",
     "SamplingParams.grammar": "the kit's models have no tokenizer; its masks are those of `reasoning`",
     "RequestSpec.priority": _ELSEWHERE,

@@ -69,6 +69,8 @@ class PagedDriver:
         self.stage_before = stage_before
         self.whole = whole_prompts(model)
         self.images = SlotImages(ops, model, 0) if images else None
+        whole = bool(images) and model.images.spec.whole  # type: ignore[attr-defined]  # a model with images has it
+        self.undivided = images if whole else [()] * len(prompts)
         if self.images is not None:
             for row, parts in enumerate(images):
                 self.images.admit(row, parts, 0, len(prompts[row]))
@@ -138,10 +140,16 @@ class PagedDriver:
         while self.advance(count, chunk):
             pass
 
+    def _chunk(self, index: int, count: int) -> int:
+        """Return a longer chunk where one of `count` tokens would divide an image that a step has to compute."""
+        start = self.rows[index].computed
+        inside = [image.end for image in self.undivided[index] if image.start < start + count < image.end]
+        return max(inside, default=start + count) - start
+
     def advance(self, count: int, chunk: int | None = None) -> bool:
         """Compute a step of all rows that lack some of `count` greedy tokens; return False if there are none."""
         work = [
-            (index, min(len(row.tokens) - row.computed, chunk or len(row.tokens)))
+            (index, self._chunk(index, min(len(row.tokens) - row.computed, chunk or len(row.tokens))))
             for index, row in enumerate(self.rows)
             if len(row.generated) < count
         ]

@@ -189,6 +189,7 @@ AXES: Final = (
 """Axes of a scheduler's settings, requests and incidents."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Limits.whole_prompts": "no token follows such a prompt; see `test_whole_prompts_are_not_divided`",
+    "Limits.whole_images": "a step then holds an image besides decodes; `resolve_limits` sees to that",
     "Limits.vocab_size": "the null model has 257 tokens; no scheduler reads their number",
     "SchedulerSetup.limits": "its fields are axes",
     "RequestSpec.params": "its fields are axes",

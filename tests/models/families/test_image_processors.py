@@ -10,6 +10,7 @@ import pytest
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
+from fd_core.models.families.images.gemma import Gemma3WithImages
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.llava import LlavaOnevision
 from fd_core.models.families.images.paddle import PaddleOcrVl
@@ -20,12 +21,14 @@ from fd_core.models.loading.safetensors_files import text_name
 from fd_core.testing.models.checkpoints import SIZES
 
 FAMILIES = pytest.mark.parametrize(
-    "family", [Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl], ids=lambda family: family.model_type
+    "family",
+    [Gemma3WithImages, Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl],
+    ids=lambda family: family.model_type,
 )
 
 
 def processor(family: type[Family], **changes: Any) -> ImageProcessor:
-    config = ModelConfig({**family.defaults, **SIZES, **family.cases["plain"]})
+    config = ModelConfig({**family.defaults, **SIZES, **next(iter(family.cases.values()))})
     return family().image_processor(config, ModelConfig({**family.processor_settings, **changes}))
 
 
@@ -61,6 +64,7 @@ def test_long_image_is_refused_by_qwen() -> None:
     ("family", "changes"),
     [
         *((Idefics3, each) for each in ({"do_resize": False}, {"max_image_size": {"longest_edge": 50}}, {"size": 3})),
+        *((Gemma3WithImages, each) for each in ({"do_resize": False}, {"do_pan_and_scan": True}, {"size": None})),
         (LlavaOnevision, {"do_normalize": False}),
         (LlavaOnevision, {"do_center_crop": True}),
         (LlavaOnevision, {"image_mean": None}),

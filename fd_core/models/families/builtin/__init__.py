@@ -26,6 +26,7 @@ def fd_register_models() -> list[Entry]:
         Entry("gemma2", f"{families}.gemma:Gemma2", "Gemma 2"),
         Entry("gemma3", f"{families}.gemma:Gemma3", "Gemma 3, text"),
         Entry("gemma3_embedding", f"{encoders}.gemma:EmbeddingGemma", "EmbeddingGemma"),
+        Entry("gemma3_images", f"{images}.gemma:Gemma3WithImages", "Gemma 3, with images"),
         Entry("glm", f"{families}.glm:Glm", "GLM-4-9B"),
         Entry("glm4", f"{families}.glm:Glm4", "GLM-4-0414, GLM-Z1"),
         Entry("glm4_moe", f"{families}.glm:Glm4Moe", "GLM-4.5 and GLM-4.6"),

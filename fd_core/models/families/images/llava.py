@@ -11,7 +11,15 @@ import numpy as np
 
 from fd_core.errors import ModelError
 from fd_core.models.families.builtin.qwen import Qwen2
-from fd_core.models.families.contract import Family, ImageProcessor, ImageSpec, LinearSpec, MergerSpec, Traits, VectorSpec
+from fd_core.models.families.contract import (
+    Family,
+    ImageProcessor,
+    ImageSpec,
+    LinearSpec,
+    MergerSpec,
+    Traits,
+    VectorSpec,
+)
 from fd_core.models.families.image_processor import Pixels, ProcessedImage, image_part
 from fd_core.models.families.images.resizing import BICUBIC, resized
 from fd_core.models.families.images.siglip import siglip_spec

@@ -9,6 +9,7 @@ import numpy as np
 from fd_core.models.families.image_processor import Pixels
 
 LANCZOS: Final = 1
+BILINEAR: Final = 2
 BICUBIC: Final = 3
 """Numbers of Pillow's filters, as `resample` in the settings of a processor has them."""
 

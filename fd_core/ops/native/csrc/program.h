@@ -31,6 +31,7 @@ struct Step {
     const int32_t* block_tables;
     const int32_t* logits_rows;
     const int32_t* lora_places;  // null where no token has an adapter
+    const int32_t* ends;  // of the positions that each token sees where it sees no later ones; null: up to its own
 
     /// The same step with the places of one group of layers.
     Step of_table(int table) const {

@@ -72,7 +72,8 @@ void AttentionPlan::add_prefill(const Step& step, int row) {
         QueryTile tile{int(queries.size()), std::min(tile_queries, end - token), 0, 0, 0};
         for (int i = token; i < token + tile.count; i++) {
             const int position = step.context_len[row] - (end - i);
-            queries.push_back({i, row, position, causal ? position + 1 : step.context_len[row]});
+            const int own = step.ends ? step.ends[i] : position + 1;
+            queries.push_back({i, row, position, causal ? own : step.context_len[row], !causal});
         }
         tile.shared = queries.back().end;
         tiles.push_back(tile);
@@ -102,7 +103,7 @@ void AttentionPlan::add_decodes(const Step& step, int block_size, std::vector<in
             int shared = step.context_len[first];
             for (int j = part.begin; j < part.end; j++) {
                 const int row = rows[begin + j];
-                queries.push_back({step.query_start[row], row, step.context_len[row] - 1, step.context_len[row]});
+                queries.push_back({step.query_start[row], row, step.context_len[row] - 1, step.context_len[row], false});
                 if (j > part.begin) shared = std::min(shared, common_blocks(step, block_size, first, row) * block_size);
             }
             tile.shared = shared;

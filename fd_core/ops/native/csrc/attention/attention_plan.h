@@ -9,15 +9,17 @@ namespace fd {
 
 struct Step;
 
-/// One token of the step that asks: it sees positions before `end`, in the blocks of its row: those up to its own, or
-/// all. A window is as wide on both sides; or it is the size of chunks, of which a token sees its own.
+/// One token of the step that asks: it sees positions before `end`, in the blocks of its row: those up to its own or to
+/// the end of its image, or all. Then (`both`) a window is as wide on both sides. Or it is the size of chunks, of which a
+/// token sees its own.
 struct Query {
     int token, row, position, end;
+    bool both;
     int low(int window, bool chunked) const {
         return !window ? 0 : chunked ? position - position % window : std::max(0, position + 1 - window);
     }
     int high(int window, bool chunked) const {
-        return window ? std::min(end, (chunked ? low(window, true) : position) + window) : end;
+        return window && both ? std::min(end, (chunked ? low(window, true) : position) + window) : end;
     }
 };
 
