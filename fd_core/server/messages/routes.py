@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,7 +15,15 @@ from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.messages import schemas
-from fd_core.server.messages.schemas import CountRequest, ImageSource, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.messages.schemas import (
+    CountRequest,
+    ImageSource,
+    InputBlock,
+    MessagesRequest,
+    ResultBlock,
+    TextBlock,
+    Turn,
+)
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import (
@@ -247,7 +256,7 @@ def _messages(turn: Turn, place: str) -> list[Message]:
             function = {"name": required(block.name, f"{where}.name"), "arguments": arguments}
             calls.append({"id": required(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "tool_result" and turn.role == "user":
-            result = _text(block.content or "", f"{where}.content")
+            result = _result(block.content or "", f"{where}.content")
             answered = required(block.tool_use_id, f"{where}.tool_use_id")
             answers.append(Message(role="tool", tool_call_id=answered, content=result))
         elif block.type == "thinking" and turn.role == "assistant":
@@ -271,7 +280,23 @@ def _image(source: ImageSource, place: str) -> ContentPart:
     return image_part(f"data:{source.media_type or ''};base64,{data}", f"{place}.data")
 
 
-def _text(content: str | list[TextBlock] | None, place: str) -> str:
+def _result(content: str | list[ResultBlock], place: str) -> str | list[ContentPart]:
+    """Return the result of a tool as a text, or as parts if there are images."""
+    if isinstance(content, str) or not any(block.type == "image" for block in content):
+        return _text(content, place)
+    parts: list[ContentPart] = []
+    for index, block in enumerate(content):
+        where = f"{place}[{index}]"
+        if block.type == "image":
+            parts.append(_image(required(block.source, f"{where}.source"), f"{where}.source"))
+        elif block.type == "text":
+            parts.append(ContentPart(type="text", text=required(block.text, f"{where}.text")))
+        else:
+            raise _unread(block, where, "tool_result")
+    return parts
+
+
+def _text(content: str | Sequence[TextBlock] | None, place: str) -> str:
     if isinstance(content, str):
         return content
     for index, block in enumerate(content or ()):

@@ -32,6 +32,12 @@ class ImageSource(msgspec.Struct, kw_only=True):
     url: str | None = None
 
 
+class ResultBlock(TextBlock, kw_only=True):
+    """A block of the result of a tool: text or an image."""
+
+    source: ImageSource | None = None
+
+
 class InputBlock(msgspec.Struct, kw_only=True):
     """A block of a message; which fields matter depends on its type."""
 
@@ -45,7 +51,7 @@ class InputBlock(msgspec.Struct, kw_only=True):
     input: Any = None
     """Arguments of a call, as the model wrote them; an object unless the call was cut off."""
     tool_use_id: str | None = None
-    content: str | list[TextBlock] | None = None
+    content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     citations: list[Any] | None = None

@@ -374,7 +374,9 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
             messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
         elif item.type == "function_call_output":
             answered = required(item.call_id, f"{place}.call_id")
-            messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
+            messages.append(
+                Message(role="tool", tool_call_id=answered, content=_content(item.output, f"{place}.output"))
+            )
         else:
             raise unsupported(
                 f"{place}.type is {item.type[:40]!r}; expected message, reasoning, function_call or "

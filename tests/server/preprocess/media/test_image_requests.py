@@ -85,6 +85,60 @@ def test_images_reach_the_engine_at_their_places(server: LiveServer, path: str) 
     check(spec_of(server, path, APIS[path]), PROMPT, ONE, TWO)
 
 
+_CALL = {"name": "look", "arguments": "{}"}
+RESULTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": _CALL}]},
+            {"role": "tool", "tool_call_id": "1", "content": CHAT_PARTS[1:3]},
+        ]
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "a"},
+            {"type": "function_call", "call_id": "1", **_CALL},
+            {
+                "type": "function_call_output",
+                "call_id": "1",
+                "output": [
+                    {"type": "input_image", "image_url": data_url(ONE)},
+                    {"type": "input_text", "text": "b"},
+                ],
+            },
+        ]
+    },
+    "/v1/messages": {
+        "model": "fake",
+        "max_tokens": 5,
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "1",
+                        "content": [
+                            {"type": "image", "source": {"type": "url", "url": data_url(ONE)}},
+                            {"type": "text", "text": "b"},
+                        ],
+                    }
+                ],
+            },
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("path", RESULTS)
+def test_results_of_tools_may_contain_images(server: LiveServer, path: str) -> None:
+    spec = spec_of(server, path, RESULTS[path])
+    assert b"<tool_response>\n[\x01\x01]b" in bytes(spec.prompt)
+    assert [image.pixels for image in spec.images] == [decoded(ONE, "").tobytes()]
+
+
 def test_images_of_ollama_precede_their_text(server: LiveServer) -> None:
     chat = {"model": "fake", "stream": False, "messages": [{"role": "user", "content": "a", "images": ENCODED[:1]}]}
     plain = {"model": "fake", "stream": False, "prompt": "a", "images": ENCODED[:1]}
