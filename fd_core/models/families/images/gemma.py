@@ -77,8 +77,9 @@ class Gemma3WithImages(Family):
     }
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe the text model, a Gemma 3 whose logits are not capped, whatever the config has."""
-        return replace(Gemma3().traits(config), softcap=None, ignored=(r"^vision_tower\.head\.",))
+        """Describe the text model. Raises `ModelError` for capped logits, which `transformers` leaves as they are."""
+        config.refuse("final_logit_softcapping", "models with images do not cap logits")
+        return replace(Gemma3().traits(config), ignored=(r"^vision_tower\.head\.",))
 
     def images(self, config: ModelConfig) -> ImageSpec:
         """Describe the encoder: SigLIP, the mean of neighbouring patches, a norm, and one linear."""
