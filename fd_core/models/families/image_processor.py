@@ -33,8 +33,6 @@ class ImageProcessor(abc.ABC):
     """Text that the chat template writes for an image."""
     token_id: int
     """Id of each token of an image."""
-    max_tokens: int
-    """Most tokens of one `Image`."""
 
     @abc.abstractmethod
     def process(self, pixels: Pixels) -> ProcessedImage:

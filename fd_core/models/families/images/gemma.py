@@ -113,7 +113,7 @@ class GemmaProcessor(ImageProcessor):
     def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
         """Raises `ModelError` for settings that cannot be used."""
         self.token_id = config.index("image_token_index", 262_144)
-        self.max_tokens = spec.most_tokens
+        self._tokens = spec.most_tokens
         self._side = side = spec.side * spec.patch_size
         size = settings.part("size") or ModelConfig({})
         if (size.count("height", 224), size.count("width", 224)) != (side, side):
@@ -127,6 +127,6 @@ class GemmaProcessor(ImageProcessor):
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         """Return the image as one part, between the tokens of its begin and end."""
-        part = image_part(resized(pixels, self._side, self._side, self._resample), self.max_tokens, (), self._settings)
+        part = image_part(resized(pixels, self._side, self._side, self._resample), self._tokens, (), self._settings)
         text = f"\n\n{self.placeholder}{'<image_soft_token>' * part.num_tokens}<end_of_image>\n\n"
         return ProcessedImage(text, (part,))

@@ -126,7 +126,6 @@ class LlavaProcessor(ImageProcessor):
     def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
         """Raises `ModelError` for settings that cannot be used."""
         self.token_id = config.index("image_token_index", 151_646)
-        self.max_tokens = spec.most_tokens
         self._side, self._tile = spec.side, spec.side * spec.patch_size
         self._grids, self._most_tiles = _grids(config, spec), _most_tiles(config)
         size = settings.part("size") or ModelConfig({"height": self._tile, "width": self._tile})

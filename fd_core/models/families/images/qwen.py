@@ -258,7 +258,6 @@ class QwenProcessor(ImageProcessor):
         self._most = min(most, spec.most_patches * spec.patch_size**2)
         self._resample = settings.index("resample", BICUBIC)
         self._settings = repr(sorted(settings.values.items()))
-        self.max_tokens = self._most // self.factor**2
 
     def process(self, pixels: Pixels) -> ProcessedImage:
         """Return the image as one part, with its rows and columns of tokens as the layout."""

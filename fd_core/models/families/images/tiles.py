@@ -29,7 +29,7 @@ class IdeficsProcessor(ImageProcessor):
         size, tile = (settings.part(name) or ModelConfig({}) for name in ("size", "max_image_size"))
         self.token_id = config.index("image_token_id", 128_257)
         self._tile = tile.count("longest_edge", 364)
-        self.max_tokens = (self._tile // pixels) ** 2
+        self._tokens = (self._tile // pixels) ** 2
         if self._tile % pixels or not 0 < self._tile <= side * pixels:
             raise ModelError(
                 f"{settings.origin}: tiles of {self._tile} pixels cannot be divided into at most {side} rows of tokens "
@@ -62,13 +62,13 @@ class IdeficsProcessor(ImageProcessor):
                 tiles.append(resized(image, tile, tile, self._resample))
         else:
             tiles = [resized(image, tile, tile, self._resample)]
-        run = self.placeholder * self.max_tokens
+        run = self.placeholder * self._tokens
         text = "".join(
             "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{run}" for column in range(columns)) + "\n"
             for row in range(rows)
         )
         text += f"{chr(10) if rows else ''}{_AROUND}{_WHOLE}{run}{_AROUND}"
-        return ProcessedImage(text, tuple(image_part(each, self.max_tokens, settings=self._settings) for each in tiles))
+        return ProcessedImage(text, tuple(image_part(each, self._tokens, settings=self._settings) for each in tiles))
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of an image whose longer side is the longest of the settings."""
