@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from fd_core.engine.clients.client import EngineControls
 from fd_core.engine.clients.launch import open_client
-from fd_core.engine.llm import Completion, Conversation, Prompt, RequestMaker, assets_of
+from fd_core.engine.llm import Completion, Conversation, ImagePrompt, Prompt, RequestMaker, assets_of
 from fd_core.errors import BadRequest
+from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, RequestSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class AsyncLLM(RequestMaker, EngineControls):
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        super().__init__()
         self._assets = assets_of(model, settings)
+        super().__init__(self._assets.images)
         self.tokenizer = self._assets.tokenizer
         self._client: EngineClient | None = None
 
@@ -52,7 +53,7 @@ class AsyncLLM(RequestMaker, EngineControls):
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ImagePrompt | PromptText,
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypedDict, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -46,9 +46,12 @@ from fd_core.engine.vectors import (
     vector_of,
 )
 from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.models.families.image_processor import ImageProcessor, ProcessedImage
 from fd_core.structured.grammar import json_schema
 from fd_core.text.chat_template import ChatTemplate, Message
 from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.image_files import bytes_of_data_url, processed
+from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs, choice_seed
 from fd_core.types.checks import check_ids, check_sampling
@@ -56,6 +59,15 @@ from fd_core.types.checks import check_ids, check_sampling
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 _Result = TypeVar("_Result")
+_IMAGE_PARTS: Final = ("image_url", "image_pil")
+
+
+class ImagePrompt(TypedDict):
+    """A text with images for `generate`: the text contains the placeholder of the model once for each image."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
+    """`image` is an image of Pillow, or the bytes of its file, or a list of them."""
 
 
 @dataclass(slots=True)
@@ -130,7 +142,9 @@ class RequestMaker(abc.ABC):
 
     tokenizer: Tokenizer
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImageProcessor | None) -> None:
+        """`images`: processor of the model's images; None if it takes none."""
+        self._images = images
         self._name, self._requests = secrets.token_hex(4), 0
 
     @property
@@ -145,7 +159,7 @@ class RequestMaker(abc.ABC):
 
     def _readers(
         self,
-        items: Sequence[Prompt],
+        items: Sequence[Prompt | ImagePrompt | PromptText],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         n: int,
@@ -168,11 +182,12 @@ class RequestMaker(abc.ABC):
             check_sampling(parameters, self.info.vocab_size)
         readers = []
         for item, each, digest in zip(items, given, self._digests(adapter, len(items)), strict=True):
-            tokens = self._tokens(item)
+            prompt = self._read(item)
             for choice in range(n):
                 spec = RequestSpec(
                     request_id=f"{self._name}-{self._requests}",
-                    prompt=tokens,
+                    prompt=prompt.ids,
+                    images=prompt.images,
                     params=msgspec.structs.replace(
                         each, seed=choice_seed(each.seed, choice), grammar=each.grammar if grammar is None else grammar
                     ),
@@ -189,14 +204,75 @@ class RequestMaker(abc.ABC):
         tools: Sequence[Mapping[str, Any]] | None,
         source: str | None,
         variables: Mapping[str, Any] | None,
-    ) -> list[int]:
+    ) -> PromptText:
         template = ChatTemplate.of(self.tokenizer, source)
         if template is None:
             raise ModelError(
                 f"{self.info.model} has no chat template; pass chat_template, or use generate", field="model"
             )
-        text = template.render(messages, tools, template_kwargs=variables)
-        return self.tokenizer.encode(text, add_special=False)
+        messages, images = self._images_of(messages)
+        placeholder = self._images.placeholder if images and self._images is not None else ""
+        text = template.render(messages, tools, template_kwargs=variables, image_text=placeholder)
+        return self._placed(text, images, add_special=False)
+
+    def _images_of(self, messages: Conversation) -> tuple[Conversation, list[ProcessedImage]]:
+        """Return the messages with a part of type `image` at the place of each image, and the images."""
+        turns, images = [], list[tuple[Any, str]]()
+        for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
+            parts = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(parts, list | tuple):
+                parts = list(parts)
+                for number, part in enumerate(parts):
+                    kind = part.get("type") if isinstance(part, Mapping) else None
+                    if kind in _IMAGE_PARTS:
+                        images.append((part.get(kind), f"messages[{index}].content[{number}].{kind}"))
+                        parts[number] = {"type": "image"}
+                message = {**message, "content": parts}
+            turns.append(message)
+        return (turns, self._processed(images)) if images else (messages, [])
+
+    def _processed(self, images: Sequence[tuple[Any, str]]) -> list[ProcessedImage]:
+        """Process images, each with its field: one of Pillow, the bytes of its file, a data URL, or an object with it.
+
+        Raises `BadRequest`.
+        """
+        from PIL.Image import Image
+
+        found = []
+        for image, place in images:
+            if self._images is None:
+                raise BadRequest(f"{place}: {self.info.model} takes no images", field=place)
+            given = image.get("url") if isinstance(image, Mapping) else image
+            data = bytes_of_data_url(given, place) if isinstance(given, str) else given
+            if not isinstance(data, bytes | Image):
+                raise BadRequest(
+                    f"{place}: expected an image of Pillow or data:image/...;base64,...; other URLs are not read "
+                    "offline: open the file with PIL.Image.open",
+                    field=place,
+                )
+            process = self._images.process if len(images) == 1 else self._images.process_among
+            found.append(processed(process, data, place))
+        return found
+
+    def _placed(self, text: str, images: Sequence[ProcessedImage], add_special: bool) -> PromptText:
+        """Return a text with images at its placeholders. Raises `BadRequest` for another number of them."""
+        if not images or self._images is None:
+            return PromptText(tuple(self.tokenizer.encode(text, add_special=add_special)), None)
+        ids = self.tokenizer.encode(self._images.expand(text, images), add_special=add_special)
+        return PromptText(tuple(ids), None, self._images.place(ids, images))
+
+    def _read(self, prompt: Prompt | ImagePrompt | PromptText) -> PromptText:
+        """Return the ids and images of a prompt. Raises `BadRequest`."""
+        if isinstance(prompt, Mapping):
+            text, data = prompt.get("prompt"), prompt.get("multi_modal_data")
+            if not isinstance(text, str) or not isinstance(data, Mapping) or [*data] != ["image"]:
+                raise BadRequest("a prompt with images needs text as prompt, and image alone in multi_modal_data")
+            given = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+            images = self._processed([(each, f"multi_modal_data.image[{at}]") for at, each in enumerate(given)])
+            prompt = self._placed(text, images, add_special=True)
+        if isinstance(prompt, PromptText):
+            return prompt._replace(ids=self._tokens(prompt.ids))
+        return PromptText(self._tokens(prompt), None)
 
     async def _embed(
         self,
@@ -320,7 +396,7 @@ class LLM(RequestMaker):
         assets = assets_of(model, settings)
         self.tokenizer = assets.tokenizer
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
-        super().__init__()
+        super().__init__(assets.images)
         self._busy = False
 
     @property
@@ -335,7 +411,7 @@ class LLM(RequestMaker):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | ImagePrompt | Sequence[Prompt | ImagePrompt | PromptText],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -346,12 +422,13 @@ class LLM(RequestMaker):
     ) -> list[Completion]:
         """Complete prompts, all at once, in the order given.
 
-        A prompt is text or token ids. `params` applies to every prompt or is one for each; None takes
-        `default_params`. Each prompt gets `n` texts, with seeds derived from the one of its parameters. A text ends
-        before the first of the strings `stop`, and matches the JSON schema `schema`. `on_delta(index, delta)` is called
-        as tokens arrive, with the index of the text. `adapter` names one of `lora_modules` for every prompt, or one or
-        None for each. Raises `BadRequest` for a prompt that can never run and for a parameter out of range. A step that
-        fails raises: there is no second engine here to resume on.
+        A prompt is text, token ids, or an `ImagePrompt`: `{"prompt": text, "multi_modal_data": {"image": images}}`.
+        `params` applies to every prompt or is one for each; None takes `default_params`. Each prompt gets `n` texts,
+        with seeds derived from the one of its parameters. A text ends before the first of the strings `stop`, and
+        matches the JSON schema `schema`. `on_delta(index, delta)` is called as tokens arrive, with the index of the
+        text. `adapter` names one of `lora_modules` for every prompt, or one or None for each. Raises `BadRequest` for a
+        prompt that can never run and for a parameter out of range. A step that fails raises: there is no second engine
+        here to resume on.
         """
         items = _as_list(prompts)
         readers = self._readers(items, params, n=n, stop=stop, schema=schema, adapter=adapter)
@@ -376,8 +453,9 @@ class LLM(RequestMaker):
     ) -> list[Completion]:
         """Answer one conversation or several; messages and tools are OpenAI's, `options` are those of `generate`.
 
-        The text is what the model writes: tool calls and reasoning are not parsed. Raises `BadRequest` for messages
-        that the template rejects, and `ModelError` for a model without a template.
+        A part of type `image_url` contains a data URL, one of type `image_pil` an image of Pillow or the bytes of its
+        file. The text is what the model writes: tool calls and reasoning are not parsed. Raises `BadRequest` for
+        messages that the template rejects, and `ModelError` for a model without a template.
         """
         conversations: Sequence[Any] = [messages] if isinstance(next(iter(messages), None), Mapping) else messages
         return self.generate(
@@ -388,7 +466,7 @@ class LLM(RequestMaker):
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ImagePrompt,
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
@@ -539,8 +617,8 @@ def assets_of(model: str, settings: Mapping[str, Any]) -> Assets:
     return find_assets(make_settings(EngineConfig, {"model": model, **settings}))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     ids = [item for item in prompts if isinstance(item, int)]
     texts = [item for item in prompts if not isinstance(item, int)]

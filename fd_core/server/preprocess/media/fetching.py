@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import os
 import re
 import socket
@@ -20,14 +19,11 @@ from yarl import URL
 
 from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyShare
+from fd_core.text.image_files import bytes_of_data_url
 
-_DATA: Final = re.compile(r"data:(image/[\w.+-]*)?(;[\w.=+-]*)*?;base64,", re.IGNORECASE)
-_MAX_HEAD: Final = 256
 _MAX_REDIRECTS: Final = 5
 _SECONDS: Final = 10.0
 """Timeout of a download, with all its redirects."""
-_CHUNK: Final = 1 << 20
-"""Characters decoded at a time, a multiple of 4: the decoder holds the GIL."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=_SECONDS)
@@ -140,19 +136,9 @@ class MediaFetcher:
         """Return the bytes of a data or file URL; blocks. Raises `BadRequest`."""
         if url[:5].lower() == "file:":
             return self._file(url, field)
-        found = _DATA.match(url[:_MAX_HEAD])
-        if found is None:
+        if (data := bytes_of_data_url(url, field)) is None:
             raise _refused(field, "expected data:image/...;base64,..., or an http, https or file URL")
-        parts = []
-        try:
-            for begin in range(found.end(), len(url), _CHUNK):
-                text = url[begin : begin + _CHUNK]
-                if begin + _CHUNK < len(url) and "=" in text:
-                    raise binascii.Error
-                parts.append(binascii.a2b_base64(text.encode("ascii"), strict_mode=True))
-        except ValueError:
-            raise _refused(field, "the data is not valid base64") from None
-        return b"".join(parts)
+        return data
 
     def _file(self, url: str, field: str) -> bytes:
         """Return the bytes of a regular file that is below the folder after all links were followed."""

@@ -12,9 +12,9 @@ from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.errors import unavailable
 from fd_core.models.families.image_processor import ImageProcessor, Pixels, ProcessedImage
-from fd_core.server.preprocess.media.decoding import decoded
 from fd_core.server.preprocess.media.fetching import MediaFetcher
 from fd_core.text.fair_thread import FairThread
+from fd_core.text.image_files import processed
 
 _Process = Callable[[Pixels], ProcessedImage]
 MAX_HELD_BYTES: Final = 2**30
@@ -84,8 +84,4 @@ class ImageReader:
         return await self._thread.run(partial(self._processed, image, data, process))
 
     def _processed(self, image: RequestedImage, data: bytes | None, process: _Process) -> ProcessedImage:
-        pixels = decoded(self._fetcher.read(*image) if data is None else data, image.field)
-        try:
-            return process(pixels)
-        except BadRequest as error:
-            raise BadRequest(f"{image.field}: {error}", field=image.field) from None
+        return processed(process, self._fetcher.read(*image) if data is None else data, image.field)

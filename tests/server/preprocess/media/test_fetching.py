@@ -19,6 +19,7 @@ from fd_core.errors import BadRequest
 from fd_core.http.bodies import BodyBudget
 from fd_core.server.preprocess.media import fetching
 from fd_core.server.preprocess.media.fetching import MediaFetcher, is_public
+from fd_core.text import image_files
 from tests.server.preprocess.media.images import data_url
 
 FIELD = "messages[0].content[0].image_url.url"
@@ -230,7 +231,7 @@ def test_data_url_is_decoded(url: str) -> None:
 @settings(max_examples=50)
 def test_data_url_of_several_chunks_is_decoded(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "_CHUNK", 8)
+        patch.setattr(image_files, "_CHUNK", 8)
         assert MediaFetcher((), None, largest=2000).read(data_url(data), FIELD) == data
 
 

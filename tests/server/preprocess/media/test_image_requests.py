@@ -14,7 +14,7 @@ import pytest
 
 from fd_core.config import MediaLimits
 from fd_core.server.preprocess.media import reader
-from fd_core.server.preprocess.media.decoding import decoded
+from fd_core.text.image_files import decoded
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
 from tests.server.preprocess.media.images import TEMPLATE, SmallProcessor, data_url, file_of

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from fd_core.errors import BadRequest
-from fd_core.server.preprocess.media import decoding
-from fd_core.server.preprocess.media.decoding import decoded
+from fd_core.text import image_files
+from fd_core.text.image_files import decoded
 from tests.server.preprocess.media.images import file_of
 
 FIELD = "messages[0].content[1].image_url.url"
@@ -72,4 +72,4 @@ def test_bomb_is_rejected_before_it_is_decoded(size: tuple[int, int], monkeypatc
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(BadRequest, match="pixels") as caught:
         decoded(bomb(*size), FIELD)
-    assert caught.value.field == FIELD and f"{decoding.MAX_PIXELS:,}" in str(caught.value)
+    assert caught.value.field == FIELD and f"{image_files.MAX_PIXELS:,}" in str(caught.value)
