@@ -10,15 +10,21 @@ from typing import Final
 import numpy as np
 
 from fd_core.router.selection import RouteRequest
+from fd_core.scheduling.images import identity
 from fd_core.simulation.clock.timeline import ScheduledEvent, Timeline
 from fd_core.simulation.clock.waits import WaitAccount
 from fd_core.simulation.engines.device import END
 from fd_core.simulation.results.summary import RequestOutcome
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
-from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
+from fd_core.types import Delta, Image, IntArray, RequestSpec, SamplingParams
 
 _kept_tokens: Final = lru_cache(256)(tokens_of)
 """Cache of the tokens of pieces that many conversations share."""
+
+
+def _image(piece: Piece, start: int) -> Image:
+    """Return the image of a piece; no simulated step reads its one pixel."""
+    return Image(start, piece.tokens, digest=(piece.seed & (2**64 - 1)).to_bytes(16), size=(1, 1), pixels=bytes(3))
 
 
 class WrongAnswer(RuntimeError):
@@ -75,6 +81,7 @@ class SimulatedClient:
         self._check = check
         self._number = -1
         self._text: IntArray = np.empty(0, np.int32)
+        self._images: tuple[Image, ...] = ()
         self._turn: UserTurn = conversation.turns[0]
         self._more = len(conversation.turns) > 1
         self._patience: ScheduledEvent | None = None
@@ -107,6 +114,12 @@ class SimulatedClient:
         self._text = parts[0] if len(parts) == 1 else np.concatenate(parts or [self._text[:0]])
         self._keeps = self._more or self._check
         prompt = self._text
+        self._images = () if turn.fresh else self._images
+        at = len(prompt) - sum(piece.tokens for piece in turn.adds)
+        for piece in turn.adds:
+            if piece.image:
+                self._images += (_image(piece, at),)
+            at += piece.tokens
         room = max(1, self._max_model_len - len(prompt))
         most = room if turn.max_tokens is None else min(turn.max_tokens, room)
         self._now = _Reading(self._timeline.now, len(prompt), most)
@@ -115,12 +128,15 @@ class SimulatedClient:
         spec = RequestSpec(
             request_id=self.request_id,
             prompt=tuple(prompt.tolist()),
+            images=self._images,
             params=SamplingParams(max_tokens=most, temperature=0.0),
             eos_token_ids=(END,),
             priority=conversation.priority,
             tenant=conversation.tenant,
         )
-        asked = RouteRequest(prompt, session=conversation.name, output_tokens=turn.max_tokens or 0)
+        asked = RouteRequest(
+            identity(prompt, self._images), session=conversation.name, output_tokens=turn.max_tokens or 0
+        )
         if turn.patience is not None:
             self._patience = self._timeline.after(turn.patience, self.leave)
         self._send(spec, asked, self)

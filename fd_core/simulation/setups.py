@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
@@ -90,6 +92,7 @@ class Setup:
             default_pipeline_depth=own.pipeline_depth,
             default_batched_tokens=own.max_num_batched_tokens,
         )
+        limits = msgspec.structs.replace(limits, max_image_tokens=own.max_image_tokens)
         costs = Costs(profile, block_size=config.block_tokens)
         spare = profile.spare_processors if self.spare_processors is None else self.spare_processors
         return SimulatedPool(

@@ -77,6 +77,7 @@ def test_images_of_messages_and_of_prompts_decide_texts(llm: LLM) -> None:
         ("image_pil", FILES[0][:50], "not a complete PNG"),
         ("image_pil", 7, "expected an image of Pillow"),
     ],
+    ids=["http", "file", "base64", "truncated", "number"],
 )
 def test_other_images_are_rejected_with_their_field(llm: LLM, kind: str, value: object, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:

@@ -37,6 +37,9 @@ class PlainCosts(Costs):
     def shared_read(self, positions: int) -> float:
         return 0.0
 
+    def images(self, tokens: int) -> float:
+        return 1e-3 * tokens
+
     def turn(self, plan: StepPlan) -> float:
         return 0.0
 

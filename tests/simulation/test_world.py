@@ -49,6 +49,20 @@ def test_every_request_ends_once_and_leaves_no_state(routers: int) -> None:
     assert idle(one)
 
 
+def test_images_take_their_budget_and_the_time_of_their_encoder() -> None:
+    one = world(group(limit={"pipeline_depth": 1, "max_image_tokens": 64}), routers=0, latency=0.0)
+    images = (Piece(3, 40, image=True), Piece(4, 60, image=True))
+    turns = (UserTurn((*images, Piece(1, 28)), Piece(2, 1)), UserTurn((Piece(5, 20),), Piece(6, 1)))
+    first, second = one.run([Conversation("c", 1.0, turns)]).outcomes
+    # 1 ms in the server; a step for each image, whose tokens take 1 ms, because both exceed the budget.
+    assert first.first_token == pytest.approx(1.0 + 0.001 + 2 * 0.01 + 128 * 1e-4 + 100 * 1e-3)
+    # All blocks of the first prompt are found; its images are not encoded again.
+    assert second.cached_tokens == 128
+    assert second.first_token - second.arrived < 0.02
+    refused = world(group(), routers=0).run([Conversation("c", 1.0, turns[:1])]).outcomes[0]
+    assert "takes no images" in refused.reason
+
+
 def test_single_request_takes_the_time_of_its_steps() -> None:
     one = world(group(limit={"pipeline_depth": 1}), routers=0, latency=0.0)
     run = one.run([Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))])

@@ -164,6 +164,10 @@ ARCHITECTURES: Final = {
 _MOST_TOKENS: Final = 1 << 20
 KV_DTYPES: Final = {"bf16": ("bfloat16", 2), "fp8": ("float8", 1), "int8": ("int8", 1)}
 """Name and bytes of a number, by its key in options."""
+_ENCODER_PARAMETERS: Final = 400e6
+_PATCHES_PER_TOKEN: Final = 4
+_LARGEST_IMAGE: Final = 1296
+"""Tokens of the largest image, as in Qwen's processors here."""
 _RESERVE: Final = 2e9
 """Bytes of each device for activations and the framework."""
 
@@ -237,6 +241,8 @@ def calculated_profile(
             f"Assumed as well: {device.step_overhead * 1e6:g} us a step, {device.layer_overhead * 1e6:g} us a layer, "
             f"{device.link_latency * 1e6:g} us a collective, and this engine's overhead outside steps.",
             "The cost of drafts is that of their tokens: proposing them is free here.",
+            f"Images: an encoder of {_ENCODER_PARAMETERS / 1e6:g} million parameters on every rank, without its "
+            f"attention, with {_PATCHES_PER_TOKEN} patches for a token.",
         ),
         model=ProfiledModel(
             name=model.title,
@@ -256,6 +262,7 @@ def calculated_profile(
             num_kv_blocks=min(blocks, 1 << 20),
             vocab_size=model.vocab_size,
             pipeline_depth=2 if device.most_ranks > 1 else 1,
+            max_image_tokens=2048 if device.most_ranks > 1 else _LARGEST_IMAGE,
         ),
         step=StepTerms(
             constant=steps,
@@ -265,6 +272,7 @@ def calculated_profile(
             per_context_token=kv_rank_token / bandwidth,
             per_query_key=attended / (device.operations * reached.attention),
             per_draft=0.0,
+            per_image_token=2 * _ENCODER_PARAMETERS * _PATCHES_PER_TOKEN / operations,
         ),
         request=ASSUMED_REQUEST,
         host_copy=KVLink(

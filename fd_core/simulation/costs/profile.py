@@ -67,6 +67,8 @@ class StepTerms(_Strict, frozen=True, kw_only=True):
     """For each verified draft, in addition to its token: proposing it."""
     per_shared_position: Seconds = 0.0
     """Savings for each position that another row of the step reads as well, because a prefix is shared."""
+    per_image_token: Seconds = 0.0
+    """For each token of an image that begins in the step: encoding it."""
 
 
 class RequestTerms(_Strict, frozen=True, kw_only=True):
@@ -263,6 +265,10 @@ class Costs:
         Rows with the same prefix share its blocks, and find them in the device's caches.
         """
         return self._profile.step.per_shared_position * positions
+
+    def images(self, tokens: int) -> float:
+        """Return the time that a step encodes images of `tokens` tokens."""
+        return self._profile.step.per_image_token * tokens
 
     def turn(self, plan: StepPlan) -> float:
         """Return the loop's time for a plan and its output that the device does not have to wait for.

@@ -19,7 +19,7 @@ from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.storage.storage import BlankKVCache
 from fd_core.simulation.workloads.conversations import Piece, stirred, to_tokens, tokens_from
-from fd_core.types import Admission, StepOutput, StepPlan
+from fd_core.types import Admission, Image, StepOutput, StepPlan
 
 END: Final = 2
 _AHEAD: Final = 256
@@ -203,6 +203,8 @@ class SimulatedDevice(Device):
         self._costs = costs
         self._computer = computer
         self._shared = _SharedReads(limits) if costs.shared_read(1) else None
+        self._images: dict[int, tuple[Image, ...]] = {}
+        """Images of the prompts in slots."""
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._busy_until = 0.0
         self._free_at = 0.0
@@ -218,6 +220,8 @@ class SimulatedDevice(Device):
         """Start to compute once the engine's loop is done with the plan and the device with those before it."""
         begins = max(max(self._timeline.now, self._free_at) + self._costs.turn(plan), self._busy_until)
         seconds = self._costs.step(plan)
+        if tokens := self._image_tokens(plan):
+            seconds += self._costs.images(tokens)
         if self._shared is not None:
             seconds -= self._costs.shared_read(self._shared.count(plan))
         seconds = max(0.0, seconds) * self.slowness * self.beside(plan)
@@ -225,6 +229,21 @@ class SimulatedDevice(Device):
         self._busy_until = begins + seconds
         self._computer.announce(plan)
         self._plans.append((plan, self._busy_until))
+
+    def _image_tokens(self, plan: StepPlan) -> int:
+        """Return the tokens of images that begin in a plan, as `ImageBudget` counts them."""
+        for admission in plan.admissions:
+            if admission.images or self._images:
+                self._images[admission.slot] = admission.images
+        if not self._images:
+            return 0
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)
+        return sum(
+            image.num_tokens
+            for slot, start, count in rows
+            for image in self._images.get(slot, ())
+            if start <= image.start < start + count
+        )
 
     @property
     def computing(self) -> bool:

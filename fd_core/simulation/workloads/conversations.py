@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     """64 bits that decide the tokens."""
     tokens: int
+    image: bool = False
+    """True for an image, whose tokens an encoder computes."""
 
 
 class UserTurn(msgspec.Struct, frozen=True, gc=False):
@@ -158,15 +160,16 @@ class MadeContents(Contents):
         think = draws.seconds("think", settings.think)
         seeds, closed = draws.seeds("texts"), settings.arrivals == "closed"
         limits, patience = _limits(settings, draws), _patience(settings, draws)
+        num_images, image_tokens = settings.images or (0, 0)
+        images = (Piece(seed, image_tokens, image=True) for seed in draws.seeds("images"))
         for prefix, count in zip(self._prefixes(settings, draws), turns, strict=False):
             conversation: list[UserTurn] = []
             for turn in range(count):
                 prompt, output = next(lengths)
                 new = Piece(next(seeds), next(added) if turn and added is not None else prompt)
                 answer, pause = Piece(next(seeds), output), next(think) if turn or closed else 0.0
-                conversation.append(
-                    UserTurn((new,) if turn else (*prefix, new), answer, pause, next(limits), next(patience))
-                )
+                adds = (*(() if turn else prefix), *itertools.islice(images, num_images), new)
+                conversation.append(UserTurn(adds, answer, pause, next(limits), next(patience)))
             yield tuple(conversation)
 
     def _lengths(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[int, int]]:
@@ -201,6 +204,8 @@ class RecordedRequests(Contents):
     """End index of the blocks of each request; empty if there are none."""
     block: int
     """Tokens of a block."""
+    images: Mapping[int, Sequence[int]]
+    """Tokens of the images of a request, by its index; they precede its last text."""
 
     @property
     def requests(self) -> int:
@@ -223,6 +228,7 @@ class RecordedRequests(Contents):
                     prompt -= self.block
             if prompt > 0:
                 adds.append(Piece(next(own), prompt))
+            adds[-1:-1] = [Piece(next(own), tokens, image=True) for tokens in self.images.get(at, ())]
             yield (UserTurn(tuple(adds), Piece(next(own), output), 0.0, next(limits), next(patience)),)
 
 

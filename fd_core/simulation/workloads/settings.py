@@ -239,6 +239,7 @@ class WorkloadSettings:
     think: Distribution
     prefixes: tuple[int, int] | None
     popularity: float
+    images: tuple[int, int] | None
     max_tokens: Distribution | None
     tenants: tuple[tuple[str, float], ...] | None
     priorities: tuple[tuple[str, float], ...]
@@ -365,6 +366,7 @@ KEYS: Final[dict[str, WorkloadKey]] = {
     "think": WorkloadKey("TIMES", "seconds between a response and the next request", _SECONDS, default="0"),
     "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts; each conversation starts with one", _prefixes),
     "popularity": WorkloadKey("EXPONENT", "Zipf exponent over the prefixes; 0 is uniform", _number(0, 10), default="1"),
+    "images": WorkloadKey("COUNTxTOKENS", "images of each request, all different; they precede its text", _prefixes),
     "speed": WorkloadKey("NUMBER", "speed-up over the recording", _number(1e-6, 1e6), default="1"),
     "block": WorkloadKey("TOKENS", "tokens per hash id", _whole(1, 65536), default="512"),
     "repeat": WorkloadKey(
@@ -383,7 +385,7 @@ KEYS: Final[dict[str, WorkloadKey]] = {
 
 _BOUNDS = ("requests", "duration")
 _CLIENTS = ("max_tokens", "tenants", "priorities", "leave", "patience")
-_CONTENTS = ("prompt", "output", "lengths", "longest", "turns", "adds", "think", "prefixes", "popularity")
+_CONTENTS = ("prompt", "output", "lengths", "longest", "turns", "adds", "think", "prefixes", "popularity", "images")
 _OF_ARRIVALS: Final[dict[str, tuple[str, ...]]] = {
     "poisson": ("rate",),
     "gamma": ("rate", "cv"),

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
@@ -32,8 +32,13 @@ class _TraceColumns:
     def __init__(self) -> None:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
         self.hash_ids, self._ends = array("Q"), array("q")
+        self._images: dict[int, Sequence[int]] = {}
 
-    def add(self, time: float, prompt: int, output: int, hash_ids: list[int] | tuple[int, ...] = ()) -> None:
+    def add(
+        self, time: float, prompt: int, output: int, hash_ids: Sequence[int] = (), images: Sequence[int] = ()
+    ) -> None:
+        if images:
+            self._images[len(self._times)] = images
         self._times.append(time)
         self._prompts.append(max(prompt, 1))
         self._outputs.append(max(output, 1))
@@ -58,7 +63,10 @@ class _TraceColumns:
             what = f"{path} lasts {times[-1] / speed:,.0f} s; {MAX_SECONDS:,.0f} can be"
             raise wrong_file(what, "cut it into parts, or raise speed")
         prompts, outputs = np.array(self._prompts)[order], np.array(self._outputs)[order]
-        return RecordedRequests(notes, times, prompts, outputs, ids, ends if len(ids) else ends[:0], block)
+        places = {at: self._images[line] for at, line in enumerate(order.tolist()) if line in self._images}
+        return RecordedRequests(
+            notes, times, prompts, outputs, ids, ends if len(ids) else ends[:0], block=block, images=places
+        )
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -66,10 +74,14 @@ class _MooncakeLine(msgspec.Struct):
     input_length: _Tokens
     output_length: _Tokens
     hash_ids: list[int | str] = []
+    images: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]], msgspec.Meta(max_length=1024)] = []
 
 
 def read_mooncake(path: Path, settings: WorkloadSettings) -> RecordedRequests:
-    """Read Mooncake's trace: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`. Raises `ConfigError`."""
+    """Read Mooncake's trace: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, and `images`.
+
+    `images` are the tokens of each image, in addition to `input_length`. Raises `ConfigError`.
+    """
     columns, decoder = _TraceColumns(), msgspec.json.Decoder(_MooncakeLine)
     shared = False
     for number, raw in _first(path, settings):
@@ -80,7 +92,7 @@ def read_mooncake(path: Path, settings: WorkloadSettings) -> RecordedRequests:
         shared = shared or bool(line.hash_ids)
         # Ignore more blocks than the prompt has.
         ids = [*map(_hash_id, line.hash_ids[: -(-line.input_length // settings.block)])]
-        columns.add(line.timestamp / 1000, line.input_length, line.output_length, ids)
+        columns.add(line.timestamp / 1000, line.input_length, line.output_length, ids, line.images)
         if len(columns.hash_ids) > _MAX_HASH_IDS:
             raise wrong_line(path, number, f"has one hash id too many: {_MAX_HASH_IDS:,} can be")
     return columns.requests(

@@ -42,9 +42,21 @@ def test_workload_bytes_depend_on_the_seed_only(kind):
     assert encoded(workload) == encoded(workload) == once
 
 
+def test_images_precede_the_text_of_each_request_and_change_nothing_else():
+    with_images, without = (
+        list(read(f"poisson:turns=2,prefixes=2x9,requests=8{each}")) for each in (",images=2x30", "")
+    )
+    pieces = [piece for one in with_images for turn in one.turns for piece in turn.adds if piece.image]
+    assert len({piece.seed for piece in pieces}) == 16 and {piece.tokens for piece in pieces} == {30}
+    for one, other in zip(with_images, without, strict=True):
+        for turn, plain in zip(one.turns, other.turns, strict=True):
+            assert [piece.image for piece in turn.adds[-3:]] == [True, True, False]
+            assert msgspec.structs.replace(turn, adds=(*turn.adds[:-3], turn.adds[-1])) == plain
+
+
 def test_workload_bytes_are_platform_independent():
     digest = hashlib.sha256(encoded(read(f"gamma:cv=2,{FULL}"))).hexdigest()
-    assert digest[:16] == "23f10091a7a56204"
+    assert digest[:16] == "c1c844de1012a5ed"
 
 
 @settings(deadline=None, max_examples=25)

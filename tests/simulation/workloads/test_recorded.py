@@ -21,7 +21,7 @@ from tests.engine.helpers import null_engine, random_specs, run
 
 
 def mooncake(path, *rows):
-    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    names = ("timestamp", "input_length", "output_length", "hash_ids", "images")
     path.write_text("".join(json.dumps(dict(zip(names, row, strict=False))) + "\n" for row in rows))
     return path
 
@@ -37,6 +37,13 @@ def common_prefix(one, other):
 
 def talk(*turns, names=("conversations", "from", "value")):
     return {names[0]: [{names[1]: author, names[2]: text} for author, text in turns]}
+
+
+def test_images_of_a_line_precede_its_last_text_in_order_of_time(tmp_path):
+    rows = (3000, 10, 1, [1, 2], [30, 40]), (1000, 6, 1, [], [7]), (2000, 9, 1, [1, 2])
+    found = read_workload(f"mooncake:{mooncake(tmp_path / 't.jsonl', *rows)},block=8", 0)
+    adds = [[(piece.tokens, piece.image) for piece in one.turns[0].adds] for one in found]
+    assert adds == [[(7, True), (6, False)], [(8, False), (1, False)], [(8, False), (30, True), (40, True), (2, False)]]
 
 
 def test_hash_ids_define_blocks_and_times_are_seconds(tmp_path):
