@@ -273,7 +273,8 @@ class Runner:
         self._head = model.head
         self._pooler.shift = getattr(model, "state_shift", None)  # models of plugins may lack it
         takes_images = getattr(model, "images", None) is not None  # models of plugins may lack it
-        self._images = SlotImages(self.ops, model, self.limits.max_num_batched_tokens) if takes_images else None
+        self.images = SlotImages(self.ops, model, self.limits.max_num_batched_tokens) if takes_images else None
+        """None if the model takes no images."""
         self.adapters = RunnerAdapters(self.ops, model, self.cache)
         """Only changed between steps, on the thread that executes them."""
 
@@ -421,8 +422,8 @@ class Runner:
         if self._failed:
             self._failed.pop((slot, admission.gen), None)
         self.batch.admit(admission, self.adapters.slot_of(admission.adapter) if admission.adapter else 0)
-        if self._images is not None:
-            self._images.admit(slot, admission.images, admission.computed, admission.prompt_len)
+        if self.images is not None:
+            self.images.admit(slot, admission.images, admission.computed, admission.prompt_len)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
         if self._pooler.wanted or admission.pooling is not None:
@@ -448,8 +449,8 @@ class Runner:
             inputs = gather_inputs(
                 rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
             )
-            if self._images is not None:
-                inputs = self._images.placed(rows, rows.begins, inputs)
+            if self.images is not None:
+                inputs = self.images.placed(rows, rows.begins, inputs)
             if self.ops.queues:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()
@@ -480,8 +481,8 @@ class Runner:
         if (inputs := work.inputs) is not None:
             if work.fed is not None:
                 inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
-            if self._images is not None:
-                inputs = self._images.embedded(rows, rows.begins, inputs)
+            if self.images is not None:
+                inputs = self.images.embedded(rows, rows.begins, inputs)
             forward, all_states = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()

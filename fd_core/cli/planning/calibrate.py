@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from fd_core.simulation.costs.calibrating import Progress
     from fd_core.simulation.costs.profile import CostProfile
+
+
+_IMAGE_SIZE: Final = (448, 448)
 
 
 @reports_errors
@@ -56,6 +59,7 @@ def calibrate(
     """
     import datetime
 
+    import numpy as np
     from rich.console import Console
 
     from fd_core.cli.env import processor
@@ -78,7 +82,10 @@ def calibrate(
             path = output or calibrated_path(named)
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             how = Calibration(named, processor(), seconds, max_spread, today, config.tensor_parallel_size)
-            profile = measure(engine, found.tokenizer.encode, how, bars)
+            image = None
+            if found.images is not None and config.tensor_parallel_size == 1:  # the ranks would wait for each other
+                image = found.images.process(np.full((*_IMAGE_SIZE, 3), 128, np.uint8)).parts[0]
+            profile = measure(engine, found.tokenizer.encode, how, bars, image)
         finally:
             engine.close()
         profile = _with_surroundings(profile, config.model, given, bars)

@@ -99,15 +99,15 @@ class EarlierStageRunner(Runner):
     def _begin(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.batch.admit(admission)
-            if self._images is not None:
-                self._images.admit(admission.slot, admission.images, admission.computed, admission.prompt_len)
+            if self.images is not None:
+                self.images.admit(admission.slot, admission.images, admission.computed, admission.prompt_len)
         self.batch.grant(plan)
         rows = resolve_rows(plan, self.batch, self.limits, padded=self.ops.padded)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = uploaded(gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare), self.ops)
-            if self._images is not None:
-                inputs = self._images.embedded(rows, rows.begins, inputs)
+            if self.images is not None:
+                inputs = self.images.embedded(rows, rows.begins, inputs)
             self._group.pass_on(self.ops.to_host(self._forward(inputs, self.cache)))
         self._begun += 1
         self._sampled[plan.slots[plan.samples]] = self._begun

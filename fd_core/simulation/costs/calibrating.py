@@ -41,7 +41,7 @@ from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs import fitting
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms, step_features
-from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
+from fd_core.types import Image, IntArray, RequestSpec, SamplingParams, StepPlan
 
 _ROUNDS: Final = 15
 MOST_SPREAD: Final = 0.2
@@ -81,9 +81,13 @@ class Calibration:
 
 
 def calibrate(
-    engine: Engine, encode: Callable[[str], Sequence[int]], how: Calibration, progress: Progress
+    engine: Engine,
+    encode: Callable[[str], Sequence[int]],
+    how: Calibration,
+    progress: Progress,
+    image: Image | None = None,
 ) -> CostProfile:
-    """Measure an idle engine and return its profile; `encode` tokenizes a text.
+    """Measure an idle engine and return its profile; `encode` tokenizes a text, `image` is one as the model takes it.
 
     The engine's prefix cache must be empty, and is useless afterwards. Raises `MachineTooNoisy`.
     """
@@ -103,7 +107,11 @@ def calibrate(
         )
     fitted = [step for case, step in bench.steps() if not case.held_out and not case.shared]
     judged = [step for case, step in bench.steps() if case.held_out]
-    terms = msgspec.structs.replace(fitting.fit_steps(fitted), per_shared_position=bench.shared_saving())
+    terms = msgspec.structs.replace(
+        fitting.fit_steps(fitted),
+        per_shared_position=bench.shared_saving(),
+        per_image_token=0.0 if image is None else _image_cost(engine, image),
+    )
     info, shape = engine.info, probe.runner.cache.shape
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CostProfile(
@@ -319,6 +327,7 @@ def _turns(engine: Engine, service: EngineService, batch: int, limits: Limits) -
     return times[len(times) // 4 :]
 
 
+_IMAGE_ROUNDS: Final = 5
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
@@ -333,6 +342,18 @@ def _line(values: dict[int, float]) -> tuple[float, float]:
         return 0.0, next(iter(values.values()))
     slope = max(0.0, float(np.polyfit(list(values), list(values.values()), 1)[0]))
     return slope, max(0.0, float(np.mean([value - slope * count for count, value in values.items()])))
+
+
+def _image_cost(engine: Engine, image: Image) -> float:
+    """Return the seconds of the encoder for each token of an image."""
+    runner, times = engine.probe().runner, []
+    if runner.images is None:
+        return 0.0
+    for _ in range(1 + _IMAGE_ROUNDS):
+        begun = time.perf_counter()
+        runner.ops.to_host(runner.images.encode(image)[0])
+        times.append(time.perf_counter() - begun)
+    return usual(times[1:]) / image.num_tokens
 
 
 def _host_copy(engine: Engine) -> KVLink:

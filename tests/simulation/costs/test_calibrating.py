@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,9 +14,12 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
+from fd_core.models.families.image_processor import image_part
+from fd_core.models.families.images.idefics import Idefics3
 from fd_core.runner.runner import Runner
 from fd_core.simulation.costs.calibrating import Calibration, MachineTooNoisy, calibrate, require_alone
 from fd_core.simulation.costs.profile import Costs, parse_profile
+from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.types import StepOutput, StepPlan
 from tests.simulation.costs.plans import decodes
 
@@ -70,6 +74,29 @@ def test_draft_cost_is_measured_only_with_a_drafter() -> None:
     assert profile.limits.max_drafts == 2
     assert "drafts" in {error.kind for error in profile.error}
     assert max(verified) == 4
+
+
+def test_encoder_of_images_is_measured(tmp_path: Path) -> None:
+    named = {"architectures": list(Idefics3.architectures), "torch_dtype": "float32", "vocab_size": 258}
+    write_config({**Idefics3.defaults, **SIZES, **Idefics3.cases["plain"], **named}, tmp_path, seed=4)
+    config = EngineConfig(
+        model="images",
+        backend="reference",
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        num_kv_blocks=16,
+        structured_output=False,
+    )
+    engine = load_engine(config, tmp_path, progress=lambda *_: None)
+    try:
+        image = image_part(np.zeros((48, 48, 3), np.uint8), 16, (4, 4))
+        profile = calibrate(engine, str.split, Calibration("tiny", "a machine", 0.1, ANY), lambda *_: None, image)
+    finally:
+        engine.close()
+    assert profile.limits.max_image_tokens >= 16
+    assert Costs(profile).images(16) > 0
 
 
 def test_noisy_machine_is_reported() -> None:
