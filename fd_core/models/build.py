@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,7 @@ from fd_core.models.image_encoder import ImageEncoder, Merger, Tower
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.quantization import head_format, quantized
-from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, Recurrent, Rope
+from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, PlainActivation, Recurrent, Rope
 from fd_core.ops.parallel import Parallel, Stage
 from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
@@ -488,8 +488,9 @@ class Reader:
         experts = Experts(
             router=self.ops.prepare_vector(self.values(spec.router)),
             router_bias=None if spec.router_bias is None else self.ops.prepare_vector(self.values(spec.router_bias)),
-            gate_up=self.experts(ups, rows, gated=True),
+            gate_up=self.experts(ups, rows, gated=spec.gated),
             down=self.experts(downs, columns, gated=False),
+            ungated=None if spec.gated else cast(PlainActivation, self.spec.activation),
             top_k=spec.top_k,
             normalize=spec.normalize,
             correction_bias=None if bias is None else self.ops.prepare_vector(self.values(bias).reshape(-1)),

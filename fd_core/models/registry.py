@@ -118,6 +118,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
         "latent attention": (any(each.latent for each in spec.attention), ops.latents),
         "experts with biases": (biased, ops.biased_experts),
+        "experts without a gate": (any(not each.gated for each in experts), ops.ungated_experts),
         "experts of some ranks": (bool(experts) and ops.parallel.expert_parallel, ops.expert_parallel),
         "attention sinks": (any(each.sinks for each in spec.attention), ops.sinks),
         "recurrent layers": (bool(spec.recurrent), ops.recurs),

@@ -343,7 +343,7 @@ class Experts:
     router: Array
     """[experts, H] prepared by `prepare_vector`; a token's product with it, in float32, yields the scores of all."""
     gate_up: Array
-    """Prepared by `prepare_experts(..., gated=True)`."""
+    """Prepared by `prepare_experts(..., gated=True)`; up alone, with `gated=False`, if they are `ungated`."""
     down: Array
     top_k: int
     normalize: bool
@@ -352,8 +352,11 @@ class Experts:
     """[experts] float32 added to the scores for the choice only, not for the weights (ERNIE-4.5)."""
     norm_floor: float = 0.0
     """Smallest divisor when normalizing (ERNIE-4.5 uses 1e-12)."""
+    ungated: PlainActivation | None = None
+    """Activation of all experts if they have no gate (Nemotron-H), instead of that of the layer: see
+    `Ops.ungated_experts`."""
     shared_gate_up: Array | None = None
-    """Shared experts, as one gated linear."""
+    """Shared experts, as one linear."""
     shared_down: Array | None = None
     shared_gate: Array | None = None
     """[H] prepared by `prepare_vector`: the sigmoid of its product with a token multiplies the output of the shared
@@ -592,6 +595,9 @@ class Ops(abc.ABC):
     biased_experts: bool = False
     """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`. A pack that overrides `moe`,
     `moe_residual` or `prepare_experts` must redefine it."""
+    ungated_experts: bool = False
+    """True if `moe` computes experts without a gate. A pack that overrides `moe`, `moe_residual` or `prepare_experts`
+    must redefine it."""
     expert_parallel: bool = False
     """True if it computes `Parallel.expert_parallel`: `moe` adds the outputs of the experts that this rank holds, and
     its part of the shared ones. A pack that overrides `moe`, `moe_residual` or `prepare_experts` must redefine it."""
@@ -1149,8 +1155,14 @@ class Ops(abc.ABC):
         """Return the output of the shared experts for x, or None without any."""
         if experts.shared_gate_up is None:
             return None
-        y = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        y = self.expert(x, experts.shared_gate_up, experts.shared_down, experts, activation)
         return y if experts.shared_gate is None else self.weigh(y, x, experts.shared_gate)
+
+    def expert(self, x: Array, gate_up: Array, down: Array, experts: Experts, activation: Activation) -> Array:
+        """Return the output of one expert, or of the shared ones: [T, H] -> [T, H]."""
+        if experts.ungated is None:
+            return self.linear(self.gated_linear(x, gate_up, activation), down)
+        return self.linear(self.activate(self.linear(x, gate_up), experts.ungated), down)
 
     def weigh(self, y: Array, x: Array, gate: Array) -> Array:
         """Multiply y [T, H] by sigmoid(x @ gate), for x [T, H] and a vector [H], computed in float32.

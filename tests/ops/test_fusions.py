@@ -43,6 +43,7 @@ GEOMETRIES = {
     "adapters on odd sizes": (Geometry(heads=3, kv_heads=3, d=10, hidden=38, inner=50, adapter_ranks=(5, 8)), ()),
     "adapters, norms after": (Geometry(post_norm=True, d=64, block_size=32, inner=150, adapter_ranks=(5, 8)), ()),
     "experts": (Geometry(experts=5), ("moe",)),
+    "experts without a gate": (Geometry(experts=5, shared_expert=True, ungated_experts="relu2"), ("ungated_experts",)),
     "shared experts": (Geometry(experts=7, shared_expert=True, correction_bias=True, inner=24), ("moe",)),
     **{f"packed {kind}": (Geometry(d=32, hidden=128, inner=256, packed=kind), ()) for kind in sorted(WEIGHT_FORMATS)},
 }

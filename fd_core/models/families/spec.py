@@ -463,7 +463,7 @@ class MlpSpec(_Parts):
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec(_Parts):
-    """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, and down."""
+    """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, or up alone, and down."""
 
     norm: NormSpec
     router: VectorSpec
@@ -481,6 +481,11 @@ class MoeSpec(_Parts):
     groups: int = 1
     top_groups: int = 1
     weight_scale: float = 1.0
+
+    @property
+    def gated(self) -> bool:
+        """True if an activated gate multiplies up."""
+        return len(self.experts[0][0].outs) > 1
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
@@ -893,7 +898,7 @@ def mtp_spec(
 
 def _is_gated(layer: LayerSpec) -> bool:
     block = layer.feed_forward
-    return isinstance(block, MoeSpec) or (block is not None and block.gated)
+    return block is not None and block.gated
 
 
 def _norm(name: str, width: int, traits: Traits) -> NormSpec:

@@ -588,7 +588,7 @@ class NativeOps(TorchOps):
                 gate_up,
                 down,
                 *[None if part is None else part.handle for part in shared],
-                _ACTIVATIONS[kind],
+                _ACTIVATIONS[experts.ungated or kind],
                 self.runtime.group_handle if ranked else None,
                 *[self.runtime.starts(each) if ranked and each is not None else None for each in widths],
                 buffer,

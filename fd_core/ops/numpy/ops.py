@@ -80,6 +80,7 @@ class NumpyOps(NumpySampling, Ops):
     chunks = True
     any_experts = True
     biased_experts = True
+    ungated_experts = True
     expert_parallel = True
     sinks = True
     weight_formats = WEIGHT_FORMATS
@@ -242,7 +243,7 @@ class NumpyOps(NumpySampling, Ops):
             if len(tokens):
                 given, weight = x[tokens], weights[tokens, places, None]
                 given = given * weight if experts.weighs_inputs else given
-                y = self.linear(self.gated_linear(given, gate_up, activation), down)
+                y = self.expert(given, gate_up, down, experts, activation)
                 output[tokens] += y if experts.weighs_inputs else y * weight
         shared: Floats = self.add_shared(output, x, experts, activation)
         return shared

@@ -263,7 +263,11 @@ class OnnxOps(NumpyOps):
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             def compute(x: GraphSymbol, gate_up: NumpyLinear, down: NumpyLinear) -> GraphSymbol:
-                return _linear(graph, _gate(graph, _linear(graph, x, gate_up), activation), down)
+                y = _linear(graph, x, gate_up)
+                plain = experts.ungated
+                return _linear(
+                    graph, _gate(graph, y, activation) if plain is None else _activate(graph, y, plain), down
+                )
 
             y = routed_experts(graph, x, experts, compute=compute)
             if experts.shared_gate_up is None or experts.shared_down is None:

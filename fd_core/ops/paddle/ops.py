@@ -371,6 +371,7 @@ class PaddleOps(Ops):
     any_experts = True
     latents = True
     biased_experts = True
+    ungated_experts = True
     sinks = True
     recurs = True
 
@@ -551,7 +552,7 @@ class PaddleOps(Ops):
         for expert, (start, end) in enumerate(pairwise([0, *ends])):
             if start < end:
                 given = inputs[start:end] * shares[start:end] if experts.weighs_inputs else inputs[start:end]
-                y = self.linear(self.gated_linear(given, experts.gate_up[expert], activation), experts.down[expert])
+                y = self.expert(given, experts.gate_up[expert], experts.down[expert], experts, activation)
                 paddle.index_add_(output, tokens[start:end], 0, y if experts.weighs_inputs else y * shares[start:end])
         return self.add_shared(output, x, experts, activation)
 

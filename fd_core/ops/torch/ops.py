@@ -80,6 +80,7 @@ class TorchOps(TorchSampling, Ops):
     any_experts = True
     latents = True
     biased_experts = True
+    ungated_experts = True
     expert_parallel = True
     sinks = True
     recurs = True
@@ -269,7 +270,7 @@ class TorchOps(TorchSampling, Ops):
                 tokens = mine // experts.top_k
                 given, weight = x[tokens], weights.flatten()[mine, None].to(x.dtype)
                 given = given * weight if experts.weighs_inputs else given
-                y = self.linear(self.gated_linear(given, experts.gate_up[expert], activation), experts.down[expert])
+                y = self.expert(given, experts.gate_up[expert], experts.down[expert], experts, activation)
                 output.index_add_(0, tokens, y if experts.weighs_inputs else y * weight)
         return self.add_shared(output, x, experts, activation)
 

@@ -110,6 +110,7 @@ AXES: Final = (
     Axis("expert_groups", (1, 2, 3, 8), ("Experts.groups", "Experts.top_groups"), needs="any_experts"),
     Axis("weight_scale", (1.0, 2.5), ("Experts.weight_scale",), needs="any_experts"),
     Axis("expert_biases", (False, True), ("Experts.router_bias",), needs="biased_experts"),
+    Axis("ungated_experts", (None, "relu2", "gelu"), ("Experts.ungated",), needs="ungated_experts"),
     Axis("clamped", (False, True), needs="biased_experts"),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
     Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),

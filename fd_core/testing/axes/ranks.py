@@ -32,6 +32,7 @@ AXES: Final = (
     Axis("expert_parallel", (False, True), needs="expert_parallel"),
     Axis("shared_expert", (False, True), needs="moe"),
     Axis("expert_biases", (False, True), needs="biased_experts"),
+    Axis("ungated_experts", (None, "relu2"), needs="ungated_experts"),
 )
 
 

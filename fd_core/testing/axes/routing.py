@@ -66,6 +66,7 @@ _MOE: Final = (
     ),
     Axis("weight_scale", (1.0, 2.5), needs="any_experts"),
     Axis("expert_biases", (False, True), needs="biased_experts"),
+    Axis("ungated_experts", (None, "relu2", "gelu"), needs="ungated_experts"),
     Axis("clamped", (False, True), needs="biased_experts"),
     Axis("activation", ACTIVATIONS),
     Axis("hidden", (128, 38, 264)),

@@ -28,12 +28,14 @@ ABILITIES: Final[Mapping[str, str]] = {
     "sinks": "attention sinks",
     "softcap": "scores and logits capped by a tanh",
     "ungated": "feed-forward blocks without a gate",
+    "ungated_experts": "experts without a gate",
     "window": "layers with a sliding window",
 }
 """Keys of `Backend.limits`, with the feature that tests require."""
 
 OPTIONAL: Final[Mapping[str, str]] = {
     "ungated": "activate",
+    "ungated_experts": "ungated_experts",
     "shared_gate": "weigh",
     "joint_norms": "joint_norm",
     "encoders": "encodes",

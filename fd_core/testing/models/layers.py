@@ -86,6 +86,8 @@ class Geometry:
     weight_scale: float = 1.0
     expert_biases: bool = False
     """The router and the experts have biases."""
+    ungated_experts: PlainActivation | None = None
+    """Activation of experts without a gate."""
     clamped: bool = False
     """The activation of experts is `clamped_swiglu`."""
     scale: float = 1.0
@@ -310,34 +312,39 @@ class LayerOn:
 
     def _experts(self, make: Values) -> Experts:
         ops, g, parallel = self.ops, self.g, self.ops.parallel
-        up, down = (g.inner, g.hidden), (g.hidden, g.inner)
+        up, down = [(g.inner, g.hidden)] * (1 if g.ungated_experts else 2), (g.hidden, g.inner)
         whole = parallel.expert_parallel
         held = parallel.share(g.experts) if whole else slice(0, g.experts)
 
         def shared(*shapes: tuple[int, int], back: bool) -> Any:
-            return ops.prepare_linear(self._parts(make, *shapes, back=back), gated=not back)
+            return ops.prepare_linear(
+                self._parts(make, *shapes, back=back), gated=not back and g.ungated_experts is None
+            )
 
         def stacked(*shapes: tuple[int, int], back: bool, kind: str | None = None) -> Any:
             size = 4.0 if g.clamped and not back else 1.0  # so that some values exceed the limit
             to = None if whole else back
             parts = [self._parts(make, *shapes, kind=kind, back=to, size=size) for _ in range(g.experts)]
             if not g.expert_biases:
-                return ops.prepare_experts(parts[held], gated=not back)
+                return ops.prepare_experts(parts[held], gated=not back and g.ungated_experts is None)
             rows = slice(None) if whole else self._outs if back else self.inner
             biases = [[raw(make(shape[0], scale=0.5)).take_rows(rows) for shape in shapes] for _ in parts]
             elsewhere = back and parallel.rank and not parallel.gathers and not whole
-            return ops.prepare_experts(parts[held], None if elsewhere else biases[held], gated=not back)
+            return ops.prepare_experts(
+                parts[held], None if elsewhere else biases[held], gated=not back and g.ungated_experts is None
+            )
 
         return Experts(
             # Scores of similar size, so that all chosen experts matter.
             router=ops.prepare_vector(make(g.experts, g.hidden, scale=g.hidden**-0.5)),
-            gate_up=stacked(up, up, back=False),
+            gate_up=stacked(*up, back=False),
+            ungated=g.ungated_experts,
             down=stacked(down, back=True, kind=g.packed_down),
             top_k=g.top_k,
             normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
             norm_floor=g.norm_floor,
-            shared_gate_up=shared(up, up, back=False) if g.shared_expert else None,
+            shared_gate_up=shared(*up, back=False) if g.shared_expert else None,
             shared_down=shared(down, back=True) if g.shared_expert else None,
             shared_gate=ops.prepare_vector(make(g.hidden, scale=g.hidden**-0.5)) if g.shared_gate else None,
             scoring=g.scoring,

@@ -87,6 +87,7 @@ class CudaOps(TorchOps):
     latents = True
     recurs = False
     biased_experts = True
+    ungated_experts = False
     expert_parallel = True
     sinks = True
     queues = True

@@ -111,7 +111,8 @@ def test_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "case", "fields", "message"),
     [
-        (NemotronH, "plain", {"hybrid_override_pattern": "ME*"}, "layers of the kind moe are not supported"),
+        (NemotronH, "plain", {"hybrid_override_pattern": "MX*"}, "layers of the kind X are not supported"),
+        (NemotronH, "experts", {"moe_latent_size": 16}, "moe_latent_size is set, but experts of latent vectors"),
         (NemotronH, "plain", {"hybrid_override_pattern": "M--*"}, "a feed-forward layer must follow one of"),
         (NemotronH, "plain", {"mamba_hidden_act": "gelu"}, "no other mamba_hidden_act than silu"),
         (NemotronH, "plain", {"n_groups": 4}, "6 heads of a recurrent layer are not a multiple of 4 groups"),

@@ -363,6 +363,12 @@ class WeighsOutputs(NumpyOps):
         return super().moe(x, replace(experts, weighs_inputs=False), activation)
 
 
+@shown_by("moe", ungated_experts="relu2")
+class ActivatesExpertsWithoutAGateAsTheLayer(NumpyOps):
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, ungated=experts.ungated and activation), activation)
+
+
 @shown_by("moe", correction_bias=True)
 class ChoosesWithoutTheCorrection(NumpyOps):
     def moe(self, x, experts, activation):

@@ -49,7 +49,7 @@ def fd_register_models() -> list[Entry]:
         Entry("mixtral", f"{families}.experts:Mixtral", "Mixtral"),
         Entry("modernbert", f"{encoders}.modernbert:ModernBert", "ModernBERT"),
         Entry("nemotron", f"{families}.layer_norms:Nemotron", "Nemotron 4 and Minitron"),
-        Entry("nemotron_h", f"{recurrent}.mamba:NemotronH", "Nemotron-H and Nemotron Nano 2"),
+        Entry("nemotron_h", f"{recurrent}.mamba:NemotronH", "Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano"),
         Entry("olmo2", f"{families}.olmo:Olmo2", "OLMo 2"),
         Entry("olmo3", f"{families}.olmo:Olmo3", "OLMo 3"),
         Entry("olmoe", f"{families}.olmo:Olmoe", "OLMoE"),

@@ -26,6 +26,7 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import layers_with
 
 _PARTS: Final = ("input_linear", "output_linear")
+_FEED_FORWARD: Final = ("mlp", "moe")
 
 
 def mamba(
@@ -294,6 +295,14 @@ class NemotronH(Family):
         "conv_kernel": 4,
         "use_conv_bias": True,
         "time_step_min": 0.001,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
     }
     cases: ClassVar = {
         "plain": {
@@ -306,7 +315,7 @@ class NemotronH(Family):
             "time_step_min": 0.3,
         },
         "biases": {
-            "layers_block_type": ["full_attention", "linear_attention", "mlp", "linear_attention"],
+            "layers_block_type": ["full_attention", "linear_attention", "moe", "linear_attention", "mlp"],
             "mlp_bias": True,
             "mlp_hidden_act": "silu",
             "mamba_num_heads": 4,
@@ -316,6 +325,23 @@ class NemotronH(Family):
             "conv_kernel": 3,
             "use_bias": True,
             "use_conv_bias": False,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+        },
+        "experts": {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 9,
+            "n_groups": 2,
+            "ssm_state_size": 7,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+            "n_group": 3,
+            "topk_group": 2,
         },
     }
 
@@ -335,10 +361,10 @@ class NemotronH(Family):
     }
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model, without layers of experts, which have no gate."""
+        """Describe a model; neither feed-forward blocks nor experts have a gate."""
         kinds = self.kinds(config)
-        mixers = [index for index, kind in enumerate(kinds) if kind != "mlp"]
-        follows = [index + 1 < len(kinds) and kinds[index + 1] == "mlp" for index in mixers]
+        mixers = [index for index, kind in enumerate(kinds) if kind not in _FEED_FORWARD]
+        follows = [index + 1 < len(kinds) and kinds[index + 1] in _FEED_FORWARD for index in mixers]
         if not mixers or len(mixers) + sum(follows) != len(kinds):
             raise ModelError(f"{config.origin}: a feed-forward layer must follow one of attention or Mamba 2")
         if config.activation() != "silu":
@@ -363,9 +389,13 @@ class NemotronH(Family):
                 time_limits=(config.number("time_step_min"), math.inf),
             )
 
+        def moe(layer: int, prefix: str, norm: NormSpec) -> MoeSpec | None:
+            return self.experts(config, f"{prefix}.mixer", norm) if kinds[mixers[layer] + 1] == "moe" else None
+
         return Traits(
             rope=lambda layer: rope,
             recurrent=recurrent,
+            moe=moe,
             stored=tuple((at, at + 1 if pair else None) for at, pair in zip(mixers, follows, strict=True)),
             mlp_bias=config.flag("mlp_bias"),
             gated=False,
@@ -382,12 +412,37 @@ class NemotronH(Family):
             ignored=(r"^mtp\.",),
         )
 
+    def experts(self, config: ModelConfig, prefix: str, norm: NormSpec) -> MoeSpec:
+        """Describe the experts of a layer, and the one that every token uses."""
+        config.refuse("moe_latent_size", "experts of latent vectors are not supported")
+        count, hidden, bias = config.count("n_routed_experts"), config.count("hidden_size"), config.flag("mlp_bias")
+
+        def linears(name: str, width: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
+            up, down = (f"{prefix}.{name}.{part}_proj" for part in ("up", "down"))
+            return LinearSpec((up,), (width,), hidden, bias=bias), LinearSpec((down,), (hidden,), width, bias=bias)
+
+        inner = config.count("moe_intermediate_size")
+        return MoeSpec(
+            norm=norm,
+            router=VectorSpec(f"{prefix}.gate.weight", (count, hidden)),
+            experts=tuple(linears(f"experts.{index}", inner) for index in range(count)),
+            top_k=config.count("num_experts_per_tok"),
+            normalize=config.flag("norm_topk_prob"),
+            norm_floor=1e-20,
+            scoring="sigmoid",
+            correction_bias=VectorSpec(f"{prefix}.gate.e_score_correction_bias", (count,)),
+            groups=config.count("n_group"),
+            top_groups=config.count("topk_group"),
+            weight_scale=config.number("routed_scaling_factor"),
+            shared=linears("shared_experts", config.count("moe_shared_expert_intermediate_size"), bias),
+        )
+
     def kinds(self, config: ModelConfig) -> list[str]:
         """Return the kind of each stored layer, in the names of `transformers`."""
         pattern = config.text("hybrid_override_pattern", "")
         letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
         found = [letters.get(letter, letter) for letter in pattern] or config.strings("layers_block_type")
         found = [{"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in found]
-        if wrong := set(found) - {"linear_attention", "full_attention", "mlp"}:
+        if wrong := set(found) - {"linear_attention", "full_attention", *_FEED_FORWARD}:
             raise ModelError(f"{config.origin}: layers of the kind {sorted(wrong)[0]} are not supported")
         return found

@@ -190,8 +190,15 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     };
     auto gate_and_up = [&](const Linear& w, int plain, int quantized, int hidden, Range rows) {
         multiply(w, plain, quantized, rows, [&](const Block& block) {
-            for (int r = 0; r < block.rows; r++)
-                store_gated(w, activation_, block, r, context.row<E>(hidden, rows.begin + block.row + r));
+            for (int r = 0; r < block.rows; r++) {
+                E* to = context.row<E>(hidden, rows.begin + block.row + r);
+                if (w.gated)
+                    store_gated(w, activation_, block, r, to);
+                else
+                    for (int v = 0; v < block.vecs; v++)
+                        vstore(to + (block.vec + v) * kLanes,
+                               activate(with_bias(w, block.vec + v, vload(block.at(r, v))), activation_));
+            }
         });
     };
     auto down = [&](const Linear& w, int plain, int quantized, int result, Range rows) {
