@@ -41,7 +41,7 @@ def test_gguf_file_under_the_name_of_another_family_is_the_same_model(name):
         compare_gguf(target, arch, installed_families().gguf[arch][2], {**given, **fixed})
 
 
-PERMUTED = {"llama", "granite", "granitehybrid", "granitemoe", "nemotron_h", "smollm3"}
+PERMUTED = {"llama", "granite", "granitehybrid", "granitemoe", "nemotron_h", "nemotron_h_moe", "smollm3"}
 
 
 def test_gguf_values_are_changed_as_by_the_converter():

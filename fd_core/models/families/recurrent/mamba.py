@@ -121,15 +121,30 @@ def _granite_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any
 
 
 def _nemotron_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    kinds = zip(layers_with(shape, "attention.head_count_kv"), layers_with(shape, "feed_forward_length"), strict=True)
-    heads = shape.count("ssm.time_step_rank")
+    kinds = {"ffn_gate_inp": "moe", "ffn_up": "mlp", "ssm_in": "linear_attention", "attn_q": "full_attention"}
+    heads, groups = shape.count("ssm.time_step_rank"), shape.count("expert_group_count", 1)
+    widths = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".ffn_up.weight")]
+    experts = {
+        "n_routed_experts": shape.index("expert_count", 0),
+        "num_experts_per_tok": shape.index("expert_used_count", 0),
+        "moe_intermediate_size": shape.index("expert_feed_forward_length", 0),
+        "moe_shared_expert_intermediate_size": shape.index("expert_shared_feed_forward_length", 0),
+        "routed_scaling_factor": shape.single("expert_weights_scale", 1.0),
+        "norm_topk_prob": shape.flag("expert_weights_norm"),
+        "n_group": groups,
+        "topk_group": shape.count("expert_group_used_count", groups),
+    }
     return _UNROTATED | {
         "layers_block_type": [
-            "full_attention" if attends else "mlp" if feeds else "linear_attention" for attends, feeds in kinds
+            next((kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in tensors), "unknown")
+            for layer in range(shape.count("block_count"))
         ],
+        **({"intermediate_size": widths[0]} if widths else {}),
+        **(experts if "expert_count" in shape.values else {}),
+        "moe_latent_size": shape.optional_count("moe_latent_size"),
         "layer_norm_epsilon": shape.single("attention.layer_norm_rms_epsilon"),
         "mlp_hidden_act": "relu2",
-        "mlp_bias": _has(tensors, "ffn_up.bias"),
+        "mlp_bias": _has(tensors, "ffn_up.bias") or _has(tensors, "ffn_up_shexp.bias"),
         "mamba_num_heads": heads,
         "mamba_head_dim": shape.count("ssm.inner_size") // heads,
         "n_groups": shape.count("ssm.group_count"),
@@ -345,20 +360,25 @@ class NemotronH(Family):
         },
     }
 
-    gguf: ClassVar = {
-        "nemotron_h": Gguf(
+    gguf: ClassVar = dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Gguf(
             config=_nemotron_config,
             tensors={
                 "attn_norm": "norm",
                 "attn_output": "mixer.o_proj",
                 **{f"attn_{each}": f"mixer.{each}_proj" for each in "qkv"},
                 **{f"ffn_{each}": f"mixer.{each}_proj" for each in ("up", "down")},
+                "ffn_gate_inp": "mixer.gate",
+                "exp_probs_b": "mixer.gate.e_score_correction_bias",
+                **{f"ffn_{each}_exps": f"mixer.experts.{{}}.{each}_proj" for each in ("up", "down")},
+                **{f"ffn_{each}_shexp": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
                 **{part: f"mixer.{name}" for part, name in _STORED.items()},
             },
             top={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
             permuted=True,
-        )
-    }
+        ),
+    )
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model; neither feed-forward blocks nor experts have a gate."""

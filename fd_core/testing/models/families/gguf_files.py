@@ -36,7 +36,9 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_shared_feed_forward_length": (
+        *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ),
     "expert_shared_count": ("moe_num_shared_experts", "n_shared_experts"),
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
@@ -61,7 +63,7 @@ _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3next"), "norm_topk_prob"),
 }
 """Fields among them that the converter does not write for an architecture."""
-_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "qwen3next")
+_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next")
 _RECURRENT: Final = {
     *("layer_types", "layers_block_type", "num_hidden_layers", "mamba_expand", "mamba_d_head", "mamba_head_dim"),
     *("linear_value_head_dim", "full_attention_interval"),
@@ -131,6 +133,8 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
     known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
     assert known is not None, f"the gguf package has no architecture {arch}"
     names = gguf.get_tensor_name_map(known, layers)
+    if arch.startswith("nemotron_h") and ("moe" in config["layers_block_type"]) != arch.endswith("_moe"):
+        raise NamelessTensor(f"llama.cpp has no such layers in {arch}")
     tensors = _rope_factors(config)
     experts: dict[str, dict[int, Floats]] = defaultdict(dict)
     for name in original.names():
@@ -148,7 +152,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
                 tensors[f"{names.get_name(f'{block}.{each}_proj')}.{kind}"] = np.ascontiguousarray(half)
             continue
         if ".experts." in name:
-            layer, _, rest = name.partition(".experts.")
+            layer, _, rest = name.replace(".mixer.", ".mlp.").partition(".experts.")
             index, _, projection = rest.partition(".")
             experts[f"{layer}.experts.{projection}"][int(index)] = value
             continue
@@ -178,7 +182,7 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         known_as = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(
             ".dt_bias", ".dt_proj.bias"
         )
-        if arch == "nemotron_h":
+        if arch.startswith("nemotron_h"):
             known_as = known_as.replace("model.", "backbone.", 1)
         given = names.get_name(known_as, _SUFFIXES)
         if given is None:
@@ -281,9 +285,13 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if arch == "granitehybrid":
             found["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
             found["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
-        if arch == "nemotron_h":
+        if arch.startswith("nemotron_h"):
             found["ssm.inner_size"] = heads * config["mamba_head_dim"]
-            found["feed_forward_length"] = [found["feed_forward_length"] * (kind == "mlp") for kind in kinds]
+            found["feed_forward_length"] = [
+                found["feed_forward_length"] * (kind == "mlp")
+                or found.get("expert_feed_forward_length", 0) * (kind == "moe")
+                for kind in kinds
+            ]
     if "intermediate_size_mlp" in config:
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if arch == "llama4" and set(config["layer_types"]) == {"full_attention"}:
