@@ -101,6 +101,10 @@ class RawTensor:
         """Return some elements of each row."""
         return RawTensor(self.dtype, self.data[:, columns])
 
+    def order_columns(self, order: npt.NDArray[np.integer[Any]], width: int) -> RawTensor:
+        """Return blocks of `width` elements of each row in the given order."""
+        return RawTensor(self.dtype, self.data[:, (order[:, np.newaxis] * width + np.arange(width)).ravel()])
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
@@ -200,6 +204,18 @@ class PackedTensor:
         whole = self.units is not None and start % UNIT_SPAN == stop % UNIT_SPAN == 0
         units = self.units[:, start // UNIT_SPAN : stop // UNIT_SPAN] if self.units is not None and whole else None
         return PackedTensor(self.format, self.bits, self.values[:, start:stop], self.scales[:, places], minima, units)
+
+    def order_columns(self, order: npt.NDArray[np.integer[Any]], width: int) -> PackedTensor:
+        """Return blocks of `width` values of each row in the given order, as `take_columns`."""
+        parts = [self.take_columns(slice(index * width, (index + 1) * width)) for index in order]
+
+        def joined(name: str) -> Any:
+            each = [getattr(part, name) for part in parts]
+            return None if each[0] is None else np.concatenate(each, axis=1)
+
+        if self.scales.shape[1] == 1:
+            return PackedTensor(self.format, self.bits, joined("values"), self.scales, self.minima)
+        return PackedTensor(self.format, self.bits, *map(joined, ("values", "scales", "minima", "units")))
 
 
 def mxfp4_scales(exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

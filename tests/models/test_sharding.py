@@ -20,6 +20,7 @@ from fd_core.ops.weights import PackedTensor
 from fd_core.testing.kit.ranks import expert_parallel, on_ranks, shared_memory_ranks
 from fd_core.testing.models import checkpoints
 from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.arrays import packed_weight
 from fd_core.testing.models.checkpoints import write_checkpoint
 from tests.models.paged import PagedDriver
 
@@ -188,3 +189,10 @@ def test_column_slices_of_packed_weights_keep_their_values(columns, group):
     scales, minima = (rng.normal(size=(8, 96 // group)).astype(np.float32) for _ in range(2))
     whole = PackedTensor("Q4_1", 4, values, scales, minima)
     np.testing.assert_array_equal(whole.take_columns(columns).to_float32(), whole.to_float32()[:, columns])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "int8"])
+def test_reordered_columns_of_packed_weights_keep_their_values(name):
+    whole = packed_weight(name, 8, 512)
+    found, order = whole.order_columns(np.array([2, 0, 3, 1]), 128), np.arange(512).reshape(4, 128)[[2, 0, 3, 1]]
+    np.testing.assert_array_equal(found.to_float32(), whole.to_float32()[:, order.ravel()])

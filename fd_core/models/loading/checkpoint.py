@@ -36,6 +36,8 @@ class TensorView:
     """Reverts the converter's change of the values; None without one."""
     rows: npt.NDArray[np.intp] | None = None
     """Permutation of stored rows into Hugging Face's order; None if they are in order."""
+    columns: tuple[npt.NDArray[np.intp], int] | None = None
+    """Permutation of blocks of stored columns, and their width; None if they are in order."""
     stored_format: str = ""
     """Name of a format of several stored tensors; empty if it is the dtype of `tensor`."""
     joined: Callable[[], Weight] | None = None
@@ -95,6 +97,7 @@ class Checkpoint(ABC):
         view = self._view(name)
         stored = self._stored_weight(view.tensor) if view.joined is None else view.joined()
         ordered = stored if view.rows is None else stored.take_rows(view.rows)
+        ordered = ordered if view.columns is None else ordered.order_columns(*view.columns)
         weight = ordered if view.undo is None else view.undo(ordered)
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
 

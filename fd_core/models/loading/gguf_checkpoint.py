@@ -3,7 +3,7 @@
 - Rows of q and k that were permuted for interleaved rope get Hugging Face's order.
 - A number that was added to norm weights is subtracted, because the model adds it as Hugging Face's does.
 - Keys and values of latent attention, which newer files have apart, are joined to one tensor.
-- Recurrent layers: A is stored as -exp(A_log), and vectors as matrices.
+- Recurrent layers: A is stored as -exp(A_log), and vectors as matrices. Heads of values may be in another order.
 - Experts: one stacked tensor for each projection, of which each expert is a view of its part, or in old files one each.
 """
 
@@ -105,7 +105,8 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[
         return {f"{name}.{kind}": _unconverted(tensor, part, kind, config, gguf)}
     if block is not None and part in parts and "{}" not in parts[part]:
         suffix = "" if part in _UNSUFFIXED else f".{kind}"
-        return {f"{layer}.{parts[part]}{suffix}": _unconverted(tensor, part, kind, config, gguf)}
+        view = _unconverted(tensor, part, kind, config, gguf)
+        return {f"{layer}.{parts[part]}{suffix}": _untiled(view, part, config) if gguf.tiled else view}
     if block is not None and part in parts and len(tensor.shape) == (3 if kind == "weight" else 2):
         return {
             f"{layer}.{parts[part].format(index)}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
@@ -138,6 +139,28 @@ def _unconverted(tensor: StoredTensor, part: str, kind: str, config: Mapping[str
     if part == _SHARED_GATE and len(tensor.shape) == 1:
         return TensorView((1, *tensor.shape), tensor, _as_row)
     return TensorView(tensor.shape, tensor)
+
+
+_OF_VALUES: Final = frozenset({"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out"})
+_OF_VALUE_HEADS: Final = frozenset({"ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"})
+
+
+def _untiled(view: TensorView, part: str, config: Mapping[str, Any]) -> TensorView:
+    """Return the last rows, or the columns, of a tensor in the order of heads of values."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"] if part in _OF_VALUES else 1
+    if (
+        part not in _OF_VALUES | _OF_VALUE_HEADS
+        or heads % keys
+        or view.shape[-1 if part == "ssm_out" else 0] < heads * width
+    ):
+        return view
+    order = np.arange(heads).reshape(-1, keys).T.ravel()
+    if part == "ssm_out":
+        return replace(view, columns=(order, width))
+    first = view.shape[0] - heads * width
+    rows = (first + order[:, np.newaxis] * width + np.arange(width)).ravel()
+    return replace(view, rows=np.concatenate([np.arange(first), rows]))
 
 
 def _reshaped(tensor: StoredTensor, shape: tuple[int, ...], *, logarithms: bool = False) -> TensorView:

@@ -28,6 +28,8 @@ class Gguf:
     """The same of tensors outside of layers, with whole names."""
     permuted: bool = False
     """True if the rows of q and k were permuted for interleaved rope."""
+    tiled: bool = False
+    """True if the heads of values of recurrent layers are in turns of one for each head of keys."""
     norm_offset: float = 0.0
     """Number that was added to the norm weights."""
 

@@ -38,11 +38,10 @@ _SHARED: Final = {
 """Fields of cases that are not about experts."""
 
 
-def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+def _gguf_dense(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     heads = shape.count("ssm.time_step_rank")
     attends = [f"blk.{layer}.attn_q.weight" in tensors for layer in range(shape.count("block_count"))]
-    return gguf_shared_expert(shape, tensors) | {
-        "norm_topk_prob": True,
+    return {
         "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
         "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
         "linear_conv_kernel_dim": shape.count("ssm.conv_kernel"),
@@ -52,6 +51,21 @@ def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
         "linear_value_head_dim": shape.count("ssm.inner_size") // heads,
         "separate_inputs": True,
     }
+
+
+def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
+    return gguf_shared_expert(shape, tensors) | _gguf_dense(shape, tensors) | {"norm_topk_prob": True}
+
+
+_STORED: Final = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 
 
 def separate_inputs(prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
@@ -105,13 +119,7 @@ class Qwen3Next(Family):
             config=_gguf_config,
             tensors={
                 **SHARED_EXPERT,
-                "attn_qkv": "linear_attn.in_proj_qkv",
-                "attn_gate": "linear_attn.in_proj_z",
-                "ssm_conv1d": "linear_attn.conv1d",
-                "ssm_dt": "linear_attn.dt_bias",
-                "ssm_a": "linear_attn.A_log",
-                "ssm_norm": "linear_attn.norm",
-                "ssm_out": "linear_attn.out_proj",
+                **_STORED,
             },
             norm_offset=1.0,
         )
@@ -188,8 +196,18 @@ class Qwen35(Qwen3Next):
 
     architectures = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     model_type = "qwen3_5_text"
-    gguf: ClassVar = {}
-    """The converter of llama.cpp changes the order of the heads of values, which quantized columns cannot follow."""
+    gguf: ClassVar = {
+        "qwen35": Gguf(
+            config=_gguf_dense,
+            tensors={
+                **_STORED,
+                "ssm_alpha": "linear_attn.in_proj_a",
+                "ssm_beta": "linear_attn.in_proj_b",
+            },
+            norm_offset=1.0,
+            tiled=True,
+        )
+    }
     defaults: ClassVar = {
         "num_key_value_heads": 4,
         "intermediate_size": 12288,

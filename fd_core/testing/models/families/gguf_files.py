@@ -63,7 +63,7 @@ _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3next"), "norm_topk_prob"),
 }
 """Fields among them that the converter does not write for an architecture."""
-_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next")
+_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35")
 _RECURRENT: Final = {
     *("layer_types", "layers_block_type", "num_hidden_layers", "mamba_expand", "mamba_d_head", "mamba_head_dim"),
     *("linear_value_head_dim", "full_attention_interval"),
@@ -198,7 +198,20 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
     return write_gguf(path, arch, metadata, tensors)
 
 
+def _tiled(name: str, value: Floats, config: Mapping[str, Any]) -> Floats:
+    """Order the heads of values in turns of one for each head of keys."""
+    keys, heads, size = (config[f"linear_{each}"] for each in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    if name.endswith("out_proj.weight"):
+        return value.reshape(len(value), keys, -1, size).swapaxes(1, 2).reshape(value.shape)
+    width = size if name.endswith(("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")) else 1
+    before, values = np.split(value, [len(value) - heads * width])
+    turns = values.reshape(keys, -1, width, *value.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+    return np.concatenate([before, turns])
+
+
 def _changed(stored: Gguf, name: str, value: Floats, config: Mapping[str, Any]) -> Floats:
+    if stored.tiled and ".linear_attn." in name and not name.endswith("norm.weight"):
+        value = _tiled(name, value, config)
     if name.endswith(".A_log"):
         return -np.exp(value if ".linear_attn." in name else value[:, np.newaxis])
     if name.endswith(".D"):
@@ -274,7 +287,7 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if (weight := _rope(config).get("mscale_all_dim")) is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * weight
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
-    if arch == "qwen3next":
+    if arch in ("qwen3next", "qwen35"):
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     elif arch in _HYBRIDS:
         found["block_count"] = len(kinds)
