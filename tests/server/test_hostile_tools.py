@@ -215,7 +215,7 @@ def test_chat_rejects_non_text_parts(servers: dict[str, LiveServer], part: Any, 
                 "call_id": "x",
                 "output": [{"type": "input_image", "image_url": "data:x"}],
             },
-            "input[0].output[0].type",
+            "input[0].output[0].image_url",
         ),
     ],
 )
@@ -231,7 +231,7 @@ def test_responses_reject_non_text_parts(servers: dict[str, LiveServer], item: A
         ({"type": "document", "source": SOURCE}, "messages[0].content[0].type"),
         (
             {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": SOURCE}]},
-            "messages[0].content[0].content[0].type",
+            "messages[0].content[0].content[0].source.data",
         ),
     ],
 )

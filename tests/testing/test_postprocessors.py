@@ -51,7 +51,7 @@ def test_core_plugins_pass_the_quick_cases(name):
         case.check(found(name), "")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_numpy_passes_the_cases_of_few_steps():
     for case in MATRIX[QUICK:]:
         if case.values["steps"] < 1000:

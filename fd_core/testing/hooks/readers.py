@@ -97,7 +97,7 @@ class ReadingDrafterSuite:
             runner.step(slots, np.zeros(2, np.int32), 7)
             runner.step(slots, np.array([21, 22], np.int32), 8)
 
-        require_bounded(use, 20, "requests")
+        require_bounded(use, 50, "requests")
         require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
 
 
