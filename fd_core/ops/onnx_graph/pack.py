@@ -125,6 +125,7 @@ class OnnxOps(NumpyOps):
     kv_dtypes = ()
     encodes = False
     expert_parallel = False
+    recurs = False
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider
