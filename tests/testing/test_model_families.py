@@ -18,6 +18,7 @@ from fd_core.testing.models.families.reference import write_reference
 from tests.testing.wrong.families import WRONG, LlamaInOneExpression
 
 
+@pytest.mark.slow
 class TestInstalledFamilies(FamilySuite):
     all_ways = os.environ.get("FD_TEST_EXAMPLES") == "all"
 

@@ -55,6 +55,7 @@ def test_core_plugins_pass_every_case(kind, name):
         case.check(found, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     wrong = WRONG[name]

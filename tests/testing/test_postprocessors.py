@@ -51,9 +51,10 @@ def test_core_plugins_pass_the_quick_cases(name):
         case.check(found(name), "")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_numpy_passes_the_cases_of_few_steps():
-    for case in MATRIX[QUICK:]:
+def test_numpy_passes_some_cases_of_few_steps():
+    for case in MATRIX[QUICK::4]:
         if case.values["steps"] < 1000:
             case.check(found("numpy"), "")
 

@@ -35,6 +35,7 @@ LARGE = pytest.mark.soak, pytest.mark.timeout(900)
 NAMES = [pytest.param(name, marks=LARGE if each.values.get("gib") else ()) for name, each in FAULTS.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_detect_the_fault(name):
     fault = FAULTS[name]
