@@ -53,7 +53,7 @@ def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]
 
 
 def watch_launches(engine: Engine) -> list[tuple[bool, bool]]:
-    """Return a list of launches to come: True if another step is in flight, and if the step has drafts."""
+    """Record later launches: for each, whether another step is in flight, and whether the step has drafts."""
     device, launches = engine.probe().device, list[tuple[bool, bool]]()
     assert isinstance(device, LaunchingDevice)
     launch = device.runner.launch
