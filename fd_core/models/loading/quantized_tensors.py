@@ -22,7 +22,17 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
-from fd_core.ops.weights import FP4_HALVES, FP8, MXFP4, RAW_TYPES, PackedTensor, RawTensor, Weight, mxfp4_scales
+from fd_core.ops.weights import (
+    FP4_HALVES,
+    FP8,
+    MXFP4,
+    RAW_TYPES,
+    PackedTensor,
+    RawTensor,
+    Weight,
+    mxfp4_scales,
+    row_blocks,
+)
 
 _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
@@ -43,6 +53,7 @@ _NOT_WEIGHTS: Final = tuple(
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
+_Places = npt.NDArray[np.intp]
 
 
 def quantized_views(
@@ -139,16 +150,17 @@ class _Pieces:
             raise self.wrong(f"'{self.module}' has rows of {width} values, not a multiple of group size {size}")
         return width // size
 
-    def in_order(self, kind: str, width: int, groups: int) -> None:
-        """Raise if groups are not contiguous, as GPTQ's `desc_act` makes them."""
-        if kind in self.tensors:
-            tensor = self.shaped(kind, ("I32",), (width,))
-            if not np.array_equal(tensor.view("<i4"), np.arange(width) // (width // groups)):
-                raise _wrong(
-                    tensor,
-                    "permutes the columns (desc_act, actorder), which is not supported",
-                    hint="use a version without desc_act",
-                )
+    def group_places(self, kind: str, width: int, groups: int) -> _Places | None:
+        """Return the group of each column where GPTQ's `desc_act` mixes them, None where groups are contiguous."""
+        if kind not in self.tensors:
+            return None
+        tensor = self.shaped(kind, ("I32",), (width,))
+        places = tensor.view("<i4")
+        if np.array_equal(places, np.arange(width) // (width // groups)):
+            return None
+        if places.min() < 0 or places.max() >= groups:
+            raise _wrong(tensor, f"names groups that are not from 0 to {groups - 1}", hint="the file is damaged")
+        return places.astype(np.intp)
 
 
 def _wrong(tensor: StoredTensor, what: str, hint: str | None = None) -> ModelError:
@@ -178,18 +190,38 @@ def _unpacked(words: npt.NDArray[np.int32], bits: int) -> _Bytes:
     return values.reshape(*packed.shape[:-1], -1)
 
 
-def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.NDArray[Any] | None) -> PackedTensor:
-    """Return a packed tensor of (value - zero) * scale; values and zeros are unsigned, None is a zero in the middle of
-    the range."""
+def _packed(
+    form: str,
+    bits: int,
+    values: _Bytes,
+    scales: _Floats,
+    zeros: npt.NDArray[Any] | None,
+    places: _Places | None = None,
+) -> Weight:
+    """Return (value - zero) * scale; values and zeros are unsigned, and None is a zero in the middle of the range.
+
+    The result is packed unless `places` mix the columns of groups, for which there is no packed format.
+    """
     middle = 1 << (bits - 1)
     if zeros is not None and (zeros == middle).all():
         zeros = None
+    if places is not None:
+        return RawTensor("F32", _mixed(values, scales, np.float32(middle) if zeros is None else zeros, places))
     if zeros is None or bits == 8:
         values = values - np.uint8(middle)  # wraps around, as in two's complement
     minima = None
     if zeros is not None:
         minima = -(zeros.astype(np.float32) - np.float32(middle if bits == 8 else 0)) * scales
     return PackedTensor(form, bits, np.ascontiguousarray(values).view(np.int8), np.ascontiguousarray(scales), minima)
+
+
+def _mixed(values: _Bytes, scales: _Floats, zeros: Any, places: _Places) -> _Floats:
+    """Return (value - zero) * scale in float32, where column `i` is of group `places[i]`."""
+    zeros = np.broadcast_to(zeros, scales.shape)
+    whole = np.empty(values.shape, np.float32)
+    for rows in row_blocks(whole.shape, whole):
+        whole[rows] = (values[rows] - zeros[rows][:, places].astype(np.float32)) * scales[rows][:, places]
+    return whole
 
 
 def _gptq(own: _Pieces) -> TensorView:
@@ -210,12 +242,12 @@ def _gptq(own: _Pieces) -> TensorView:
     groups = own.groups(width)
     scales = own.shaped("scales", RAW_TYPES, (groups, out))
     zeros = own.shaped("qzeros", ("I32",), (groups, -(-out // a_word)))
-    own.in_order("g_idx", width, groups)
+    places = own.group_places("g_idx", width, groups)
     less = 0 if own.settings.text("checkpoint_format", "gptq") == "gptq_v2" else 1
 
     def read() -> Weight:
         found = (_unpacked(_array(zeros), bits)[:, :out] + np.uint8(less)) & np.uint8((1 << bits) - 1)
-        return _packed("gptq", bits, _unpacked(_array(words).T, bits), scales=_scales(scales).T, zeros=found.T)
+        return _packed("gptq", bits, _unpacked(_array(words).T, bits), _scales(scales).T, found.T, places)
 
     return TensorView((out, width), words, stored_format="gptq", joined=read)
 
@@ -331,10 +363,11 @@ def _compressed_tensors(own: _Pieces) -> TensorView:
         blocks = [each.values["block_structure"] for each in schemes if each.values.get("block_structure") is not None]
         return _fp8_view(own, "weight_scale", blocks[0] if blocks else None)
     weight = own.matrix("weight", ("I8",))
-    scales, zeros = _scales_and_zeros(own, schemes, weight.shape)
+    scales, zeros, places = _scales_and_zeros(own, schemes, weight.shape)
 
     def read() -> Weight:
-        return _packed("int8", 8, _array(weight).view(np.uint8) ^ np.uint8(128), scales(), zeros and zeros(8))
+        values = _array(weight).view(np.uint8) ^ np.uint8(128)
+        return _packed("int8", 8, values, scales(), zeros and zeros(8), places)
 
     return TensorView(weight.shape, weight, stored_format="int8", joined=read)
 
@@ -347,19 +380,20 @@ def _packed_words(own: _Pieces, schemes: list[ModelConfig]) -> TensorView:
     bits = next((bits for bits in (4, 8) if words.shape == (out, -(-width * bits // 32))), None)
     if bits is None or bits not in {scheme.count("num_bits") for scheme in schemes}:
         raise _wrong(words, f"of shape {words.shape} does not match {out} rows of {width} values in 4 or 8 bits")
-    scales, zeros = _scales_and_zeros(own, schemes, (out, width))
+    scales, zeros, places = _scales_and_zeros(own, schemes, (out, width))
 
     def read() -> Weight:
         values = _unpacked(_array(words), bits)[:, :width]
-        return _packed(f"int{bits}", bits, values, scales=scales(), zeros=zeros and zeros(bits))
+        return _packed(f"int{bits}", bits, values, scales(), zeros and zeros(bits), places)
 
     return TensorView((out, width), words, stored_format=f"int{bits}", joined=read)
 
 
 def _scales_and_zeros(
     own: _Pieces, schemes: list[ModelConfig], shape: tuple[int, ...]
-) -> tuple[Callable[[], _Floats], Callable[[int], npt.NDArray[Any]] | None]:
-    """Return readers of the scales [out, groups] and of the unsigned zeros, None for a symmetric scheme."""
+) -> tuple[Callable[[], _Floats], Callable[[int], npt.NDArray[Any]] | None, _Places | None]:
+    """Return readers of the scales [out, groups] and of the unsigned zeros, None for a symmetric scheme; and what
+    `group_places` returns."""
     out, width = shape
     sizes = [size for each in schemes if (size := each.values.get("group_size")) not in (None, -1)]
     stored = own.take("weight_scale", RAW_TYPES)
@@ -368,13 +402,13 @@ def _scales_and_zeros(
         raise _wrong(stored, f"has shape {stored.shape}, which does not match {out} rows of {width} values")
     if groups > 1 and (width % groups or width // groups not in sizes):
         raise _wrong(stored, f"has {groups} scales for {width} values, not groups of {' or '.join(map(str, sizes))}")
-    own.in_order("weight_g_idx", width, groups)
+    places = own.group_places("weight_g_idx", width, groups)
 
     def scales() -> _Floats:
         return np.broadcast_to(_scales(stored).reshape(-1, groups), (out, groups))
 
     if "weight_zero_point" not in own.tensors:
-        return scales, None
+        return scales, None, places
     points = own.take("weight_zero_point", ("I32", "I8"))
     if points.dtype == "I8" and points.shape != stored.shape:
         raise _wrong(points, f"has shape {points.shape}, but its scales have shape {stored.shape}")
@@ -387,7 +421,7 @@ def _scales_and_zeros(
             return np.broadcast_to(signed + (1 << (bits - 1)), (out, groups))
         return _unpacked(_array(points).T, bits)[:, :out].T
 
-    return scales, zeros
+    return scales, zeros, places
 
 
 _METHODS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[_Pieces], TensorView | dict[str, TensorView]]]]] = {

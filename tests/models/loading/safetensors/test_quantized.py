@@ -157,6 +157,23 @@ def test_dequantized_weight_matches_its_tool(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(expanded.to_float32(), packed.to_float32())
 
 
+@pytest.mark.parametrize("tool", [gptq, lambda: words_of(4), lambda: words_of(4, symmetric=False)])
+def test_columns_in_another_order_are_dequantized(tmp_path: Path, tool: Any) -> None:
+    """GPTQ's desc_act and the actorder of compressed-tensors: `g_idx` says of which group a column is."""
+    config, tensors, expected = tool()
+    order = RNG.permutation(IN)
+    kind, axis = ("qweight", 0) if "qweight" in tensors else ("weight_packed", 1)
+    values = np.moveaxis(tensors[kind].view(np.uint32), axis, -1)
+    each = ((values[..., np.newaxis] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15).reshape(OUT, IN)[:, order]
+    mixed = {kind: pack(each.T if axis == 0 else each, 4, axis)}
+    mixed["g_idx" if axis == 0 else "weight_g_idx"] = (order // GROUP).astype(np.int32)
+    with open_checkpoint(write(tmp_path, (config, tensors | mixed, expected))) as checkpoint:
+        assert checkpoint.stored_format(f"{NAME}.weight") in ("gptq", "int4")
+        found = checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
+    assert isinstance(found, RawTensor)
+    np.testing.assert_allclose(found.to_float32(), expected[:, order], rtol=1e-6, atol=3e-6)
+
+
 def fp8(
     method: str, kind: str, scale: np.ndarray, block: int | None = None, codes: np.ndarray | None = None
 ) -> Written:
@@ -275,7 +292,7 @@ def configured(written: Written, **settings: Any) -> Written:
         (awq(version="gemv"), "'gemv'"),
         (configured(gptq(), bits=3), "bits is 3; 4 and 8 are supported"),
         (gptq(dynamic={"-:lm_head": {}, r"+:.*\.up_proj": {"bits": 8}}), r"config\.json: .*dynamic .*up_proj"),
-        (changed(gptq(), "g_idx", np.arange(IN, dtype=np.int32) % GROUPS), r"g_idx' permutes the columns .desc_act"),
+        (changed(gptq(), "g_idx", np.arange(IN, dtype=np.int32) // GROUP + 1), r"g_idx' names groups .* from 0 to 3"),
         (changed(gptq(), "scales", np.zeros((GROUPS, OUT), np.int32)), "stored as I32, expected F32 or F16 or BF16"),
         (changed(words_of(4), "weight_shape", np.array([OUT, 2 * IN])), "does not match 24 rows of 128 values"),
         (changed(words_of(4), "weight_shape", np.array([-1, 1 << 62])), "does not match"),
