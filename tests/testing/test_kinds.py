@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.cli.plugins.scaffold import project
+from fd_core.cli.plugins.scaffold import Framework, project
 from fd_core.cluster.scaling import ScalingPolicy
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
@@ -36,6 +36,7 @@ def test_kind_has_a_kit_a_template_and_a_followed_guide(kind):
     assert recipes, f"`fdcore plugins new --kind` has no template for a {kind.word}"
     for name, recipe in recipes.items():
         text = TEMPLATES.joinpath(f"test_{project.test_of(name)}.py.tmpl").read_text()
+        text = project._filled(text, project._words("some", name, Framework.NUMPY))
         kits = re.findall(r"fd_core\.testing[\w.]*", text)
         assert kits or recipe.prove.startswith("fdcore conformance"), f"the test of the template runs no kit:\n{text}"
         for kit in kits:

@@ -14,6 +14,7 @@ class PluginKind(StrEnum):
     SCHEDULING_POLICY = "scheduling-policy"
     VICTIM_POLICY = "victim-policy"
     DRAFTER = "drafter"
+    READING_DRAFTER = "reading-drafter"
     POSTPROCESS = "postprocess"
     STORE = "store"
     CONNECTOR = "connector"

@@ -61,6 +61,8 @@ class ScaffoldRecipe:
     guide: str
     extra: str = "conformance"
     """Extra of fd-core that its tests need."""
+    suite: str = ""
+    """Module in `fd_core.testing.hooks` and class of its kit, if kinds share a template of the test."""
 
 
 RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
@@ -105,6 +107,16 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             summary="the tokens that followed the last one before",
             use='fdcore serve smollm2 $flag \'{"method": "$name"}\'',
             guide="write-a-drafter.md",
+            suite="drafters.DrafterSuite",
+        ),
+        PluginKind.READING_DRAFTER: ScaffoldRecipe(
+            kind=plugins.DRAFTER,
+            suffix="Drafter",
+            files={"drafter.py": ("runner_hooks/reading_drafter.py", "the drafter: the next tokens of all requests")},
+            summary="the most likely tokens by a head that reads hidden states",
+            use='fdcore serve MODEL $flag \'{"method": "$name"}\'   # MODEL has a layer for multi-token prediction',
+            guide="write-a-drafter.md",
+            suite="readers.ReadingDrafterSuite",
         ),
         PluginKind.SCHEDULING_POLICY: ScaffoldRecipe(
             kind=plugins.SCHEDULING_POLICY,
@@ -230,8 +242,9 @@ def write_project(
 
 
 def test_of(kind: PluginKind) -> str:
-    """Return the name of the template of a kind's test; both kinds of parsers have one."""
-    return "parser" if kind in (PluginKind.TOOL_PARSER, PluginKind.REASONING_PARSER) else kind.replace("-", "_")
+    """Return the name of the template of a kind's test; kinds of parsers have one, and those of drafters."""
+    shared = next((each for each in ("parser", "drafter") if kind.endswith(each)), kind)
+    return shared.replace("-", "_")
 
 
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
@@ -255,6 +268,7 @@ def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
 def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
     recipe = RECIPES[kind]
     camel = "".join(word.capitalize() for word in name.split("_"))
+    kit, _, suite = recipe.suite.partition(".")
     extra = f"[{framework}]" if kind is PluginKind.BACKEND and framework is not Framework.NUMPY else ""
     words = {
         "name": name,
@@ -272,6 +286,8 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
         "framework": framework.value,
         "title": TITLES[framework],
         "extra": recipe.extra,
+        "kit": kit,
+        "suite": suite,
         "requirement": f"fd-core{extra}>={'.'.join(fd_core.__version__.split('.')[:2])}",
         "contract": str(CONTRACT_VERSION),
     }
