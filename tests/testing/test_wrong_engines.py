@@ -11,13 +11,16 @@ from fd_core.testing.axes.steps import STEPS, supported_by
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import Values
 from fd_core.testing.models.cases import cases_of
-from fd_core.testing.suite import test_attention, test_lifetime, test_models, test_ranks
+from fd_core.testing.suite import test_attention, test_cases, test_lifetime, test_models, test_ranks
 from fd_core.testing.suite.kv import test_kv
 from fd_core.testing.suite.scale.test_memory import test_memory_of_a_rising_context_is_linear as check_memory
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
 
-TESTS = list(cases_of((test_attention, test_kv, test_lifetime, test_models, test_ranks)))
+TESTS = [
+    *cases_of((test_attention, test_kv, test_lifetime, test_models, test_ranks)),
+    *(test for test in cases_of((test_cases,)) if test.function is test_cases.test_states_of_images),
+]
 """Those that take seconds at most."""
 IN_TESTS = {
     name: tests

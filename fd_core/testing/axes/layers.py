@@ -88,6 +88,7 @@ AXES: Final = (
     ),
     Axis("chunked", (False, True), ("Heads.chunked",), needs="chunks"),
     Axis("causal", (True, False), ("Heads.causal",), needs="encoders"),
+    Axis("image_tokens", (0, 1, 5, 64, 257), ("StepInput.ends",), needs="encoders"),
     Axis("softcap", (None, 5.0, 50.0), ("Heads.softcap",), needs="softcap"),
     Axis("sinks", (False, True), ("Heads.sinks",), needs="sinks"),
     Axis("head_norms", (False, True), ("Heads.q_norm", "Heads.k_norm")),
@@ -123,10 +124,9 @@ _GROUPED: Final = "a layer has the places of one group; engines of models with w
 EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.token_ids": "no layer reads them; models embed them",
     "StepInput.positions": "they follow from the contexts",
-    "StepInput.logits_rows": "the head of a model reads them",
-    "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
-    "StepInput.added": "models add them between layers",
-    "StepInput.ends": "tokens of images have them; `test_images_are_those_of_the_reference` varies them",
+    "StepInput.logits_rows": "the head of a model reads them; the part `embedded` varies them",
+    "StepInput.states": "a model begins with them; the part `embedded` varies them",
+    "StepInput.added": "models add them between layers; the part `embedded` varies them",
     "StepInput.grouped": _GROUPED,
     "StepInput.group": _GROUPED,
     "KVShape.groups": _GROUPED,
@@ -150,9 +150,10 @@ def rows_of(case: Case) -> list[tuple[int, int]]:
     """Return (tokens, context) of each row: decodes of `context` tokens and of others, and chunks among them.
 
     The first chunk follows a context, the others are shorter and begin their prompts. Shared blocks come before
-    all decodes.
+    all decodes. A case of images has a chunk of more tokens than one of them.
     """
-    context, decodes, chunk = int_of(case, "context"), int_of(case, "decodes"), int_of(case, "chunk")
+    context, decodes, images = int_of(case, "context"), int_of(case, "decodes"), int_of(case, "image_tokens")
+    chunk = int_of(case, "chunk") or (images and images + 3)
     tokens = 1 + int_of(case, "drafts")
     shared = min(int_of(case, "shared_blocks") * int_of(case, "block_size"), 300)
     most = 1 if context == 1 else min(max(context, 64), 300)
@@ -189,7 +190,9 @@ def allowed(case: Case) -> bool:
     rows, experts = rows_of(case), int_of(case, "experts")
     if not rows or (experts and (not has_groups(case) or case["adapters"])):
         return False
-    if case["uniform"] and case["chunk"]:
+    if case["uniform"] and (case["chunk"] or case["image_tokens"]):
+        return False
+    if case["image_tokens"] and not case["causal"]:
         return False
     g, tokens = geometry_of(case), sum(count for count, _ in rows)
     if g.packed is not None and (g.hidden % 128 or g.inner % 128 or g.heads * g.d % 128):

@@ -114,6 +114,8 @@ class Geometry:
     """Value of `StepInput.uniform`."""
     host_copy: bool = False
     """Set `StepInput.host`."""
+    image_tokens: int = 0
+    """Tokens of images in all rows, each of which attends to its whole image; 0 for none."""
 
     @property
     def expert_activation(self) -> Activation:
@@ -149,6 +151,19 @@ def sizes_of_layer(g: Geometry, rows: Sequence[tuple[int, int]]) -> dict[str, in
         "experts": g.experts,
         "top_k": g.top_k if g.experts else 0,
     }
+
+
+def ends_of_images(rows: Sequence[tuple[int, int]], size: int) -> IntArray:
+    """Return `StepInput.ends` for images of `size` tokens, or as many as a row has: pairs without a gap between."""
+    parts = []
+    for count, context in rows:
+        ends, size_here = np.arange(context - count, context) + 1, min(size, count)
+        begin = min(1, count - size_here)
+        for first in (place for pair in range(begin, count, 2 * size_here + 3) for place in (pair, pair + size_here)):
+            if first + size_here <= count:
+                ends[first : first + size_here] = ends[first + size_here - 1]
+        parts.append(ends)
+    return np.concatenate(parts).astype(np.int32)
 
 
 class LayerOn:
@@ -240,6 +255,8 @@ class LayerOn:
         self.kv = self.cache.layer(1)
         step = step_input(rows, g.block_size, tables)
         host = HostStep(step.query_start, step.context_len, tables) if g.host_copy else None
+        if g.image_tokens:
+            step = replace(step, ends=ends_of_images(rows, g.image_tokens))
         self.step = replace(on_device(ops, step), uniform=g.uniform, host=host)
         self.tokens = sum(count for count, _ in rows)
         # Adapters also change within rows, which no request does, to cover every split of a block.

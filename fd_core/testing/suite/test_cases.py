@@ -12,6 +12,7 @@ from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase, supported_by
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
+from fd_core.testing.models import embedded
 
 Require = Callable[..., None]
 
@@ -43,6 +44,12 @@ def test_recurrent_layer(target: Target, require: Require, case: KitCase) -> Non
 @pytest.mark.law("4", "5.2")
 def test_step(target: Target, case: KitCase) -> None:
     case.with_only(steps.supported_by(target)).check(target, f"fdcore conformance {target}")
+
+
+@pytest.mark.fd_cases(embedded.EMBEDDED)
+def test_states_of_images(target: Target, require: Require, case: KitCase) -> None:
+    require("checkpoints", *embedded.needs_of(case.values))
+    case.check(target, f"fdcore conformance {target}")
 
 
 @pytest.mark.fd_cases(products.EMBEDDING)

@@ -543,3 +543,35 @@ class ComputesStatesInBuffersOfADecode:
             return states(step, cache)
 
         return buffered
+
+
+@wrong("reference", "cases:test_states_of_images*")
+class CapturesTheFirstStates:
+    """A program that was captured with the states of the first step has the same number of levels in all others."""
+
+    levels = None
+
+    def compile(self, forward):
+        def captured(step, cache):
+            if step.added:
+                self.levels = self.levels or len(step.added)
+                step = replace(step, added=step.added[: self.levels - 1])
+            return forward(step, cache)
+
+        return captured
+
+
+@wrong("reference", "cases:test_states_of_images*")
+class KeepsStatesForTextAfterImages:
+    """The buffer that layers add is not cleared for a step without images."""
+
+    before = ()
+
+    def compile(self, forward):
+        def stale(step, cache):
+            count = len(step.token_ids)
+            added = step.added or [each[:count] for each in self.before if len(each) >= count]
+            self.before = step.added or self.before
+            return forward(replace(step, added=tuple(added)), cache)
+
+        return stale

@@ -91,6 +91,48 @@ class StartsItsMaximumAtMinus10000(NumpyOps):
         return found
 
 
+@shown_by("layer", image_tokens=5)
+class HidesTheRestOfImages(NumpyOps):
+    """Tokens of an image attend as those of texts, up to themselves."""
+
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, heads, replace(step, ends=None))
+
+
+@shown_by("layer", image_tokens=257)
+class EndsImagesWithTheirTile(NumpyOps):
+    """A tile of 64 queries reads keys up to that of its last query."""
+
+    def paged_attention(self, q, layer, heads, step):
+        if step.ends is not None:
+            lasts = np.repeat(step.context_len, np.diff(step.query_start))
+            step = replace(step, ends=np.minimum(step.ends, np.minimum(lasts, (step.positions // 64 + 1) * 64)))
+        return super().paged_attention(q, layer, heads, step)
+
+
+@shown_by("layer", image_tokens=64, window=128)
+class MovesTheWindowOfImages(NumpyOps):
+    """The window of a token of an image is that of the image's last token."""
+
+    def paged_attention(self, q, layer, heads, step):
+        out = super().paged_attention(q, layer, heads, step)
+        if step.ends is None or heads.window is None:
+            return out
+        for row in range(len(step.context_len)):
+            for at in range(step.query_start[row], step.query_start[row + 1]):
+                end = int(step.ends[at])
+                if end > step.positions[at] + 1:
+                    one = replace(
+                        step,
+                        query_start=np.array([0, 1]),
+                        context_len=np.array([end]),
+                        block_tables=step.block_tables[row : row + 1],
+                        ends=None,
+                    )
+                    out[at] = super().paged_attention(q[at : at + 1], layer, heads, one)[0]
+        return out
+
+
 @shown_by("layer", decodes=193, chunk=0, drafts=0)
 class DecodesAtMost192Rows(NumpyOps):
     """A grid of 192: later rows keep what was in the output before."""
