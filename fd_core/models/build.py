@@ -208,11 +208,19 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
 
 
 def _merger(spec: MergerSpec, reader: Reader) -> Merger:
-    linears = tuple(reader.linear(each, LinearShare()) for each in spec.layers)
+    linears: list[Array] = []
+    for linear in spec.layers:
+        weights, biases = reader.weights(linear, LinearShare()), reader.biases(linear, LinearShare())
+        if spec.frames > 1 and not linears:
+            first = weights[0].to_float32()
+            weights = [RawTensor("F32", first.reshape(len(first), spec.frames, -1).sum(axis=1))]
+        linears.append(reader.ops.prepare_linear(weights, biases))
     norm, patch_norm = (
         None if each is None else replace(reader.norm(each), eps=spec.eps) for each in (spec.norm, spec.patch_norm)
     )
-    return Merger(linears, norm, patch_norm)
+    if norm is not None and spec.norm is not None and spec.norm.bias is None:
+        norm = replace(norm, bias=None)
+    return Merger(tuple(linears), norm, patch_norm, tuple(_merger(each, reader) for each in spec.then))
 
 
 def _mean_norm(spec: ImageSpec, reader: Reader) -> Norm | None:
@@ -227,7 +235,8 @@ def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
     block = layer.feed_forward
     if not isinstance(block, MoeSpec):
         return layer
-    return replace(layer, feed_forward=replace(block, experts=block.experts[block.held(parallel)]))
+    own, *images = (replace(each, experts=each.experts[each.held(parallel)]) for each in block.kinds)
+    return replace(layer, feed_forward=replace(own, images=images[0]) if images else own)
 
 
 @dataclass
@@ -255,7 +264,8 @@ class Reader:
     def expert_names(self) -> Collection[str]:
         """Tensors of experts."""
         blocks = [layer.feed_forward for layer in self.spec.layers]
-        pairs = [pair for block in blocks if isinstance(block, MoeSpec) for pair in block.experts]
+        kinds = [each for block in blocks if isinstance(block, MoeSpec) for each in block.kinds]
+        pairs = [pair for each in kinds for pair in each.experts]
         return {linear.tensor(name) for pair in pairs for linear in pair for name in linear.names}
 
     def read(self, name: str, change: Change | None = None) -> Weight:
@@ -481,11 +491,15 @@ class Reader:
 
     def moe(self, spec: MoeSpec) -> Moe:
         """Read a block of experts."""
+        shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
+        return Moe(self.norm(spec.norm), tuple(self.routed(each, shared) for each in spec.kinds))
+
+    def routed(self, spec: MoeSpec, shared: tuple[Array | None, Array | None]) -> Experts:
+        """Read the experts of a block for one kind of tokens."""
         bias, gate = spec.correction_bias, spec.shared_gate
         rows, columns = expert_shares(*spec.experts[0], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
-        shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
-        experts = Experts(
+        return Experts(
             router=self.ops.prepare_vector(self.values(spec.router)),
             router_bias=None if spec.router_bias is None else self.ops.prepare_vector(self.values(spec.router_bias)),
             gate_up=self.experts(ups, rows, gated=spec.gated),
@@ -505,7 +519,6 @@ class Reader:
             shared_gate=None if gate is None else self.ops.prepare_vector(self.values(gate).reshape(-1)),
             first=spec.held(self.ops.parallel).start,
         )
-        return Moe(self.norm(spec.norm), experts)
 
     def experts(self, specs: Sequence[LinearSpec], share: LinearShare, *, gated: bool) -> Any:
         """Read one of the linears of all experts."""
@@ -584,7 +597,11 @@ class Reader:
 
     def values(self, spec: VectorSpec) -> Floats:
         """Read a norm weight or a table."""
-        return self.read(spec.name).to_float32() if spec.name else np.ones(spec.shape, np.float32)
+        if not spec.name:
+            return np.ones(spec.shape, np.float32)
+        values = self.read(spec.name).to_float32()
+        values = values if spec.stack is None else values[spec.stack[0]]
+        return np.ascontiguousarray(values.T) if spec.transposed else values
 
 
 def _cut(weight: Any, rows: slice | Indices) -> Any:

@@ -164,7 +164,8 @@ class Moe:
     """Weights of one mixture-of-experts block."""
 
     norm: Norm
-    experts: Experts
+    kinds: tuple[Experts, ...]
+    """For each kind of tokens that they differ by, see `StepInput.kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +456,7 @@ class DecoderModel:
         x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
         x = _normed(x, attention.stream_norm, ops)
         if isinstance(block, Moe):
-            x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
+            x = self._routed(x, block, step)
         elif block is not None:
             inner = self._inner(x, block, loras, step) if early is None else early
             x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
@@ -474,6 +475,17 @@ class DecoderModel:
             ops.attention_inputs(given, norm, block.qkv, block.heads, kv, step, lora), block.heads, kv, step
         )
         return a if block.gate is None else ops.gated_attention(a, given, norm, block.gate)
+
+    def _routed(self, x: Array, block: Moe, step: StepInput) -> Array:
+        """Return the residual stream after a block of experts."""
+        ops, activation = self.ops, self.decoder.activation
+        if len(block.kinds) == 1 or not step.kinds:
+            return ops.moe_residual(x, block.norm, block.kinds[0], activation)
+        x = ops.settle(x)
+        for kind, rows in step.kinds:
+            part = ops.moe_residual(ops.gather_rows(x, rows), block.norm, block.kinds[kind], activation)
+            x = ops.write_rows(x, rows, ops.settle(part))
+        return x
 
     def _inner(self, x: Array, block: Mlp, loras: LayerLoras, step: StepInput) -> Array:
         """Return the activations inside a feed-forward block."""

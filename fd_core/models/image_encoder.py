@@ -24,6 +24,8 @@ class Merger(NamedTuple):
     """Of the merged states."""
     patch_norm: Norm | None = None
     """Of the states of patches."""
+    then: tuple[Merger, ...] = ()
+    """Further ones, see `MergerSpec.then`."""
 
 
 class Tower(NamedTuple):
@@ -171,9 +173,10 @@ class ImageEncoder:
             else:
                 states = self.ops.gather_rows(states, self.ops.from_host(places))
             states = states.reshape(rows * columns // side**2, -1)
-        states = states if merger.norm is None else self.ops.layer_norm(states, merger.norm)
-        for index, linear in enumerate(merger.linears):
-            states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)
+        for each in (merger, *merger.then):
+            states = states if each.norm is None else self.ops.normalize(states, each.norm)
+            for index, linear in enumerate(each.linears):
+                states = self.ops.linear(self.ops.activate(states, self.spec.activation) if index else states, linear)
         return states
 
 

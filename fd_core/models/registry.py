@@ -105,7 +105,8 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
             field="--pipeline-parallel-size",
             hint="leave it out",
         )
-    experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
+    blocks = [layer.feed_forward for layer in spec.layers]
+    experts = [each for block in blocks if isinstance(block, MoeSpec) for each in block.kinds]
     other = any(
         each.scoring != "softmax" or each.weighs_inputs or each.groups > 1 or each.weight_scale != 1 for each in experts
     )

@@ -452,6 +452,9 @@ class StepInput:
     see `Ops.states_from_host`, or embeddings with states of images. None if the tokens are to be looked up."""
     added: Sequence[Array] = ()
     """[T, H] each, added to the residual stream after layer 0, 1 and so on: further states of images, or zeros."""
+    kinds: Sequence[tuple[int, Array]] = ()
+    """Kinds of tokens, 0 for texts and 1 for images, and the tokens of each, indices into T, for layers whose experts
+    differ by kind; empty if all are of texts."""
     ends: Array | None = None
     """[T], the end of the positions that each token attends to where `Heads` are causal: the tokens of an image may
     attend to all of it. They do not decrease within a row. None if a token attends up to itself."""
@@ -581,8 +584,8 @@ class Ops(abc.ABC):
     """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
     encodes: bool = False
-    """True if it computes encoders: attention in both directions, `StepInput.ends`, and layer norms. A pack that
-    overrides `paged_attention` or a fusion that calls it must redefine it."""
+    """True if it computes encoders: attention in both directions, `StepInput.ends`, and layer norms; and forwards of
+    steps with `StepInput.kinds`. A pack that overrides `paged_attention` or a fusion that calls it must redefine it."""
     chunks: bool = False
     """True if it computes attention within chunks. A pack that overrides `paged_attention` or a fusion that calls it
     must redefine it."""

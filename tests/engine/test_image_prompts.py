@@ -13,6 +13,7 @@ import pytest
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
 from fd_core.models.families.image_processor import image_part
+from fd_core.models.families.images.ernie import ErnieVl
 from fd_core.models.families.images.gemma import Gemma3WithImages
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.qwen import Qwen2Vl, Qwen25Vl
@@ -55,7 +56,7 @@ SPECS: Final = [
 
 @pytest.fixture(
     scope="module",
-    params=[Idefics3, Qwen2Vl, Qwen25Vl, Qwen3Vl, Gemma3WithImages],
+    params=[Idefics3, Qwen2Vl, Qwen25Vl, Qwen3Vl, Gemma3WithImages, ErnieVl],
     ids=lambda family: family.model_type,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

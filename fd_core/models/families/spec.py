@@ -234,11 +234,16 @@ class VectorSpec:
     name: str
     """Empty for ones that no tensor holds."""
     shape: tuple[int, ...]
+    stack: tuple[int, int] | None = None
+    """Index in a tensor [n, ...] of several, and n."""
+    transposed: bool = False
+    """True if the tensor has the axes in the opposite order."""
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from."""
         if self.name:
-            yield self.name, self.shape
+            shape = self.shape[::-1] if self.transposed else self.shape
+            yield self.name, shape if self.stack is None else (self.stack[1], *shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +486,9 @@ class MoeSpec(_Parts):
     groups: int = 1
     top_groups: int = 1
     weight_scale: float = 1.0
+    images: MoeSpec | None = None
+    """The block for the tokens of `ImageSpec.kind_ids`, if they have other experts: with the same norm, and the same
+    shared experts, which it does not name."""
 
     @property
     def gated(self) -> bool:
@@ -488,9 +496,19 @@ class MoeSpec(_Parts):
         return len(self.experts[0][0].outs) > 1
 
     @property
+    def kinds(self) -> tuple[MoeSpec, ...]:
+        """This block, and that for images."""
+        return (self,) if self.images is None else (self, self.images)
+
+    @property
+    def shared_downs(self) -> tuple[LinearSpec, ...]:
+        """The linear whose inputs are the inner width of the shared experts, if there are any."""
+        return () if self.shared is None else self.shared[1:]
+
+    @property
     def downs(self) -> tuple[LinearSpec, ...]:
-        """Linears whose inputs are the inner widths of one expert and of the shared experts."""
-        return tuple(down for _, down in (self.experts[0], *([] if self.shared is None else [self.shared])))
+        """Linears whose inputs are the inner widths of one expert, of each kind, and of the shared experts."""
+        return (*(each.experts[0][1] for each in self.kinds), *self.shared_downs)
 
     def held(self, parallel: Parallel) -> slice:
         """Return the experts of which a rank has a share. Raises `ConfigError` if there are fewer than ranks."""
@@ -630,11 +648,15 @@ class MergerSpec(_Parts):
     layers: tuple[LinearSpec, ...]
     """With an activation between them."""
     norm: NormSpec | None = None
-    """Of merged states, before them."""
+    """Of merged states, before them; an RMS norm if it has no bias."""
     patch_norm: NormSpec | None = None
     """Of the states of patches."""
     eps: float = 1e-6
     """Of both norms."""
+    frames: int = 1
+    """Frames of a video whose states, laid side by side, are the inputs of the first linear; an image is each."""
+    then: tuple[MergerSpec, ...] = ()
+    """Further ones in turn, each over the results of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -673,6 +695,11 @@ class ImageSpec(_Parts):
     """Most tokens of such an image."""
     mean_norm: NormSpec | None = None
     """RMS norm of the mean of merged states, before the linears; None if they are laid side by side."""
+    kind_ids: tuple[int, ...] = ()
+    """Ids of the tokens that the experts of `MoeSpec.images` compute, if there are any: those of images, and around
+    them."""
+    patch_side: int = 0
+    """Side of a patch in pixels, if `patch` is the weight [H, pixels] of a linear."""
     whole: bool = False
     """True if the tokens of an image attend to each other in both directions, so that one step computes all of them."""
 
@@ -684,7 +711,7 @@ class ImageSpec(_Parts):
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self.patch.shape[-1]
+        return self.patch_side or self.patch.shape[-1]
 
 
 def tower_spec(config: ModelConfig, traits: Traits, patches: int) -> DecoderSpec:
@@ -1248,8 +1275,9 @@ def _refusal(spec: DecoderSpec, parallel: Parallel) -> ConfigError | None:
                     field="--tensor-parallel-size",
                 )
             if parallel.expert_parallel and isinstance(block, MoeSpec):
-                block.held(parallel)
-                downs = downs[1:]
+                for each in block.kinds:
+                    each.held(parallel)
+                downs = block.shared_downs
             for down in downs:
                 width_share(down.ins, parallel)
     except ConfigError as error:

@@ -102,6 +102,8 @@ def _bad(path: Path, what: str) -> ModelError:
 _ENCODER_TABLES: Final = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 _STACKED: Final = {".experts.gate_up_proj": 1, ".experts.down_proj": 2}
 """Tensors of all experts of a layer, and the axis of the hidden size in published files."""
+_OF_IMAGES = r"visual|vision_tower|vision_model\.(blocks|ln|patch_embed)|resampler_model|multi_modal_projector"
+"""Parts of a model that encode images."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -109,7 +111,7 @@ _SINGLE = "model.safetensors"
 def text_name(name: str) -> str:
     """Return the name of a tensor of a multimodal model: of its text part, without a prefix; or of Nemotron-H."""
     name = re.sub(r"^backbone\.", "model.", name)
-    name = re.sub(r"^model\.(?=(visual|vision_tower|multi_modal_projector)\.|image_newline$)", "", name)
+    name = re.sub(rf"^model\.(?=({_OF_IMAGES})\.|image_newline$)", "", name)
     name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return re.sub(r"^(model\.)?(language|text)_model\.", lambda found: found[1] or "", name)
 

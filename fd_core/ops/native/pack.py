@@ -626,7 +626,7 @@ class _Recorded:
 class ProgramForward:
     """Replays a model's forward as one program per KV cache; steps that begin with states have another.
 
-    Those with further states of images run operation by operation, as few steps have them.
+    Those with further states of images, or tokens of several kinds, run operation by operation, as few steps have them.
     """
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
@@ -638,7 +638,7 @@ class ProgramForward:
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
         """Return float32 logits [R, V], states [T, H] of a stage before the last, or a tuple of matrices [T, *]."""
-        if self._eager or step.added:
+        if self._eager or step.added or step.kinds:
             return self._forward(step, cache)
         programs, continued = self._programs.setdefault(cache, {}), step.states is not None
         if continued not in programs:

@@ -311,4 +311,5 @@ def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     unknown = ProgramSymbol(recorder, -1, (0, False, "tokens"))
     arrays = dict.fromkeys((field.name for field in dataclasses.fields(StepInput)), unknown)
     grouped = GroupTables([unknown] * MAX_GROUPS, [unknown] * MAX_GROUPS)
-    return StepInput(**arrays | {"group": 0, "grouped": grouped, "host": None, "states": None, "added": ()})  # type: ignore[arg-type]  # `max_query` raises like an array
+    known = {"group": 0, "grouped": grouped, "host": None, "states": None, "added": (), "kinds": ()}
+    return StepInput(**arrays | known)  # type: ignore[arg-type]  # `max_query` raises like an array

@@ -67,6 +67,8 @@ class SlotImages:
         self._pending: dict[int, list[Image]] = {}
         """By slot, the images that are not computed."""
         self._kept: OrderedDict[bytes, tuple[Array, ...]] = OrderedDict()
+        self._kinds = np.isin(np.arange(model.vocab_size), encoder.spec.kind_ids) if encoder.spec.kind_ids else None
+        """For each token id, whether the experts of images compute it; None if the model has no such."""
 
     def admit(self, slot: int, images: tuple[Image, ...], computed: int, length: int) -> None:
         """Begin a prompt of `length` tokens, of which `computed` are in the KV cache."""
@@ -120,8 +122,13 @@ class SlotImages:
         """Return a step, still on the host, with the positions by which rope turns its tokens.
 
         A token whose coordinates differ gets a row of its own in the rope tables, after those of positions. Tokens of
-        an image that attend to all of it get its end.
+        an image that attend to all of it get its end, and tokens that differ in their experts are divided by them.
         """
+        if self._kinds is not None:
+            found = self._kinds[step.token_ids]
+            if found.any():
+                kinds = ((kind, (found == kind).nonzero()[0].astype(np.int32)) for kind in (0, 1))
+                step = replace(step, kinds=tuple(each for each in kinds if len(each[1])))
         if self._whole:
             step = self._ended(spans, begins, step)
         if not self._places:

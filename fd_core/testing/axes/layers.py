@@ -127,6 +127,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.logits_rows": "the head of a model reads them; the part `embedded` varies them",
     "StepInput.states": "a model begins with them; the part `embedded` varies them",
     "StepInput.added": "models add them between layers; the part `embedded` varies them",
+    "StepInput.kinds": "models divide tokens by them; `test_images_are_those_of_the_reference` varies them",
     "StepInput.grouped": _GROUPED,
     "StepInput.group": _GROUPED,
     "KVShape.groups": _GROUPED,

@@ -15,7 +15,7 @@ from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.ops.contract import GroupTables, Ops, StepInput
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.runner.inputs.images import SlotImages
-from fd_core.runner.inputs.inputs import Spans, adapter_rows
+from fd_core.runner.inputs.inputs import Spans, adapter_rows, uploaded
 from fd_core.testing.models.arrays import on_device, step_input
 from fd_core.types import Image, IntArray
 
@@ -123,6 +123,7 @@ class PagedDriver:
             host = self.images.placed(spans, begins, host)
         step = on_device(self.ops, host)
         step = replace(step, grouped=None if host.grouped is None else on_device(self.ops, host.grouped))
+        step = replace(step, kinds=uploaded(tuple(host.kinds), self.ops))
         if self.places is not None:
             step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
         if self.stage_before is not None:

@@ -10,6 +10,7 @@ import pytest
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
+from fd_core.models.families.images.ernie import ErnieVl
 from fd_core.models.families.images.gemma import Gemma3WithImages
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.llava import LlavaOnevision
@@ -22,7 +23,7 @@ from fd_core.testing.models.checkpoints import SIZES
 
 FAMILIES = pytest.mark.parametrize(
     "family",
-    [Gemma3WithImages, Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl],
+    [ErnieVl, Gemma3WithImages, Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl],
     ids=lambda family: family.model_type,
 )
 

@@ -21,6 +21,7 @@ def fd_register_models() -> list[Entry]:
         Entry("distilbert", f"{encoders}.bert:DistilBert", "DistilBERT"),
         Entry("ernie4_5", f"{families}.ernie:Ernie", "ERNIE 4.5"),
         Entry("ernie4_5_moe", f"{families}.ernie:ErnieMoe", "ERNIE 4.5, mixtures of experts"),
+        Entry("ernie4_5_vl_moe", f"{images}.ernie:ErnieVl", "ERNIE 4.5 VL, with images"),
         Entry("exaone4", f"{families}.exaone:Exaone4", "EXAONE 4"),
         Entry("gemma", f"{families}.gemma:Gemma", "Gemma 1"),
         Entry("gemma2", f"{families}.gemma:Gemma2", "Gemma 2"),

@@ -475,7 +475,8 @@ def _with_ropes(target: FamilyTarget) -> Iterator[dict[str, Any]]:
     count = range(len(attention.rope.inverse_frequencies))
     for rope in _ROPES:
         factors = {"long_factor": [1.0 + each for each in count], "short_factor": [1.0 + each / 9 for each in count]}
-        rope = rope | (factors if rope["rope_type"] == "longrope" else {}) | {"rope_theta": 5000.0}
+        sections = {name: usual[name] for name in ("mrope_section",) if name in usual}
+        rope = rope | (factors if rope["rope_type"] == "longrope" else {}) | {"rope_theta": 5000.0} | sections
         yield {**given, "rope_parameters": {name: {**rope} for name in layers} or rope}
 
 

@@ -99,11 +99,12 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
             inputs = processor(images=[[*map(PIL.Image.fromarray, images)]], return_tensors="pt")
         ids = torch.tensor([list(tokens)])
         taken = inspect.signature(model.forward).parameters
-        kinds = (
-            dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == model.config.image_token_id).int())
-            if images
-            else {}
-        )
+        kinds = {}
+        if images:
+            config = model.config
+            kinds = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == config.image_token_id).int())
+            around = (getattr(config, f"image_{each}token_id", -1) for each in ("", "start_", "end_"))
+            kinds["moe_mm_token_type_ids"] = torch.isin(ids, torch.tensor([*around])).int()
         inputs = {name: value for name, value in {**inputs, **kinds}.items() if name in taken}
         with torch.no_grad():
             output = model(ids, **inputs)
