@@ -20,7 +20,7 @@ import msgspec
 from fd_core.config.layer_groups import MAX_GROUPS
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
 from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefill, KVPiece, Open
-from fd_core.types import PrefillOutcome
+from fd_core.types import MAX_JOB_PIXELS, PrefillOutcome
 
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
 """Outcome of a lease for the prefill side: `aborted` by the decode side, `gave_up` by the engine of the prefill
@@ -29,6 +29,7 @@ side."""
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
 MAX_WINDOW: Final = 256
+_DIGEST_BYTES: Final = 16
 _MIN_IDLE_TIMEOUT: Final = 0.05
 _MAX_IDLE_TIMEOUT: Final = 3600.0
 _HEARTBEATS_PER_TIMEOUT: Final = 4
@@ -118,6 +119,10 @@ def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return "the job requests no KV"
     if (tokens := job.num_tokens) > max_tokens:
         return f"the prompt has {tokens} tokens, which exceeds the prefill worker's {max_tokens}"
+    if sum(len(image.pixels) for image in job.images) > MAX_JOB_PIXELS:
+        return f"the images have more than {MAX_JOB_PIXELS} bytes of pixels"
+    if any(len(image.digest) != _DIGEST_BYTES or not 0 < image.num_tokens <= tokens for image in job.images):
+        return "an image has no digest of 16 bytes, or no tokens"
     if job.token_ids.min() < 0:
         return "a token is negative"
     if abs(job.priority) > MAX_NUMBER:

@@ -18,6 +18,7 @@ from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, AbortLease, FromDecode
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
+from fd_core.types import MAX_JOB_PIXELS
 
 _DECODE: Final = b"fd_core/decode"
 _PREFILL: Final = b"fd_core/prefill"
@@ -26,6 +27,8 @@ _OVERHEAD: Final = 64 * 1024
 """Bytes, more than a message without its tokens can have within the limits."""
 _MAX_TOKEN_BYTES: Final = 4 * 2**20
 """Bytes: a prompt that is too long is rejected with a reason; only a frame over this limit closes the connection."""
+_IMAGES_OVERHEAD: Final = 4 * 2**20
+"""Bytes, more than images of `MAX_JOB_PIXELS` have besides their pixels."""
 
 _Message = TypeVar("_Message", FromDecode, FromPrefill)
 _Rejection = TypeVar("_Rejection", bound=Refuse | AbortLease)
@@ -48,9 +51,11 @@ class InvalidMessage(Exception):
 class Wire:
     """Seals and opens messages and pieces. Thread-safe."""
 
-    def __init__(self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = MAX_NUMBER) -> None:
+    def __init__(
+        self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = MAX_NUMBER, images: bool = False
+    ) -> None:
         """`envelope` must not compress; `block` is the format of a piece; `max_tokens` limits the prompt of an
-        `Open`."""
+        `Open`, which may have `images`."""
         if envelope.compression != "none":
             raise ValueError("transfers are sealed with an envelope that does not compress")
         self._envelope = envelope
@@ -66,6 +71,8 @@ class Wire:
         self.max_frame = self.value_bytes + _OVERHEAD
         """Limit of one frame that the decode side receives, in bytes."""
         self.max_request_frame = max(_MAX_TOKEN_BYTES, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
+        if images:
+            self.max_request_frame += MAX_JOB_PIXELS + _IMAGES_OVERHEAD
         """Limit of one frame that the prefill side receives, in bytes."""
 
     def seal_from_decode(self, message: FromDecode) -> bytes:

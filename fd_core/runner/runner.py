@@ -250,7 +250,7 @@ class Runner:
             raise
 
     def _drop(self) -> None:
-        for name in ("cache", "adapters", "_forward", "_states", "_head", "_images"):
+        for name in ("cache", "adapters", "_forward", "_states", "_head", "images"):
             self.__dict__.pop(name, None)
 
     def _hold_again(self, adapters: list[Adapter]) -> None:
@@ -315,6 +315,8 @@ class Runner:
         batch = self.batch
         for admission in plan.admissions:
             self._admit(admission)
+        if self.images is not None:
+            self.images.begin(plan)
         batch.grant(plan)
         rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
         if self.limits.whole_prompts and not (plan.samples & (plan.starts == 0)).all():
@@ -422,8 +424,6 @@ class Runner:
         if self._failed:
             self._failed.pop((slot, admission.gen), None)
         self.batch.admit(admission, self.adapters.slot_of(admission.adapter) if admission.adapter else 0)
-        if self.images is not None:
-            self.images.admit(slot, admission.images, admission.computed, admission.prompt_len)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
         if self._pooler.wanted or admission.pooling is not None:

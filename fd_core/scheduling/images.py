@@ -21,12 +21,12 @@ _DIGEST_BYTES: Final = 16
 
 def check_images(spec: RequestSpec, limits: Limits) -> None:
     """Raise `BadRequest` for images that the model does not take, or that contradict the prompt or the request."""
-    images, end = spec.images, 0
+    images, end, last = spec.images, 0, len(spec.prompt) - (spec.prefill_job is None)
     if not limits.max_image_tokens:
         raise BadRequest("this model takes no images", field="images")
     for image in images:
         pixels = 3 * image.size[0] * image.size[1] == len(image.pixels) > 0
-        if image.start < end or image.num_tokens < 1 or image.end >= len(spec.prompt) or not pixels:
+        if image.start < end or image.num_tokens < 1 or image.end > last or not pixels:
             message = "an image is not where the prompt has its tokens, ends the prompt, or has other pixels"
             raise BadRequest(message, field="images")
         if image.num_tokens > limits.max_image_tokens:

@@ -174,6 +174,10 @@ class Image(msgspec.Struct, frozen=True):
         return self.start + self.num_tokens
 
 
+MAX_JOB_PIXELS: Final = 64 * 2**20
+"""Bytes of pixels in a prefill job, which is one message; prompts with more are computed by the decode worker."""
+
+
 class PrefillJob(msgspec.Struct, frozen=True):
     """A prompt that a prefill worker computes for a decode worker: one value from one scheduler to the other."""
 
@@ -190,6 +194,8 @@ class PrefillJob(msgspec.Struct, frozen=True):
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker sets it."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes it; empty for the model itself."""
+    images: tuple[Image, ...] = ()
+    """As in `RequestSpec`; the last one may end with the tokens. They have at most `MAX_JOB_PIXELS` bytes."""
 
     @property
     def num_tokens(self) -> int:

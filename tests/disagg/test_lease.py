@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fd_core.disagg.lease import Clock, commit_digest, requested_pieces, validate_open
 from fd_core.disagg.messages import Open
+from fd_core.types import MAX_JOB_PIXELS, Image
 from tests.disagg.world import opening
 
 DIGESTS = st.dictionaries(st.integers(0, 2**31 - 1), st.binary(min_size=16, max_size=16), max_size=5)
@@ -61,6 +62,9 @@ def test_valid_open_passes_validation() -> None:
         ({"held_blocks": -1}, "no KV"),
         ({"held_blocks": 2}, "no KV"),
         ({"held_blocks": 2**70}, "no KV"),
+        ({"images": (Image(0, 1, bytes(15), (1, 1), bytes(3)),)}, "no digest of 16 bytes"),
+        ({"images": (Image(0, 0, bytes(16), (1, 1), bytes(3)),)}, "or no tokens"),
+        ({"images": (Image(0, 1, bytes(16), (1, 1), bytes(MAX_JOB_PIXELS // 2 + 1)),) * 2}, "67108864 bytes of pixels"),
         ({"window": 0}, "window"),
         ({"idle_timeout": 0.0}, "0.05 to 3600 seconds"),
         ({"idle_timeout": -1.0}, "0.05 to 3600 seconds"),

@@ -12,7 +12,7 @@ from fd_core.disagg import messages as m
 from fd_core.disagg.lease import MAX_WINDOW
 from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
 from fd_core.kv.stores.envelope import Damaged, Envelope
-from fd_core.types import PrefillJob
+from fd_core.types import MAX_JOB_PIXELS, Image, PrefillJob
 
 from .pair import BLOCK, COMPATIBILITY, SECRET, SIZE, kv
 
@@ -210,9 +210,11 @@ def test_compressing_envelope_is_rejected() -> None:
 
 
 def test_frame_limit_fits_every_message() -> None:
-    longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21)
+    longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21, images=True)
     wide, trace = "\U0001f600" * 1024, f"00-{'f' * 32}-{'f' * 16}-01"
     job = PrefillJob(bytes(4 * 2**21), 0, wide, 0, wide, traceparent=trace, lease=LEASE)
+    count = MAX_JOB_PIXELS // 2352  # the smallest images of Qwen2-VL
+    job = msgspec.structs.replace(job, images=(Image(2**20, 1, bytes(16), (28, 28), bytes(2352), (2, 2)),) * count)
     opening = msgspec.structs.replace(OPEN, job=job, address=bytes(4096), request_id="x" * 128)
     assert len(longest.seal_from_decode(opening)) <= longest.max_request_frame
     assert len(WIRE.seal_from_prefill(m.Refuse(LEASE, "\U0001f600" * 1024))) <= WIRE.max_frame

@@ -46,7 +46,7 @@ def prompt_of(index: int, images: list[int], lead: int = 5, tail: int = 3, **fie
 
 SPECS: Final = [
     prompt_of(0, [1]),
-    prompt_of(1, [2]),
+    prompt_of(1, [2], tail=1),
     prompt_of(2, [1, 2, 3]),
     prompt_of(3, [1, 3], lead=30),
     prompt_of(4, [], lead=40),
@@ -183,14 +183,35 @@ def test_prefix_hits_share_an_image_but_never_divide_it(model: Path) -> None:
 
 
 @pytest.mark.law("6.2")
-def test_decode_worker_computes_images_itself(model: Path, secrets: dict[str, str]) -> None:
+def test_pair_transfers_images(model: Path, secrets: dict[str, str]) -> None:
+    """The decode worker preempts, and gets the same prompts again."""
+    settings = settings_of(backend="cpu", max_model_len=90, max_num_batched_tokens=70)
     with (
-        engine_of(model, role="prefill", **secrets, **settings_of()) as prefill,
-        engine_of(model, role="decode", **secrets, **settings_of()) as decode,
+        engine_of(model, role="prefill", **secrets, **settings) as prefill,
+        engine_of(model, role="decode", num_kv_blocks=14, **secrets, **settings) as decode,
     ):
+        decode.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
         pair = Pair(prefill, decode)
-        pair.run(*SPECS)
-        assert pair.texts.tokens == golden(model)
+        for _ in range(2):
+            pair.run(*SPECS)
+            assert pair.texts.tokens == golden(model)
+            pair.texts = Texts()
+        assert {*pair.outcomes.values()} == {"transferred"}
+        assert decode.stats().scheduler.counters.preemptions
+
+
+def test_aborted_request_and_sleeping_engine_hold_no_images(model: Path) -> None:
+    with engine_of(model, **settings_of(backend="cpu", max_num_batched_tokens=24)) as engine:
+        runner = engine.probe().runner
+        engine.submit(SPECS[2])
+        engine.step()
+        assert runner.images._pending
+        engine.abort(["r2"])
+        while engine.has_work:
+            engine.step()
+        assert not (runner.images._pending or runner.images._places or runner.images._whole)
+        runner.release()
+        assert "images" not in vars(runner)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.images import ImageBudget, identity, salted, whole_blocks
+from fd_core.scheduling.operations import kv_transferring
+from fd_core.scheduling.operations.kv_transferring import KVTransferring
+from fd_core.scheduling.operations.registry import Operations
+from fd_core.scheduling.requests import Request
 from fd_core.types import Image
+from tests.engine.stepping import greedy
 
 
 def image(start: int, count: int, kind: int = 0) -> Image:
@@ -71,3 +79,11 @@ def test_salt_renames_images_and_nothing_else() -> None:
     (mine,), (theirs,) = salted(images, "a"), salted(images, "b")
     assert len({plain.digest, mine.digest, theirs.digest}) == 3
     assert (mine.start, mine.num_tokens, mine.pixels) == (plain.start, plain.num_tokens, plain.pixels)
+
+
+def test_prompt_with_too_many_pixels_is_computed_by_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_transferring, "MAX_JOB_PIXELS", 3)
+    transfers = KVTransferring(Operations(BlockPool(4)), 4, paired=True)
+    for images, wanted in (((), True), ((image(1, 2),), True), ((image(1, 2), image(3, 2)), False)):
+        spec = msgspec.structs.replace(greedy("r", range(9), 5), images=images, prefill_at="peer")
+        assert transfers.wants(Request(spec, 0, 20, b"")) is wanted

@@ -98,6 +98,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         port: int = 0,
         max_leases: int,
         max_tokens: int,
+        images: bool = False,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         make_loop: Callable[..., ThreadLoop] = ThreadLoop,
@@ -119,7 +120,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             make_loop=make_loop,
         )
         self._cache = cache
-        self._wire = Wire(envelope, block, max_tokens=max_tokens)
+        self._wire = Wire(envelope, block, max_tokens=max_tokens, images=images)
         self._refusal = ""
         self._make_connector = make_connector
         self._max_leases = max_leases

@@ -154,6 +154,7 @@ def prefill_request(job: PrefillJob) -> RequestSpec:
         cache_salt=job.cache_salt,
         prefill_job=job,
         adapter=job.adapter,
+        images=job.images,
     )
 
 
@@ -218,4 +219,5 @@ def open_kv_transfer(
         port=config.transfer_port,
         max_leases=4 * limits.max_num_seqs,
         max_tokens=limits.max_model_len,
+        images=limits.max_image_tokens > 0,
     )

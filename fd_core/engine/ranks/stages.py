@@ -99,8 +99,8 @@ class EarlierStageRunner(Runner):
     def _begin(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.batch.admit(admission)
-            if self.images is not None:
-                self.images.admit(admission.slot, admission.images, admission.computed, admission.prompt_len)
+        if self.images is not None:
+            self.images.begin(plan)
         self.batch.grant(plan)
         rows = resolve_rows(plan, self.batch, self.limits, padded=self.ops.padded)
         if len(rows.slots):

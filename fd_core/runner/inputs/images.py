@@ -12,7 +12,7 @@ from fd_core.backends.contract import cache_shape
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import TURNED_TOKENS, Array, Ops, StepInput
 from fd_core.runner.inputs.inputs import Spans, build_inputs
-from fd_core.types import Image, IntArray
+from fd_core.types import Image, IntArray, StepPlan
 
 _BLOCK: Final = 16
 _KEPT_TOKENS: Final = 8192
@@ -70,11 +70,20 @@ class SlotImages:
         self._kinds = np.isin(np.arange(model.vocab_size), encoder.spec.kind_ids) if encoder.spec.kind_ids else None
         """For each token id, whether the experts of images compute it; None if the model has no such."""
 
+    def begin(self, plan: StepPlan) -> None:
+        """Drop the images of the requests that a plan revokes, and take those of the ones that it admits."""
+        for revocation in plan.revocations:
+            self._drop(revocation.slot)
+        for admission in plan.admissions:
+            self.admit(admission.slot, admission.images, admission.computed, admission.prompt_len)
+
+    def _drop(self, slot: int) -> None:
+        for kept in (self._pending, self._places, self._whole):
+            kept.pop(slot, None)
+
     def admit(self, slot: int, images: tuple[Image, ...], computed: int, length: int) -> None:
         """Begin a prompt of `length` tokens, of which `computed` are in the KV cache."""
-        self._pending.pop(slot, None)
-        self._places.pop(slot, None)
-        self._whole.pop(slot, None)
+        self._drop(slot)
         if images and self._model.spec.attention[0].rope.coordinates:
             self._places[slot] = places_of(images, length)
         if pending := [image for image in images if image.end > computed]:

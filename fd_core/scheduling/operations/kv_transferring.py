@@ -17,7 +17,7 @@ from fd_core.effects.operations import AbandonLease, Fetch, Fetched, Send
 from fd_core.kv.prefix import ordered_blocks
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
-from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
+from fd_core.types import MAX_JOB_PIXELS, FinishReason, IntArray, PrefillJob, PrefillOutcome
 from fd_core.types.metrics import counter
 
 
@@ -51,11 +51,10 @@ class KVTransferring:
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def wants(self, request: Request) -> bool:
-        """Return True if another worker should compute the prompt; tried once, before the first token.
-
-        A prompt with images is computed here: a prefill job does not carry them.
-        """
-        if not self.paired or not request.spec.prefill_at or request.needs_every_position or request.images:
+        """Return True if another worker should compute the prompt; tried once, before the first token."""
+        if not self.paired or not request.spec.prefill_at or request.needs_every_position:
+            return False
+        if sum(len(image.pixels) for image in request.images) > MAX_JOB_PIXELS:
             return False
         return request.prefill is None and not request.num_generated
 
@@ -77,7 +76,14 @@ class KVTransferring:
         blocks = ordered_blocks(tables, self.groups, range(first, -(-count // size)), range(first, first + sliding))
         tokens = request.tokens.view(upto=count).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
-            tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
+            tokens,
+            first,
+            spec.cache_salt,
+            spec.priority,
+            spec.tenant,
+            spec.traceparent,
+            adapter=spec.adapter,
+            images=spec.images,
         )
         fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks=blocks, slot=slot, request_id=spec.request_id)
         request.fetch = self.operations.begin(fetch, request, blocks)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import GroupedModel, Model, cache_shape, whole_prompts
+from fd_core.backends.contract import GroupedModel, Model, cache_shape, image_tokens, whole_prompts
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.ops.contract import GroupTables, Ops, StepInput
 from fd_core.ops.weights import ITEM_BYTES
@@ -69,8 +69,7 @@ class PagedDriver:
         self.stage_before = stage_before
         self.whole = whole_prompts(model)
         self.images = SlotImages(ops, model, 0) if images else None
-        whole = bool(images) and model.images.spec.whole  # type: ignore[attr-defined]  # a model with images has it
-        self.undivided = images if whole else [()] * len(prompts)
+        self.undivided = images if images and image_tokens(model)[2] else [()] * len(prompts)
         if self.images is not None:
             for row, parts in enumerate(images):
                 self.images.admit(row, parts, 0, len(prompts[row]))

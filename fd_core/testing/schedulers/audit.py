@@ -767,7 +767,7 @@ class Auditor:
         require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
         require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} fetches the KV of other tokens")
-        for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
+        for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter", "images"):
             found, right = getattr(job, name), getattr(spec, name)
             require(found == right, "6.3", f"{what}: expected {name} {right!r}, got {found!r}")
         count = len(wanted_blocks(job, self.limits.groups, size))

@@ -91,6 +91,7 @@ AXES: Final = (
             "PrefillJob.tenant",
             "PrefillJob.traceparent",
             "PrefillJob.adapter",
+            "PrefillJob.images",
         ),
         needs="pairs",
     ),
@@ -316,15 +317,18 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
         prefill_at=PEER if case["pairs"] == "elsewhere" and index % 4 else "",
         traceparent=f"00-{index:032x}-{index + 1:016x}-01" if case["pairs"] == "elsewhere" else "",
     )
-    if case["images"] != "none" and not (job or pooling or spec.params.prompt_logprobs is not None):
-        images = _images(str(case["images"]), index, length)
+    images: tuple[Image, ...] = ()
+    if case["images"] != "none" and not (pooling or spec.params.prompt_logprobs is not None):
+        images = _images(str(case["images"]), index, length + job)  # those of a job may end with it
         for image in images:
             prompt[image.start : image.end] = [PLACEHOLDER] * image.num_tokens
         spec = msgspec.structs.replace(spec, images=images, prompt=tuple(prompt))
     if job:
         held = min(index // 3 % 2, length // block_size)
         tokens = np.array(prompt, "<i4").tobytes()
-        given = PrefillJob(tokens, held, salt, spec.priority, spec.tenant, "", lease=f"{index:032x}", adapter=adapter)
+        given = PrefillJob(
+            tokens, held, salt, spec.priority, spec.tenant, "", lease=f"{index:032x}", adapter=adapter, images=images
+        )
         return msgspec.structs.replace(spec, prefill_job=given)
     return spec
 
