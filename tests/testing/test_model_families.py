@@ -50,7 +50,7 @@ def test_gguf_values_are_changed_as_by_the_converter():
     stored = {arch: each[2] for arch, each in installed_families().gguf.items()}
     assert {arch for arch, each in stored.items() if each.permuted} == PERMUTED
     offsets = {arch: each.norm_offset for arch, each in stored.items() if each.norm_offset}
-    assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35"), 1.0)
+    assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"), 1.0)
 
 
 def serve(monkeypatch, family):

@@ -377,7 +377,7 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
         raise ModelError(f"{shape.origin} has no usable tensor 'token_embd.weight'")
     return {
         "hidden_size": hidden,
-        "intermediate_size": shape.count("feed_forward_length"),
+        "intermediate_size": shape.count("feed_forward_length", shape.optional_count("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shape.count("attention.head_count_kv", heads),

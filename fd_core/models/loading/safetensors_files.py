@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -104,6 +105,8 @@ _STACKED: Final = {".experts.gate_up_proj": 1, ".experts.down_proj": 2}
 """Tensors of all experts of a layer, and the axis of the hidden size in published files."""
 _OF_IMAGES = r"visual|vision_tower|vision_model\.(blocks|ln|patch_embed)|resampler_model|multi_modal_projector"
 """Parts of a model that encode images."""
+_SEPARATED: Final = ("qwen3_5_moe", "qwen3_5_moe_text")
+"""Models whose files have experts [n, out, in], or one by one, as those in FP8."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -130,6 +133,8 @@ class SafetensorsCheckpoint(Checkpoint):
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
+        if config.get("model_type") in _SEPARATED:
+            views = {part: each for name, view in views.items() for part, each in _separated(name, view)}
         views = {name: _by_columns(name, view, config.get("hidden_size")) for name, view in views.items()}
         if "text_config" in whole or "backbone.embeddings.weight" in tensors:
             views = {text_name(name): view for name, view in views.items()}
@@ -161,6 +166,20 @@ class SafetensorsCheckpoint(Checkpoint):
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             hint=f"supported are {', '.join(RAW_TYPES)}, and the formats of quantization_config in config.json",
         )
+
+
+def _separated(name: str, view: TensorView) -> Iterator[tuple[str, TensorView]]:
+    """Yield the parts of a tensor of all experts [n, out, in] one by one; other tensors as they are."""
+    block, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    if not name.endswith((*_STACKED,)) or len(view.shape) != 3 or view.shape[1] % len(parts):
+        yield name, view
+        return
+    count, out, ins = view.shape
+    stored = replace(view.tensor, shape=(count, len(parts), out // len(parts), ins))
+    for index, (place, part) in product(range(count), enumerate(parts)):
+        one = stored.part(index).part(place)
+        yield f"{block}.{index}.{part}.weight", TensorView(one.shape, one)
 
 
 def _by_columns(name: str, view: TensorView, hidden: object) -> TensorView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fd_core.backends.contract import cache_shape
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.families.recurrent.lfm import Lfm2
 from fd_core.models.families.recurrent.mamba import GraniteHybrid, NemotronH
-from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35
+from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35, Qwen35Moe
 from fd_core.models.families.spec import require_division, state_sizes_of
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
@@ -74,20 +75,31 @@ def test_adapters_change_recurrent_inputs_but_not_gated_queries() -> None:
     assert names == {"in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"}
 
 
-def test_text_part_of_qwen3_5_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [Qwen35, Qwen35Moe])
+def test_text_part_of_qwen3_5_is_served(family: type[Qwen35], tmp_path: Path) -> None:
     """Of published files, whose text model is inside of one with images, and which have layers that draft."""
-    fields = {**Qwen35.defaults, **SIZES, **Qwen35.cases["plain"]}
-    tensors = write_config(fields | {"architectures": list(Qwen35.architectures[:1])}, tmp_path, seed=1)
+    fields = {**family.defaults, **SIZES, **family.cases["plain"]}
+    tensors = write_config(fields | {"architectures": list(family.architectures[:1])}, tmp_path, seed=1)
     with open_checkpoint(tmp_path) as checkpoint:
         expected = load_model(checkpoint, NumpyOps())
+    originals, stacks = dict(tensors), dict[str, list[list[np.ndarray]]]()
+    for name in [name for name in tensors if ".experts." in name]:
+        block, index, part = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name).groups()  # type: ignore[union-attr]
+        stack = stacks.setdefault(f"{block}.{'down' if part == 'down_proj' else 'gate_up'}_proj", [])
+        stack += [[] for _ in range(int(index) + 1 - len(stack))]
+        stack[int(index)].append(tensors.pop(name))
+    tensors |= {name: np.stack([np.concatenate(each) for each in stack]) for name, stack in stacks.items()}
     whole = {name.replace("model.", "model.language_model.", 1): values for name, values in tensors.items()}
     whole |= {"model.visual.pos_embed.weight": np.zeros(3, np.float32), "mtp.fc.weight": np.zeros(3, np.float32)}
     save_file(whole, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": list(Qwen35.architectures[1:]), "text_config": fields})
-    )
+    types = {"model_type": family.model_type.removesuffix("_text"), "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": list(family.architectures[1:]), **types}))
     with open_checkpoint(tmp_path) as checkpoint:
         model = load_model(checkpoint, NumpyOps())
+        layers = [name for name in checkpoint.names() if ".experts.0." in name]
+        for name in layers:
+            np.testing.assert_array_equal(checkpoint.read(name).to_float32(), originals[name])
+    assert len(layers) == 3 * len(stacks) // 2
     assert replace(model.spec, architecture=expected.architecture) == expected.spec
     assert model.num_parameters == expected.num_parameters
 

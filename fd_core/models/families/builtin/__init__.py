@@ -65,6 +65,7 @@ def fd_register_models() -> list[Entry]:
         Entry("qwen3", f"{families}.qwen:Qwen3", "Qwen3"),
         Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
         Entry("qwen3_5", f"{recurrent}.qwen:Qwen35", "Qwen3.5, text"),
+        Entry("qwen3_5_moe", f"{recurrent}.qwen:Qwen35Moe", "Qwen3.5, mixtures of experts, text"),
         Entry("qwen3_next", f"{recurrent}.qwen:Qwen3Next", "Qwen3-Next"),
         Entry("roberta", f"{encoders}.bert:Roberta", "RoBERTa"),
         Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),

@@ -214,8 +214,8 @@ def routed_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpe
     return moe
 
 
-def gated_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec | None]:
-    """Describe experts with one shared expert that has a gate."""
+def gated_experts(config: ModelConfig, *, normalize: bool = False) -> Callable[[int, str, NormSpec], MoeSpec | None]:
+    """Describe experts with one shared expert that has a gate; with `normalize`, whatever the config has."""
     hidden, shared = config.count("hidden_size"), config.count("shared_expert_intermediate_size")
     routed = routed_experts(config)
 
@@ -225,6 +225,7 @@ def gated_experts(config: ModelConfig) -> Callable[[int, str, NormSpec], MoeSpec
             block,
             shared=gate_up_down(f"{prefix}.mlp.shared_expert", hidden, shared),
             shared_gate=VectorSpec(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)),
+            normalize=normalize or block.normalize,
         )
 
     return moe

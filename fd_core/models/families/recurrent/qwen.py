@@ -188,6 +188,9 @@ class Qwen3Next(Family):
         return LinearSpec(names, outs, hidden, counts=(4, 2), groups=key_heads)
 
 
+_STORED_35: Final = {**_STORED, "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
+
+
 class Qwen35(Qwen3Next):
     """`Qwen3_5ForCausalLM`: as Qwen3-Next without experts, other linears.
 
@@ -199,11 +202,7 @@ class Qwen35(Qwen3Next):
     gguf: ClassVar = {
         "qwen35": Gguf(
             config=_gguf_dense,
-            tensors={
-                **_STORED,
-                "ssm_alpha": "linear_attn.in_proj_a",
-                "ssm_beta": "linear_attn.in_proj_b",
-            },
+            tensors=_STORED_35,
             norm_offset=1.0,
             tiled=True,
         )
@@ -224,3 +223,34 @@ class Qwen35(Qwen3Next):
     def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
         """Describe the linears, which are stored apart."""
         return separate_inputs(prefix, outs, hidden, key_heads)
+
+
+class Qwen35Moe(Qwen35):
+    """`Qwen3_5MoeForCausalLM`: as Qwen3.5, with the experts of Qwen3-Next in every layer.
+
+    Of `Qwen3_5MoeForConditionalGeneration`, the text part is served.
+    """
+
+    architectures = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    model_type = "qwen3_5_moe_text"
+    gguf: ClassVar = {
+        "qwen35moe": Gguf(
+            config=_gguf_config,
+            tensors={**SHARED_EXPERT, **_STORED_35},
+            norm_offset=1.0,
+            tiled=True,
+        )
+    }
+    defaults: ClassVar = {
+        **{name: value for name, value in Qwen35.defaults.items() if name != "intermediate_size"},
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }
+    cases: ClassVar = {"plain": {**_SIZES, **Qwen35.cases["plain"]}, "biases": {**_SIZES, **Qwen35.cases["biases"]}}
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe a model."""
+        return replace(super().traits(config), moe=gated_experts(config, normalize=True))

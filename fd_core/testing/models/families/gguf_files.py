@@ -60,10 +60,11 @@ _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_positi
 _LATENT: Final = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _UNWRITTEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("llama", "starcoder2"), "sliding_window"),
+    "qwen35moe": "intermediate_size",
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3next"), "norm_topk_prob"),
 }
 """Fields among them that the converter does not write for an architecture."""
-_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35")
+_HYBRIDS: Final = ("lfm2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
 _RECURRENT: Final = {
     *("layer_types", "layers_block_type", "num_hidden_layers", "mamba_expand", "mamba_d_head", "mamba_head_dim"),
     *("linear_value_head_dim", "full_attention_interval"),
@@ -287,7 +288,7 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if (weight := _rope(config).get("mscale_all_dim")) is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * weight
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
-    if arch in ("qwen3next", "qwen35"):
+    if arch in ("qwen3next", "qwen35", "qwen35moe"):
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     elif arch in _HYBRIDS:
         found["block_count"] = len(kinds)
