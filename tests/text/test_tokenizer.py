@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level_metadata, folder, ggml, sentencepiece_metadata
 
 from fd_core.errors import BadRequest, ModelError
+from fd_core.models.families.installed import installed_families
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "1 2", "12 3", "Ġ 1"]
@@ -70,10 +71,68 @@ def test_merges_apply_in_their_order() -> None:
         ("deepseek-v3", ["123", "4", "Ġ", "1"]),
         ("hunyuan-dense", ["123", "4", "Ġ", "1"]),
         ("seed-coder", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("qwen35", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("lfm2", ["123", "4", "Ġ", "1"]),
+        ("deepseek-llm", ["123", "4", "Ġ", "1"]),
+        ("deepseek-coder", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("kimi-k2", ["123", "4", "Ġ", "1"]),
     ],
 )
 def test_pre_tokenizer_name_selects_digit_splitting(pre: str, expected: list[str]) -> None:
     assert tokens(byte_level(pre=pre, add_bos_token=False), "1234 1") == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("deepseek-llm", ["é", " Ελ", "नु中文「", "x", "」", "\r", "\n", " ", " a", "\u3000", "  "]),
+        ("deepseek-coder", ["é", " Ελ", "न", "ु", "中文", "「", "x", "」", "\r", "\n", " ", " a", "\u3000", "  "]),
+        ("qwen35", ["é", " Ελनु中文", "「x", "」\r\n", " ", " a", "\u3000  "]),
+        ("kimi-k2", ["é", " Ελनु", "中文", "「x", "」\r\n", " ", " a", "\u3000  "]),
+    ],
+)
+def test_pre_tokenizer_splits_scripts_and_spaces(pre: str, expected: list[str]) -> None:
+    """As the original tokenizers do; llama.cpp takes other white space than ASCII for a control character, and marks
+    for signs in `kimi-k2`."""
+    text = "é Ελनु中文「x」\r\n  a\u3000  "
+    pieces = byte_level(pre=pre).backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in pieces] == expected
+
+
+WRITTEN: dict[str, str] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "minicpm3", "nemotron", "ernie4_5", "ernie4_5-moe"), ""),
+    **dict.fromkeys(("qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next"), "qwen2 deepseek-r1-qwen"),
+    **dict.fromkeys(("qwen35", "qwen35moe"), "qwen35"),
+    **dict.fromkeys(("granite", "granitemoe"), "refact"),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "tekken pixtral"),
+    **dict.fromkeys(("glm4", "glm4moe"), "glm4"),
+    "chatglm": "chatglm-bpe glm4",
+    "cohere2": "command-r",
+    "deepseek2": "deepseek-llm deepseek-coder deepseek-v3 kimi-k2 glm4",
+    "exaone4": "exaone4",
+    "gpt-oss": "gpt-4o",
+    "granitehybrid": "dbrx",
+    "hunyuan-dense": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan",
+    "lfm2": "lfm2",
+    "llama": "llama-bpe falcon3 smollm tekken pixtral deepseek-llm deepseek-coder",
+    "llama4": "llama4",
+    "minimax-m2": "minimax-m2",
+    "olmo2": "dbrx",
+    "olmoe": "olmo",
+    "phi3": "dbrx gpt-4o",
+    "seed_oss": "seed-coder",
+    "smollm3": "smaug-bpe",
+    "stablelm": "stablelm2",
+    "starcoder2": "starcoder",
+}
+"""Pre-tokenizers that llama.cpp's converter writes for models of an architecture; SentencePiece has none."""
+
+
+def test_pre_tokenizers_of_all_families_are_known() -> None:
+    assert installed_families().gguf.keys() == WRITTEN.keys()
+    for pre in {name for names in WRITTEN.values() for name in names.split()}:
+        byte_level(pre=pre)
 
 
 def test_whole_word_tokens_are_used_where_the_original_does() -> None:
