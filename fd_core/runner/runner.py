@@ -23,7 +23,7 @@ from fd_core.runner.drafting import Drafter, HiddenStates, SlotError
 from fd_core.runner.inputs.images import SlotImages
 from fd_core.runner.inputs.inputs import Fed, LastTokens, Rows, following_tokens, gather_inputs, resolve_rows, uploaded
 from fd_core.runner.postprocess.contract import Postprocess
-from fd_core.runner.sampling.grammars import Masks, MaskStats, SlotGrammars
+from fd_core.runner.sampling.grammars import PAST, Masks, MaskStats, SlotGrammars
 from fd_core.runner.sampling.prompt_scores import PooledParts, Pooler, PromptScorer, PromptScores
 from fd_core.runner.sampling.sampler import Sampled, Sampler, SamplingWork
 from fd_core.runner.warm_up import warm_up_plans
@@ -50,8 +50,8 @@ Hidden = tuple[StepInput, Sequence[Array]]
 
 
 _WORTH_WAITING: Final = 0.1
-"""Share of a step's rows: forced tokens that save a step for more rows are worth the wait for the host, which takes
-about a tenth of a step of all rows."""
+"""Share of a step's rows: drafts that save a step for more rows are worth the wait for the host, which takes about a
+tenth of a step of all rows."""
 
 
 def head_of(model: Model) -> DraftLayer | None:
@@ -218,6 +218,8 @@ class Runner:
         self._last = LastTokens(ops, limits.max_num_seqs)
         self._drafted = 0
         """Steps in flight with drafts."""
+        self._drafting = np.zeros(limits.max_num_seqs, np.float64)
+        """By slot, the share of recent steps after which the drafter had drafts."""
         self._failed: dict[tuple[int, int], str] = {}
         """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
         request."""
@@ -293,8 +295,8 @@ class Runner:
         A plan may always be launched if nothing is in flight. With steps in flight, the last tokens of continuing rows
         are only on the device, which suffices for the forward pass unless it needs more than one of them.
         """
-        if self.drafter is not None:
-            return "a drafter needs the last tokens on the host"
+        if self.drafter is not None and (self._draft_head is not None or self.drafter.kv_shape is not None):
+            return "a drafter computes a model between the steps"
         if self._drafted:
             return "drafts in flight decide how long the texts are"
         batch = self.batch
@@ -303,8 +305,11 @@ class Runner:
             return None
         if (plan.num_tokens - plan.num_drafts)[pending].max() > 1:
             return "a row computes several tokens that are not on the host yet"
-        if self._grammars.matchers and self._grammars.forcing(plan.slots[pending]) > _WORTH_WAITING * len(plan.slots):
-            return "many grammars force tokens, which save more steps as drafts than the wait costs"
+        saving = float(self._drafting[plan.slots[pending & (plan.num_drafts > 0)]].sum())
+        if self._grammars.matchers:
+            saving += self._grammars.forcing(plan.slots[pending])
+        if saving > _WORTH_WAITING * len(plan.slots):
+            return "many rows have drafts after the tokens in flight, which save more steps than the wait costs"
         return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -438,6 +443,7 @@ class Runner:
             except GrammarError as error:
                 self._fail(slot, f"its grammar is invalid: {error}")
         if self.drafter is not None:
+            self._drafting[slot] = 0.0
             self._admit_to_drafter(self.drafter, slot, admission.token_ids)
 
     def _gather(self, plan: StepPlan, rows: Rows, late: bool) -> StepWork:
@@ -586,13 +592,17 @@ class Runner:
             self._fail_one_of(slots, error)
             # It is unknown which other slots were extended, so all are admitted with their whole texts.
             for slot in slots[self._healthy(slots)].tolist():
-                self._admit_to_drafter(drafter, slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
+                known = self.batch.length[slot] - self.batch.unsettled[slot]
+                self._admit_to_drafter(drafter, slot, self.batch.tokens[slot, :known].copy())
         while len(slots := slots[self._healthy(slots)]):
             try:
-                self._guess(slots, *drafter.propose(slots, self.limits.max_drafts))
+                drafts, counts = drafter.propose(slots, self.limits.max_drafts)
             except SlotError as error:
                 self._fail_one_of(slots, error)
             else:
+                self._drafting[slots] = PAST * self._drafting[slots] + (1 - PAST) * (counts > 0)
+                if not self._drafted:  # drafts follow the last token, which may be in flight
+                    self._guess(slots, drafts, np.where(self.batch.unsettled[slots] > 0, np.int32(0), counts))
                 return
 
     def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:

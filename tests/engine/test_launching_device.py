@@ -16,8 +16,9 @@ from fd_core.engine.device import DeviceStalled, LaunchingDevice, ThreadDevice, 
 from fd_core.errors import EngineDead
 from fd_core.runner.runner import LaunchedStep, Runner
 from fd_core.structured import grammar
-from fd_core.types import RequestSpec, SamplingParams, StepPlan
+from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 from tests.engine.helpers import EOS, golden, null_engine, random_specs, run
+from tests.engine.knowing import OracleDrafter
 from tests.engine.structured import structured_specs
 from tests.runner.queued import NullPack, QueuedModel, QueuedPack, QueuedPostprocess
 from tests.runner.test_launching import LIMITS, Plans, prefill_and_decode, queued_runner
@@ -29,6 +30,27 @@ READING = [
     *(replace(spec, params=replace(spec.params, bad_words_token_ids=BANNED)) for spec in SPECS[:4]),
 ]
 """Requests whose next tokens depend on their texts."""
+MANY = [
+    RequestSpec(
+        request_id=f"r{index}",
+        prompt=(1, 2, index),
+        params=SamplingParams(max_tokens=60, ignore_eos=True),
+        eos_token_ids=EOS,
+    )
+    for index in range(16)
+]
+
+
+class DraftingSlots(OracleDrafter):
+    """Has drafts, a third of them wrong, for some slots, with `seldom` for half of each text."""
+
+    def __init__(self, specs: list[RequestSpec], slots: int, *, seldom: bool = False) -> None:
+        super().__init__(16, specs, wrong=0.3, seed=7)
+        self._slots, self._seldom = slots, seldom
+
+    def guess(self, slot: int, limit: int) -> IntArray:
+        has = slot < self._slots and not (self._seldom and len(self._known[slot]) % 40 < 20)
+        return super().guess(slot, limit if has else 0)
 
 
 @pytest.fixture
@@ -36,6 +58,7 @@ def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]
     """The null backend on an asynchronous pack; `golden` is computed beforehand."""
     golden(SPECS)
     golden(READING)
+    golden(MANY)
     packs: list[QueuedPack] = []
 
     def make_ops(self: NullBackend) -> QueuedPack:
@@ -74,17 +97,20 @@ def watch_launches(engine: Engine) -> list[tuple[bool, bool]]:
 def test_launched_ahead_texts_are_golden(
     queued_backend: list[QueuedPack], blocks: int, depth: int, drafts: int
 ) -> None:
-    """Requests are preempted; with a drafter no step is launched ahead."""
+    """Requests are preempted; with a drafter that seldom has drafts, steps with and without drafts take turns."""
     settings: dict[str, Any] = {"num_kv_blocks": blocks, "pipeline_depth": depth}
     if drafts:
         settings["speculative"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
     engine = null_engine(**settings)
+    if drafts:
+        engine.probe().runner.drafter = DraftingSlots(SPECS, 2, seldom=True)
     launches = watch_launches(engine)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats().scheduler
     assert stats.outputs.stale_outputs == 0
-    ahead = sum(each for each, _ in launches)
-    assert (ahead == 0) if drafts else (ahead > 40)
+    assert sum(each for each, _ in launches) > 40
+    assert ((False, True) in launches) == (drafts > 0)
+    assert (True, True) not in launches
     engine.check_integrity()
     engine.close()
 
@@ -133,6 +159,19 @@ def test_steps_wait_where_most_grammars_force_tokens(queued_backend: list[Queued
         engine.step()
     assert (False, True) in launches
     assert not any(ahead for ahead, _ in launches[len(launches) // 2 : -2])
+    engine.close()
+
+
+@pytest.mark.parametrize(("drafting", "waits"), [(0, False), (1, False), (8, True)])
+def test_steps_wait_where_many_rows_have_drafts(queued_backend: list[QueuedPack], drafting: int, waits: bool) -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)
+    engine = null_engine(pipeline_depth=2, max_num_seqs=16, num_kv_blocks=400, speculative=speculative)
+    engine.probe().runner.drafter = DraftingSlots(MANY, drafting)
+    launches = watch_launches(engine)
+    assert run(engine, MANY).tokens == golden(MANY)
+    middle = launches[8:40]
+    assert ((False, True) in middle) == waits
+    assert (sum(ahead for ahead, _ in middle) < len(middle) / 2) if waits else all(ahead for ahead, _ in middle)
     engine.close()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fd_core.config import Limits
 from fd_core.engine.device import LaunchingDevice
+from fd_core.ops.contract import KVShape
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, Reasoning, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.runner.queued import NullPack, QueuedModel, QueuedPack, QueuedPostprocess
@@ -247,10 +248,35 @@ def test_late_failure_does_not_affect_next_request_in_slot() -> None:
     assert runner._grammars.among(zero).tolist() == [0]
 
 
-def test_every_step_waits_with_a_drafter() -> None:
+@pytest.mark.parametrize("computes", [False, True])
+def test_drafters_with_a_model_make_every_step_wait(computes: bool) -> None:
     from tests.runner.test_failures import Guessing
 
+    drafter = Guessing()
+    if computes:
+        drafter.kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK)
     limits = msgspec.structs.replace(LIMITS, max_drafts=2)
     pack = QueuedPack()
-    runner = Runner(pack, QueuedModel(VOCABULARY, pack), limits, QueuedPostprocess, Guessing())
-    assert "drafter" in (runner.must_wait(decode(runner, SamplingParams())) or "")
+    runner = Runner(pack, QueuedModel(VOCABULARY, pack), limits, QueuedPostprocess, drafter)
+    assert ("model" in (runner.must_wait(decode(runner, SamplingParams())) or "")) == computes
+
+
+def test_drafter_is_given_no_token_in_flight_after_a_failure() -> None:
+    from tests.runner.test_failures import Guessing
+
+    def fail(event: str, slot: int, length: int) -> None:
+        if (event, slot) == ("grow", 1):
+            raise ValueError
+
+    drafter, pack = Guessing(fail), QueuedPack()
+    limits = msgspec.structs.replace(LIMITS, max_drafts=2)
+    runner = Runner(pack, QueuedModel(VOCABULARY, pack), limits, QueuedPostprocess, drafter)
+    slots, zero, one = np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.ones(2, np.int32)
+    tokens = np.array([1, 2, 3], np.int32)
+    admissions = tuple(Admission(slot, 1, tokens, 3, SamplingParams(), (), 0) for slot in range(2))
+    grants = tuple(BlockGrant(slot, 0, np.arange(9, dtype=np.int32) + 9 * slot) for slot in range(2))
+    samples = one.astype(bool)
+    first = runner.launch(StepPlan(1, 0, slots, one, zero, 3 * one, zero, samples, admissions, grants))
+    runner.launch(StepPlan(1, 1, slots, one, 3 * one, one, zero, samples))
+    assert [slot for slot, _ in runner.finish(first).errors] == [1]
+    assert len(drafter._texts[0]) == 4

@@ -23,8 +23,8 @@ from fd_core.structured.matcher import TokenMatcher, mask_words
 from fd_core.types import GRAMMAR_FAULT, Admission, IntArray
 from fd_core.types.metrics import counter
 
-_PAST: Final = 0.9
-"""Weight of earlier steps in the share of steps that force tokens."""
+PAST: Final = 0.9
+"""Weight of earlier steps in the share of steps that force or draft tokens."""
 
 
 class MaskStats(msgspec.Struct, kw_only=True):
@@ -138,7 +138,7 @@ class SlotGrammars:
             if matcher is None:
                 continue
             forced = matcher.forced(drafts.shape[1] + skipped)
-            self._forcing[slot] = _PAST * self._forcing.get(slot, 0.0) + (1 - _PAST) * bool(forced)
+            self._forcing[slot] = PAST * self._forcing.get(slot, 0.0) + (1 - PAST) * bool(forced)
             forced = forced[skipped:]
             self._forced[slot] = len(forced)
             if forced:
