@@ -61,6 +61,12 @@ def test_long_image_is_refused_by_qwen() -> None:
         processor(Qwen2Vl).process(image(1, 201))
 
 
+@pytest.mark.parametrize("family", [Qwen2Vl, ErnieVl])
+def test_thin_image_is_enlarged_as_by_transformers(family: type[Family]) -> None:
+    """Its shorter side would round to no token, so it counts as too small."""
+    assert processor(family).process(image(1, 199)).parts[0].size == (12, 348)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -267,14 +267,17 @@ class QwenProcessor(ImageProcessor):
         return ProcessedImage(self.placeholder * part.num_tokens, (part,))
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the multiples of a token's side that are nearest, or nearest within the limits."""
+        """Return the multiples of a token's side that are nearest, or nearest within the limits.
+
+        A side that is shorter than half a token counts as 0, so that the image is enlarged.
+        """
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise BadRequest(
                 f"an image of {height} by {width} pixels is more than {_MOST_RATIO} times longer than it is wide",
                 field="messages",
             )
         factor = self.factor
-        tall, wide = (max(round(side / factor), 1) * factor for side in (height, width))
+        tall, wide = (round(side / factor) * factor for side in (height, width))
         if tall * wide > self._most:
             ratio = math.sqrt(height * width / self._most)
             tall, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
