@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
@@ -82,6 +80,8 @@ class Setup:
         if not given.keys() & {"num_kv_blocks", "kv_cache_memory"}:
             given["num_kv_blocks"] = max(1, own.num_kv_blocks * own.block_size // given["block_size"])
         config = EngineConfig(model=profile.model.name, role=role, structured_output=False, **given)
+        # A profile has no number of patches: in a budget that its largest image exceeds, they are at least four.
+        patches = max(4, own.max_num_batched_tokens // max(1, own.max_image_tokens))
         block_bytes = profile.model.kv_bytes_per_token * config.block_tokens
         limits = resolve_limits(
             config,
@@ -91,8 +91,8 @@ class Setup:
             free_bytes=1 << 60,
             default_pipeline_depth=own.pipeline_depth,
             default_batched_tokens=own.max_num_batched_tokens,
+            image_tokens=(own.max_image_tokens, patches, own.whole_images),
         )
-        limits = msgspec.structs.replace(limits, max_image_tokens=own.max_image_tokens)
         costs = Costs(profile, block_size=config.block_tokens)
         spare = profile.spare_processors if self.spare_processors is None else self.spare_processors
         return SimulatedPool(

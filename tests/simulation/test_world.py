@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from fd_core.config import SpeculativeConfig
+from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
+from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.results.summary import Run
+from fd_core.simulation.setups import Setup
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import RunIncomplete, World
@@ -228,3 +231,16 @@ def test_stalled_world_names_waiting_requests() -> None:
     one.workers[0].client.device.hang()
     with pytest.raises(RunIncomplete, match="among them c0"):
         one.run(conversations(2), until=50.0)
+
+
+def test_budget_has_room_for_images_that_a_step_computes_whole() -> None:
+    profile = profile_named("h100:llama-8b")
+    sizes = {"max_num_batched_tokens": 1024, "max_image_tokens": 256, "max_num_seqs": 4}
+    limits = msgspec.structs.replace(profile.limits, whole_images=True, **sizes)
+    own = msgspec.structs.replace(profile, limits=limits)
+    for budget, tokens, images in ((None, 1024, 256), (260, 260, 256), (4096, 4096, 1024)):
+        (pool,) = Setup(profile=own, engine={"max_num_batched_tokens": budget}).deployment("d").groups
+        found = pool.limits
+        assert (found.max_num_batched_tokens, found.max_image_tokens, found.whole_images) == (tokens, images, True)
+    with pytest.raises(ConfigError, match="less than an image of 256 tokens"):
+        Setup(profile=own, engine={"max_num_batched_tokens": 100}).deployment("d")
