@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
@@ -373,7 +374,7 @@ class Backend(abc.ABC):
         if path is None:
             raise ValueError("this backend needs a checkpoint")
         with open_checkpoint(path) as checkpoint:
-            load: Callable[..., Model] = load_model
+            load: Callable[..., Model] = partial(load_model, texts_only=self.config.language_model_only)
             if choose_implementation(checkpoint, self.config.model_impl, ops.framework) == "transformers":
                 from fd_core.models.fallback.model import load_transformers
 

@@ -84,6 +84,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     revision: str | None = None
     model_impl: Annotated[str, OneOf("auto", "fd_core", "transformers", instead=_OTHER_IMPL)] = "auto"
     """`auto` computes models that no family serves with the code of `transformers`, if it is installed."""
+    language_model_only: bool = False
+    """True: an encoder of images is not loaded, and the model takes none."""
     generation_config: str = "auto"
     """Source of default sampling parameters: `auto` for the checkpoint's, `none`, or a file or folder."""
     override_generation_config: GenerationDefaults = GenerationDefaults()

@@ -44,6 +44,8 @@ _OTHERS: Final = "use ngram, suffix or draft_model"
 _HIDDEN_NORM: Final = "model.layers.0.hidden_norm"
 _OF_HEADS: Final = (r"^fc\.weight$", "^d2t$", "^t2d$", r"\.hidden_norm\.weight$")
 """Tensors of draft heads besides those of a decoder of one layer."""
+_ENCODERS_OF_IMAGES: Final = "encoders of images"
+_TEXTS_ONLY: Final = "serve only texts with --language-model-only"
 _ROPE_BYTES: Final = 1 << 30
 """Limit in bytes of position tables, at least the size of the weights, unless the user sets a length."""
 
@@ -54,10 +56,13 @@ def load_model(
     max_positions: int | None = None,
     progress: ProgressSink | None = None,
     quantization: str = "auto",
+    *,
+    texts_only: bool = False,
 ) -> DecoderModel:
     """Load a checkpoint for sequences of up to `max_positions` tokens, the model's own limit if None.
 
-    `quantization` is a format that `ops` computes, or `auto` to leave weights as they are stored.
+    `quantization` is a format that `ops` computes, or `auto` to leave weights as they are stored. With `texts_only`,
+    an encoder of images is not loaded.
 
     Raises `ModelError` if the architecture is unknown, the config is invalid or the tensors do not match it, before any
     weight is read; `ConfigError` if `max_positions` exceeds the model's limit, or `ops` lack something that it needs.
@@ -75,6 +80,8 @@ def load_model(
             )
     require_positions(max_positions, spec.max_positions)
     num_parameters = check_tensors(spec, checkpoint)
+    if texts_only:
+        spec = replace(spec, images=None)
     _require_operations(spec, checkpoint, ops, max_positions)
     shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
     images = build_images(spec.images, checkpoint, ops) if spec.images is not None and ops.stage.first else None
@@ -99,11 +106,12 @@ def load_model(
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:
     """Raise `ConfigError` if a pack lacks something optional that a model needs."""
     whole = spec.images is not None and spec.images.whole
-    if ops.stage.count > 1 and (whole or any(each.rope.coordinates for each in spec.attention)):
+    placed = spec.images is not None and any(each.rope.coordinates for each in spec.attention)
+    if ops.stage.count > 1 and (whole or placed):
         raise ConfigError(
             f"{checkpoint.path}: the layers of {spec.architecture} cannot be divided into stages: each reads images",
             field="--pipeline-parallel-size",
-            hint="leave it out",
+            hint=f"leave it out, or {_TEXTS_ONLY}",
         )
     blocks = [layer.feed_forward for layer in spec.layers]
     experts = [each for block in blocks if isinstance(block, MoeSpec) for each in block.kinds]
@@ -114,7 +122,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
     chunks = {each.window or 0 for each in spec.attention if each.chunked}
     needed = {
         "encoders": (not spec.causal, ops.encodes),
-        "encoders of images": (spec.images is not None, ops.encodes),
+        _ENCODERS_OF_IMAGES: (spec.images is not None, ops.encodes),
         "attention within chunks": (min(chunks, default=max_positions) < max_positions, ops.chunks),
         "experts with sigmoid scores, groups or factors": (other, ops.any_experts),
         "latent attention": (any(each.latent for each in spec.attention), ops.latents),
@@ -129,7 +137,7 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         raise ConfigError(
             f"{checkpoint.path}: the {ops.name} pack does not compute {what}, which {spec.architecture} needs",
             field="--backend",
-            hint="use --backend cpu",
+            hint="use --backend cpu" + (f", or {_TEXTS_ONLY}" if what == _ENCODERS_OF_IMAGES else ""),
         )
 
 

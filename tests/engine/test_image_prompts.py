@@ -123,6 +123,9 @@ def test_stages_divide_a_model_unless_its_rope_reads_images(model: Path) -> None
     if model.name != "idefics3":
         with pytest.raises(ConfigError, match="cannot be divided into stages"), engine_of(model, **settings):
             pass
+        if model.name == "qwen2_vl":  # one is enough, as ranks take long to start
+            with engine_of(model, **settings, language_model_only=True) as engine:
+                assert run(engine, SPECS[4:5]).tokens["r4"] == golden(model)["r4"]
         return
     with engine_of(model, **settings) as engine:
         assert run(engine, SPECS).tokens == golden(model)
@@ -198,6 +201,20 @@ def test_pair_transfers_images(model: Path, secrets: dict[str, str]) -> None:
             pair.texts = Texts()
         assert {*pair.outcomes.values()} == {"transferred"}
         assert decode.stats().scheduler.counters.preemptions
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_every_pack_serves_the_texts_of_a_model_with_images(model: Path, pack: str) -> None:
+    texts, expected = SPECS[4:5], {"r4": golden(model)["r4"]}
+    settings = settings_of(**PACKS[pack], language_model_only=True)
+    with engine_of(model, **settings) as engine:
+        assert run(engine, texts).tokens == expected
+        assert "takes no images" in run(engine, SPECS[:1]).errors["r0"]
+    if pack in ("cpu+onnx", "cpu+paddle"):
+        with pytest.raises(ConfigError) as caught, engine_of(model, **settings | {"language_model_only": False}):
+            pass
+        assert "encoders of images" in caught.value.message
+        assert "--language-model-only" in str(caught.value.hint)
 
 
 def test_aborted_request_and_sleeping_engine_hold_no_images(model: Path) -> None:

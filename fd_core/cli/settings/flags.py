@@ -257,6 +257,7 @@ _MODEL: Final = (
         "Code that computes the model: fd_core, transformers, or auto, which prefers fd_core.",
         "CODE",
     ),
+    Flag("language_model_only", "Do not load the encoder of images; prompts with images are rejected."),
     Flag("dtype", "Data type of the model's computations.", "TYPE", common=True),
     Flag(
         "quantization",

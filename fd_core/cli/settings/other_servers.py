@@ -57,7 +57,6 @@ FLAGS: Final[Mapping[tuple[str, ...], str]] = {
         "there is one implementation; --no-structured-output disables it"
     ),
     ("--mm-processor-kwargs",): "images are processed as the settings of the model have it",
-    ("--language-model-only",): """use --limit-mm-per-prompt '{"image": 0}'""",
     ("--media-io-kwargs",): "the format of an image is detected, and its alpha channel is dropped",
     ("--chat-template-content-format",): "the format is detected from the chat template",
     ("--response-role",): "the role of an answer is always assistant",

@@ -68,7 +68,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     checkpoint = open_checkpoint(found.path)
     try:
         built_in = choose_implementation(checkpoint, config.model_impl) == "fd_core"
-        images = image_processor_of(checkpoint) if built_in else None
+        images = image_processor_of(checkpoint) if built_in and not config.language_model_only else None
         tokenizer = load_tokenizer(checkpoint)
         _report_missing_rows(tokenizer, checkpoint)
         config = _with_generation(config, found, checkpoint)

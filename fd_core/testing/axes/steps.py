@@ -191,7 +191,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     **{
         f"EngineConfig.{name}": _START
         for name in (
-            *("revision", "model_impl", "backend", "postprocess"),
+            *("revision", "model_impl", "language_model_only", "backend", "postprocess"),
             *("native_kernels", "kv_cache_memory", "gpu_memory_utilization"),
         )
     },
