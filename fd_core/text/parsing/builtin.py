@@ -23,11 +23,15 @@ def fd_register_tool_parsers() -> list[Entry]:
         Entry("deepseek", f"{_HERE}.json_calls:DeepSeekTools", "DeepSeek V3 and R1: JSON in a code block"),
         Entry("deepseek_v31", f"{_HERE}.json_calls:DeepSeekV31Tools", "DeepSeek V3.1: JSON between control tokens"),
         Entry("glm45", f"{_HERE}.tagged:GlmTools", "GLM-4.5: keys and values between markers"),
+        Entry("minimax_m2", f"{_HERE}.tagged:MiniMaxTools", "MiniMax-M2: as qwen3_coder, with names in quotes"),
+        Entry("lfm2", f"{_HERE}.pythonic:LfmTools", "LFM2: as pythonic, between markers"),
+        Entry("nemotron", f"{_HERE}.json_calls:NemotronTools", "Nemotron Nano 2: a list between <TOOLCALL> markers"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyTools", "gpt-oss: harmony messages to functions"),
         *(
             Entry(alias, target, f"alias of {name}")
             for alias, name, target in (
                 ("deepseek_v3", "deepseek", f"{_HERE}.json_calls:DeepSeekTools"),
+                ("granite4", "hermes", f"{_HERE}.json_calls:HermesTools"),
                 ("glm47", "glm45", f"{_HERE}.tagged:GlmTools"),
                 ("llama4_pythonic", "pythonic", f"{_HERE}.pythonic:PythonicTools"),
                 ("openai", "gpt_oss", f"{_HERE}.harmony:HarmonyTools"),
@@ -46,6 +50,6 @@ def fd_register_reasoning_parsers() -> list[Entry]:
         Entry("ernie45", f"{_THINK}:ErnieReasoning", "ERNIE-4.5: up to </think>, then <response>"),
         Entry("mistral", f"{_THINK}:MistralReasoning", "between [THINK] and [/THINK]"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyReasoning", "the analysis channel of harmony"),
-        Entry("glm45", f"{_THINK}:QwenReasoning", "alias of qwen3"),
+        *(Entry(name, f"{_THINK}:QwenReasoning", "alias of qwen3") for name in ("glm45", "kimi_k2", "minimax_m2")),
         Entry("openai_gptoss", f"{_HERE}.harmony:HarmonyReasoning", "alias of gpt_oss"),
     ]

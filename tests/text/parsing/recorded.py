@@ -8,9 +8,16 @@ from fd_core.text.parsing.answer import AnswerParser
 from fd_core.text.parsing.contract import OutputParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 from fd_core.text.parsing.formats.harmony import HarmonyReasoning, HarmonyTools
-from fd_core.text.parsing.formats.json_calls import DeepSeekTools, ErnieTools, HermesTools, LlamaJsonTools, MistralTools
-from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
+from fd_core.text.parsing.formats.json_calls import (
+    DeepSeekTools,
+    ErnieTools,
+    HermesTools,
+    LlamaJsonTools,
+    MistralTools,
+    NemotronTools,
+)
+from fd_core.text.parsing.formats.pythonic import LfmTools, PythonicTools
+from fd_core.text.parsing.formats.tagged import GlmTools, MiniMaxTools, QwenCoderTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, ErnieReasoning, MistralReasoning, QwenReasoning
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -29,6 +36,9 @@ TOOL_PARSERS = {
     "deepseek": DeepSeekTools,
     "glm45": GlmTools,
     "qwen3_coder": QwenCoderTools,
+    "minimax_m2": MiniMaxTools,
+    "lfm2": LfmTools,
+    "nemotron": NemotronTools,
     "gpt_oss": HarmonyTools,
 }
 REASONING_PARSERS = {
@@ -260,6 +270,41 @@ RECORDED = {
         "glm45",
         '<tool_call>weather\n<arg_key>where</arg_key>\n<arg_value>["\\"</arg_value>", 1]</arg_value>\n</tool_call>',
         Answer("", "", [("weather", '{"where": ["\\"</arg_value>", 1]}')]),
+    ),
+    "minimax_m2": Recorded(
+        "qwen3",
+        "minimax_m2",
+        'Hm.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">\n 4 "<b>" \n'
+        '</parameter>\n<parameter name="days">3</parameter>\n<parameter name="where">{"</parameter>": [null]}'
+        '</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        Answer(
+            "I look.",
+            "Hm.",
+            [("weather", '{"city": "\\n 4 \\"<b>\\" \\n", "days": 3, "where": {"</parameter>": [null]}}'), NOW],
+        ),
+        "]~b]ai\n<think>\n",
+    ),
+    "minimax_m2, cut": Recorded(
+        None,
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">3</parameter>\n'
+        '<parameter name="city">Ro</par',
+        Answer("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+    ),
+    "lfm2": Recorded(
+        None,
+        "lfm2",
+        "I look.<|tool_call_start|>"
+        """[weather(city="R'ome", days=3, where=[None, {'a': True}]), now()]<|tool_call_end|>"""
+        "[1]",
+        Answer("I look.[1]", "", [("weather", """{"city": "R'ome", "days": 3, "where": [null, {"a": true}]}"""), NOW]),
+    ),
+    "nemotron": Recorded(
+        "qwen3",
+        "nemotron",
+        f'<think>\nHm.\n</think>\n\nI look.\n\n<TOOLCALL>[{{"name": "weather", "arguments": {ROME}}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>',
+        Answer("I look.", "Hm.", [LOOK, NOW]),
     ),
     "qwen3_coder": Recorded(
         "qwen3",

@@ -230,6 +230,7 @@ class HermesTools(JsonCallReader):
     """Objects between markers: Hermes, Qwen 2.5 and 3, and SmolLM, which puts a list of calls there."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    begin: ClassVar[str] = _BEGIN
     around: ClassVar[tuple[str, ...]] = ()
     """Markers around content."""
 
@@ -238,8 +239,8 @@ class HermesTools(JsonCallReader):
         return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", between="\n")
 
     def run(self) -> Steps[None]:
-        while marker := (yield from self.content_until(_BEGIN, *self.around)):
-            if marker == _BEGIN:
+        while marker := (yield from self.content_until(self.begin, *self.around)):
+            if marker == self.begin:
                 yield from self.json_calls()
             else:
                 yield from self.space()
@@ -250,6 +251,22 @@ class ErnieTools(HermesTools):
 
     markers = (_BEGIN, _END, "<response>", "</response>")
     around = ("<response>", "</response>")
+
+
+_LIST: Final = "<TOOLCALL>"
+_LIST_END: Final = "</TOOLCALL>"
+
+
+class NemotronTools(HermesTools):
+    """Nemotron-H and Nemotron Nano 2: one list of calls between markers."""
+
+    markers = (_LIST, _LIST_END)
+    begin = _LIST
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        begin = f'{{"name": {json.dumps(name)}, "arguments": '
+        return CallForm(_LIST, begin, "}", between=", ", opening=f"{_LIST}[", closing=f"]{_LIST_END}")
 
 
 _TAG: Final = "<|python_tag|>"

@@ -9,8 +9,6 @@ from typing import Final
 from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.reader import Steps, ToolReader, escaped
 
-_START: Final = "<|python_start|>"
-_STOP: Final = "<|python_end|>"
 _FENCES: Final = ("```python", "```")
 _NAME: Final = re.compile(r"[\w.-]+")
 _KEY: Final = re.compile(r"\w+")
@@ -27,7 +25,10 @@ _BRACKETS: Final = {"[": "]", "(": ")", "{": "}"}
 class PythonicTools(ToolReader):
     """Llama 4, Llama 3.2 and others. An answer is a list of calls from its first character on, or it has none."""
 
-    markers = (_START, _STOP)
+    markers = ("<|python_start|>", "<|python_end|>")
+    """Around a list; the first makes any name that of a call."""
+    bare = True
+    """True if a list needs no markers."""
     _half_a_call = True
 
     @classmethod
@@ -36,17 +37,19 @@ class PythonicTools(ToolReader):
 
     def run(self) -> Steps[None]:
         """Read calls, if the answer begins with them, then content."""
-        yield from self._lists(explicit=False)
-        while (yield from self.content_until(_START)):
+        if self.bare:
+            yield from self._lists(explicit=False)
+        while (yield from self.content_until(self.markers[0])):
             yield from self._lists(explicit=True)
 
     def _lists(self, *, explicit: bool) -> Steps[None]:
         """Read lists of calls that follow one another; after a marker a call may have any name."""
         self.mark(self.space_before if explicit else "")
         called, around = False, ""
+        start, stop = self.markers
         while True:
-            while (yield from self.space()) or (around := (yield from self.literal(_START, *_FENCES))):
-                explicit = explicit or around == _START
+            while (yield from self.space()) or (around := (yield from self.literal(start, *_FENCES))):
+                explicit = explicit or around == start
                 if called and around:
                     self.mark()
             opened = yield from self.literal("[")
@@ -56,7 +59,7 @@ class PythonicTools(ToolReader):
                 yield from self.space()
                 comma = yield from self.literal(",")
                 yield from self.space()
-                if (yield from self.literal("]", _STOP)):
+                if (yield from self.literal("]", stop)):
                     self.mark()
                     break
                 if not comma:
@@ -178,6 +181,18 @@ class PythonicTools(ToolReader):
             return ""
         code = int(digits or "110000", 16)
         return chr(code) if code < 0xD800 or 0xDFFF < code < 0x110000 else f"\\{letter}{digits}"
+
+
+class LfmTools(PythonicTools):
+    """LFM2: a list of calls between markers, before or after text."""
+
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+    bare = False
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        start, stop = cls.markers
+        return CallForm(start, f"{name}(", ")", ", ", opening=f"{start}[", closing=f"]{stop}", arguments="python")
 
 
 def _number(word: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Calls whose arguments are written one by one between markers, and become a JSON object: GLM-4.5 and Qwen3-Coder."""
+"""Calls whose arguments are written one by one between markers: GLM-4.5, Qwen3-Coder, MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class TaggedCallReader(ToolReader):
             self.emit_arguments('"' if closed else "")
             return bool(closed)
         value, closed = yield from self.text_until(*ends)
-        quotes = _Quotes() if value.lstrip()[:1] in ("[", "{", '"') else None
+        nested = value.lstrip()[:1] in ("[", "{", '"') and not kinds.isdisjoint(("array", "object"))
+        quotes = _Quotes() if nested else None
         while closed and quotes is not None and quotes.open_after(value[quotes.seen :]):
             more, again = yield from self.text_until(*ends)  # the marker was part of a string
             value += closed + more
@@ -136,6 +137,10 @@ class QwenCoderTools(TaggedCallReader):
     markers = (_BEGIN, _END, _CALL, _CALL_END, _KEY, _VALUE_END)
     tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", ends=(f"\n{_VALUE_END}", _VALUE_END))
     ends = (_CALL_END, _END, _BEGIN, _CALL)
+    call: ClassVar[str] = _CALL
+    """Precedes the name of a tool."""
+    named: ClassVar[str] = ">"
+    """Follows a name."""
 
     @classmethod
     def form(cls, name: str) -> CallForm:
@@ -143,10 +148,10 @@ class QwenCoderTools(TaggedCallReader):
         return CallForm(_BEGIN, begin, f"{_CALL_END}\n{_END}", between="\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
-        while (yield from self.content_until(_CALL)):
+        while (yield from self.content_until(self.call)):
             self.mark(self.space_before)
             name = yield from self.match(_NAME)
-            if name and (yield from self.literal(">")):
+            if name and (yield from self.literal(self.named)):
                 self.forget()
                 self.begin_call(name)
                 yield from self.arguments_of(name)
@@ -154,10 +159,40 @@ class QwenCoderTools(TaggedCallReader):
                 self.emit_read()
 
     def key(self) -> Steps[str | None]:
-        """Return the key, and read the line break after it."""
-        key, closed = yield from self.text_until(">", *self.markers)
-        if closed != ">":
+        """Return the key, and read the line break that may precede its value."""
+        key, closed = yield from self.text_until(self.named, *self.markers)
+        if closed != self.named:
             self.skip(-len(closed))
             return None
-        yield from self.literal("\n")
+        if after := self.tagged.before_value.removeprefix(self.named):
+            yield from self.literal(after)
         return key
+
+
+_BLOCK: Final = "<minimax:tool_call>"
+_BLOCK_END: Final = "</minimax:tool_call>"
+_INVOKE: Final = '<invoke name="'
+_INVOKE_END: Final = "</invoke>"
+_PARAMETER: Final = '<parameter name="'
+
+
+class MiniMaxTools(QwenCoderTools):
+    """MiniMax-M2: all calls in one block, names within quotes, and values without line breaks around them."""
+
+    markers = (_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END, _PARAMETER, _VALUE_END)
+    tagged = TaggedArguments(_PARAMETER, '">', f"{_VALUE_END}\n", ends=(_VALUE_END,))
+    ends = (_INVOKE_END, _BLOCK_END, _BLOCK, _INVOKE)
+    call = _INVOKE
+    named = '">'
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        return CallForm(
+            _BLOCK,
+            f'{_INVOKE}{name}">\n',
+            _INVOKE_END,
+            between="\n",
+            opening=f"{_BLOCK}\n",
+            closing=f"\n{_BLOCK_END}",
+            arguments=cls.tagged,
+        )
