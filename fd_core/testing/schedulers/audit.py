@@ -405,7 +405,7 @@ class Auditor:
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
         require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
-        self._check_images(plan)
+        left_for_images = self._check_images(plan)
         self.counts.update(steps=1, budget_used=total, budget_limit=budget)
         require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
@@ -437,13 +437,21 @@ class Auditor:
         step = self._in_flight[plan.step] = _InFlight()
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
-        self._check_left_out(plan, before)
+        self._check_left_out(plan, before, left_for_images)
 
-    def _check_images(self, plan: StepPlan) -> None:
-        """Require that the images that begin in chunks of a step are within the budget of the encoder."""
+    def _check_images(self, plan: StepPlan) -> int:
+        """Return the tokens left for images: those that begin in chunks of a step are within the encoder's budget.
+
+        No chunk ends within an image that a step has to compute as a whole.
+        """
         found = {occupancy.slot: occupancy.request.spec for occupancy in self.live}
         found |= {each.slot: self.requests[each.request_id].spec for each in plan.admissions}
-        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)
+        rows = [*zip(plan.slots.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)]
+        for slot, start, count in rows if self.limits.whole_images else ():
+            images = found[slot].images if slot in found else ()
+            divided = [image.start for image in images if image.start < start + count < image.end]
+            what = f"step {plan.step} computes slot {slot} up to {start + count}"
+            require(not divided, "2", f"{what}, within the image at {divided}, which has to be whole")
         tokens = sum(
             image.num_tokens
             for slot, start, count in rows
@@ -453,6 +461,7 @@ class Auditor:
         )
         most = self.limits.max_image_tokens
         require(tokens <= most, "2", f"step {plan.step} encodes {tokens} tokens of images, over the budget {most}")
+        return most - tokens
 
     def _check_preemptions(self, plan: StepPlan) -> None:
         """Check that a request is preempted only if running requests need more blocks than are free."""
@@ -644,7 +653,9 @@ class Auditor:
         occupancy.in_flight += 1
         occupancy.drafts_ready = None
 
-    def _check_left_out(self, plan: StepPlan, before: dict[int, tuple[Occupancy, int, int]]) -> None:
+    def _check_left_out(
+        self, plan: StepPlan, before: dict[int, tuple[Occupancy, int, int]], left_for_images: int
+    ) -> None:
         """Check that a request computes fewer tokens than possible only if the budget is exhausted."""
         left = self.limits.max_num_batched_tokens - int(plan.num_tokens.sum())
         for occupancy, remaining, computed in before.values():
@@ -655,6 +666,10 @@ class Auditor:
             if done:
                 occupancy.left_out = 0
             if done >= min(remaining, room):
+                continue
+            image = next((each for each in occupancy.request.spec.images if each.start == computed + done), None)
+            least = image.num_tokens if self.limits.whole_images and image is not None else 0
+            if image is not None and (image.num_tokens > left_for_images or left < least):
                 continue
             what = f"step {plan.step} computes {done} of {remaining} tokens of {occupancy}"
             if remaining == 1:

@@ -100,7 +100,16 @@ AXES: Final = (
     Axis("requests", (6, 1, 2, 20)),
     Axis("prompt", ("mixed", "one", "full", "below", "above", "longest"), ("RequestSpec.prompt",)),
     Axis("shared", ("none", "prefix", "same")),
-    Axis("images", ("none", "one", "several", "same"), ("RequestSpec.images", "Limits.max_image_tokens")),
+    Axis(
+        "images",
+        ("none", "one", "several", "same", "undivided"),
+        ("RequestSpec.images", "Limits.max_image_tokens", "Limits.whole_images"),
+        rare=(
+            {"images": "undivided", "prompt": "above", "block_size": 16, "budget": 1, "slots": 1},
+            {"images": "undivided", "prompt": "longest", "budget": 8, "shared": "same", "caching": True},
+            {"images": "undivided", "prompt": "above", "block_size": 16, "budget": 8, "spare_blocks": 1},
+        ),
+    ),
     Axis("output", (40, 1, 2, 5, 2**31 - 1), ("SamplingParams.max_tokens",)),
     Axis("min_tokens", (0, 1, 6), ("SamplingParams.min_tokens",)),
     Axis("delivered", (0, 1, 7), ("RequestSpec.delivered",)),
@@ -187,10 +196,10 @@ AXES: Final = (
     Axis("outcome", ("well", "in_part", "badly"), ("Scheduler.complete.completion",)),
     Axis("schedulers", ("one", "two")),
 )
-"""Axes of a scheduler's settings, requests and incidents."""
+"""Axes of a scheduler's settings, requests and incidents. No chunk ends within `undivided` images, for which a
+budget that is too small for one besides decodes is made just large enough."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Limits.whole_prompts": "no token follows such a prompt; see `test_whole_prompts_are_not_divided`",
-    "Limits.whole_images": "a step then holds an image besides decodes; `resolve_limits` sees to that",
     "Limits.vocab_size": "the null model has 257 tokens; no scheduler reads their number",
     "SchedulerSetup.limits": "its fields are axes",
     "RequestSpec.params": "its fields are axes",
@@ -238,6 +247,9 @@ def effective(case: Case) -> Case:
     changed = dict(case)
     if case["stages"] != 1:  # no engine speculates with stages
         changed |= {"k": 0, "depth": max(int_of(case, "depth"), int_of(case, "stages"))}
+    if case["images"] == "undivided":  # a step then has room for an image besides decodes
+        least = IMAGE_TOKENS + (int_of(case, "slots") - 1) * (1 + int_of(changed, "k"))
+        changed["budget"] = max(int_of(case, "budget"), least)
     if case["incident"] == "abort_loading" and case["keep"] == "none":
         changed["pairs"] = "elsewhere"
     changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
@@ -341,7 +353,7 @@ def _images(kind: str, index: int, length: int) -> tuple[Image, ...]:
         Image(start, count, bytes((0 if kind == "same" else index % 3, start % 256)) * 8, (1, 1), b"rgb")
         for start in starts
     ]
-    return tuple(images[: 3 if kind == "several" else 1])
+    return tuple(images[: 3 if kind in ("several", "undivided") else 1])
 
 
 def _owner(kind: str, index: int) -> tuple[str, str]:
@@ -412,6 +424,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         setup={name: case[name] for name in ("epoch", "first_step")} | {"kv_events": bool(case["events"])},
         max_num_seqs=int_of(case, "slots"),
         max_image_tokens=0 if case["images"] == "none" else 2 * IMAGE_TOKENS,
+        whole_images=case["images"] == "undivided",
         max_num_batched_tokens=max(1 + k, int_of(case, "budget")),
         max_model_len=int_of(case, "context"),
         block_size=size,

@@ -12,8 +12,10 @@ import numpy as np
 
 from fd_core.effects.operations import NO_EFFECTS, AbandonLease, Cancel, Fetch, Fetched, Loaded
 from fd_core.errors import ConfigError
+from fd_core.scheduling.images import ImageBudget
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
+from fd_core.scheduling.running import planner
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.waiting import admission_planner
 from fd_core.types import FinishReason
@@ -808,6 +810,49 @@ class DividesAnImageByAHit(Changed):
                 admission_planner.whole_blocks = whole
 
         self._admission_planner.admit = without
+
+
+class CutsImages(Changed):
+    """Chunks end according to another budget of images."""
+
+    budget = ImageBudget
+
+    def change(self):
+        def plan(part, right, aborting):
+            kept, planner.ImageBudget = planner.ImageBudget, self.budget
+            try:
+                return right(aborting)
+            finally:
+                planner.ImageBudget = kept
+
+        instead(self._planner, "plan", plan)
+
+
+@breaks("2", "schedule:images=undivided,prompt=above,block_size=16,budget=8")
+class DividesImagesWhereTokensAreScarce(CutsImages):
+    budget = staticmethod(lambda limit, whole: ImageBudget(limit))
+
+
+@breaks("2", "schedule:images=undivided,prompt=above,block_size=16,budget=8,spare_blocks=1")
+class DividesImagesOfLaterChunks(CutsImages):
+    """Only the first chunk of a prompt, or of what a hit leaves, ends before an image."""
+
+    class budget(ImageBudget):  # noqa: N801
+        def cut(self, images, start, wanted):
+            self._whole = not start
+            return super().cut(images, start, wanted)
+
+
+@breaks("2.2", "schedule:images=undivided,prompt=above,block_size=16,budget=1,slots=1")
+class WantsRoomAfterAnImage(CutsImages):
+    """An image that needs all of the budget never has room."""
+
+    class budget(ImageBudget):  # noqa: N801
+        def cut(self, images, start, wanted):
+            for image in images:
+                if start <= image.start and image.end == start + wanted:
+                    wanted -= 1
+            return super().cut(images, start, wanted)
 
 
 @breaks("2", "schedule:images=several,prompt=above,block_size=64,context=129,budget=4097")
