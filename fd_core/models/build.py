@@ -52,7 +52,7 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.quantization import head_format, quantized
 from fd_core.ops.contract import Array, Experts, Heads, Latent, Norm, Ops, PlainActivation, Recurrent, Rope
 from fd_core.ops.parallel import Parallel, Stage
-from fd_core.ops.weights import ITEM_BYTES, MXFP4, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
+from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 Change = Callable[[Weight], Weight]
 """Change of a weight when it is read."""
@@ -305,7 +305,9 @@ class Reader:
         if isinstance(weight, PackedTensor):
             form = weight.format
             if table or not self.ops.dequantizes_weights:
-                nbytes = weight.nbytes + (0 if form != MXFP4 or self.ops.stores_fp4 else elements // 2)
+                nbytes = weight.nbytes
+                if weight.bits > 4 and not self.ops.stores_tightly:
+                    nbytes += elements * (8 - weight.stored_bits) // 8
         self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
 
     def table(self, *, tied: bool) -> Array:

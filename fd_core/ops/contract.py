@@ -571,8 +571,8 @@ class Ops(abc.ABC):
     of CUDA, Paddle and ONNX. A pack that overrides `embedding` or `prepare_embedding` must redefine it."""
     dequantizes_weights: bool = False
     """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
-    stores_fp4: bool = False
-    """True if values of `MXFP4` are stored in 4 bits, else in 8."""
+    stores_tightly: bool = False
+    """True if packed values are stored in `PackedTensor.stored_bits`, else in 4 if they have 4 bits, and in 8."""
     on_host: bool = False
     """True if its arrays are numpy arrays on the host: `from_host` and `to_host` return their arguments, and steps read
     the arrays that the runner gathered."""

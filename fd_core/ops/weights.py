@@ -158,17 +158,18 @@ class PackedTensor:
             )
 
     @property
+    def stored_bits(self) -> int:
+        """Fewest bits in which packs store a value: 4, 6 or 8."""
+        return 4 if self.format == MXFP4 else self.bits + self.bits % 2
+
+    @property
     def nbytes(self) -> int:
-        """Bytes with values in 4 or 8 bits each, those of `MXFP4` in 4, and scales and minima in float16, or float32 if
-        needed; if they are multiples of units, these in float16 and the multiples in 8 bits."""
+        """Bytes with values in `stored_bits` each, and scales and minima in float16, or float32 if needed; if they are
+        multiples of units, these in float16 and the multiples in 8 bits."""
         values = math.prod(self.shape)
         each = 2 if self.has_minima else 1
         factors, units = values // self.group * each, values // UNIT_SPAN * each if self.has_units else 0
-        return (
-            values // (2 if self.bits == 4 or self.format == MXFP4 else 1)
-            + factors * (1 if units else 2 if self.half_scales else 4)
-            + 2 * units
-        )
+        return values * self.stored_bits // 8 + factors * (1 if units else 2 if self.half_scales else 4) + 2 * units
 
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Dequantize to float32: a product and a sum, each rounded once."""

@@ -169,6 +169,8 @@ def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
         return PackedForm(4, group, 12, minima, scales, 1)
     if all(part.bits == 4 for part in packed) and len(signed) == 1:
         return PackedForm(4, group, 8 if signed == {True} else 0, minima, scales)
+    if all(part.bits < 6 or (part.bits == 6 and not part.has_minima) for part in packed):  # from -32 to 31
+        return PackedForm(6, group, 32, minima, scales)
     return PackedForm(8, group, 128, minima, scales)
 
 

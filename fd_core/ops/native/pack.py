@@ -100,7 +100,7 @@ class NativeOps(TorchOps):
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
-    stores_fp4 = True
+    stores_tightly = True
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 64
 
@@ -150,8 +150,9 @@ class NativeOps(TorchOps):
     ) -> NativeLinear:
         """Pack the parts into the kernels' layout.
 
-        Packed parts stay in 4 or 8 bits, in a common format that holds all of them exactly: 8 bits if they differ, and
-        the finest group. They are dequantized if one is not packed, or a group is not 16, a multiple of 32 or a row.
+        Packed parts stay in 4, 6 or 8 bits, in a common format that holds all of them exactly: 6 or 8 bits if they
+        differ, and the finest group. They are dequantized if one is not packed, or a group is not 16, a multiple of 32
+        or a row.
         """
         return pack(self.runtime, self._arena, parts, biases=biases, gated=gated)
 

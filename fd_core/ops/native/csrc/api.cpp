@@ -35,10 +35,10 @@ void pack_rows(Linear& w, int part, int first_column, const void* source, Type t
 /// multiple of w.group; `units` float16 [rows, k / kUnitSpan, 1], or 2 with minima, if these are multiples.
 void pack_values(Linear& w, int part, int first_column, const int8_t* values, const char* scales, const char* minima,
                  const uint16_t* units, int group, Range rows) {
-    const int groups = w.k / group, columns = kWeightVecs * kLanes, step = step_bytes(w);
+    const int groups = w.k / group, columns = kWeightVecs * kLanes;
     const size_t item = scale_bytes(w);
     for (int r = rows.begin; r < rows.end; r++) {
-        const int column = stored_column(w, part, first_column + r), c = column % columns, v = c / kLanes;
+        const int column = stored_column(w, part, first_column + r), c = column % columns;
         char* panel = packed_panel(w, column / kLanes);
         for (int k = 0; k < w.k; k += w.group, panel += group_bytes(w)) {
             if (const size_t before = units_before(w, k)) {
@@ -54,12 +54,9 @@ void pack_values(Linear& w, int part, int first_column, const int8_t* values, co
             for (int i = 0; i < w.group && k + i < w.k; i++) {
                 int value = values[size_t(r) * w.k + k + i] + w.offset;
                 if (w.fp4) value = int(std::find(kFp4, kFp4 + 15, value) - kFp4);
-                const int place = byte_of(dot_parts(w), c % kLanes, i % kDotK);
-                uint8_t* to = bytes + i / kDotK * step + place;
-                if (w.type == Type::u4)
-                    *to |= uint8_t((value & 15) << 4 * v);
-                else
-                    to[v * kLanes * kDotK] = uint8_t(value);
+                each_part_of(w, bytes, c, i, [&](uint8_t& byte, int at, int bits, int part_at) {
+                    byte |= uint8_t((value >> part_at & ((1 << bits) - 1)) << at);
+                });
             }
         }
     }
@@ -210,7 +207,7 @@ void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form
         w->n = n;
         w->k = k;
         w->gated = gated;
-        w->type = form->bits == 4 ? Type::u4 : Type::u8;
+        w->type = form->bits == 4 ? Type::u4 : form->bits == 6 ? Type::u6 : Type::u8;
         w->padded_k = round_up(k, kActivationK);
         w->group = form->group == k ? w->padded_k : form->group;
         w->offset = form->offset;
@@ -229,7 +226,7 @@ void fd_packed_pack(void* linear, int part, int first_column, const int8_t* valu
                     const char* minima, const uint16_t* units, int group, int rows, void* team) {
     Linear& w = *static_cast<Linear*>(linear);
     Team& t = *static_cast<Team*>(team);
-    // Two columns share a byte of nibbles, so a panel is one thread's.
+    // Columns share bytes of nibbles, so a panel is one thread's.
     t.run([&](int thread) {
         const int columns = kLanes * (w.gated ? 1 : kWeightVecs), first = first_column / columns;
         const Range panels = share((first_column + rows + columns - 1) / columns - first, thread, t.size());

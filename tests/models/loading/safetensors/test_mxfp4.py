@@ -76,7 +76,7 @@ def test_bytes_are_those_that_the_pack_stores(
     bits: int, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NumpyOps, "dequantizes_weights", False)
-    monkeypatch.setattr(NumpyOps, "stores_fp4", bits == 4)
+    monkeypatch.setattr(NumpyOps, "stores_tightly", bits == 4)
     with open_checkpoint(write(tmp_path, written, written[1])) as checkpoint:
         (use,) = [use for use in load_model(checkpoint, NumpyOps(), 64).weights if use.computed == MXFP4]
     assert use.nbytes == use.parameters * bits // 8 + use.parameters // 32 * 2

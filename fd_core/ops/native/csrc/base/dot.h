@@ -25,6 +25,8 @@ inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline V to_float(I x) { return _mm512_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm512_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+template <int Left>
+inline I ishift(I x) { return Left > 0 ? _mm512_slli_epi32(x, Left) : _mm512_srli_epi32(x, -Left); }
 inline I lookup(__m128i table, I places) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), places); }
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -36,6 +38,8 @@ inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
 inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 inline V to_float(I x) { return _mm256_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm256_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+template <int Left>
+inline I ishift(I x) { return Left > 0 ? _mm256_slli_epi32(x, Left) : _mm256_srli_epi32(x, -Left); }
 inline I lookup(__m128i table, I places) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), places); }
 
 #else
@@ -51,6 +55,8 @@ inline I iand(I a, I b) { return a & b; }
 inline I iadd(I a, I b) { return a + b; }
 inline V to_float(I x) { return __builtin_convertvector(x, V); }
 inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
+template <int Left>
+inline I ishift(I x) { return Left > 0 ? x << (Left > 0 ? Left : 0) : x >> (Left > 0 ? 0 : -Left); }
 
 #endif
 
@@ -139,7 +145,7 @@ inline void sum_halves(const int8_t* q, int32_t (&half)[2]) {
 }
 
 // Dot<Bits>: sums of products for kLanes columns ------------------------------------------------------------------------
-// `begin(start)` and `total(start)` take the same number, which is part of the sum. Bits are 4, 8 or those of kFp4Bits.
+// `begin(start)` and `total(start)` take the same number, which is part of the sum. Bits are 4, 6, 8 or those of kFp4Bits.
 
 constexpr int kFp4Bits = 5;  // what the largest value of kFp4 has; its codes have 4
 
@@ -166,6 +172,8 @@ template <int Bits>
 constexpr int kDotRows = kLanes == 16 ? 6 : 3;
 template <int Bits>
 using LinearDot = Dot<Bits>;
+template <int Bits>
+constexpr int kDotSteps = 1;
 /// Parts of a step that are multiplied one after the other, each with activations of so many bytes.
 template <int Bits>
 constexpr int kDotParts = 1;
@@ -217,7 +225,7 @@ struct Dot {
     }
 };
 template <int Bits>
-constexpr int kDotRows = Bits == 8 ? 6 : 4;
+constexpr int kDotRows = Bits == 8 || (Bits == 6 && kLanes == 16) ? 6 : 4;
 
 /// Bytes multiplied as words: as many instructions as nibbles take, but half the sums, and nothing to take out of them.
 struct WordDot {
@@ -231,17 +239,23 @@ struct WordDot {
     }
     I total(int) const { return sum; }
 };
-/// Pairs of products of larger values than nibbles, added in 32 bits.
+/// Pairs of products of larger values than nibbles, of at most 6 bits: those of two steps are added in 16 bits.
 struct PairDot {
     using Weights = I;
     static Weights prepare(I bytes) { return bytes; }
     I sum;
     void begin(int start) { sum = iset(start); }
-    void add(Weights w, I x) { sum = iadd(sum, widen_pairs(multiply_pairs(w, x))); }
+    void add(const Weights (&w)[2], const I (&x)[2]) {
+        sum = iadd(sum, widen_pairs(add_pairs(multiply_pairs(w[0], x[0]), multiply_pairs(w[1], x[1]))));
+        asm("" : "+v"(sum));
+    }
     I total(int) const { return sum; }
 };
 template <int Bits>
-using LinearDot = std::conditional_t<Bits == 8, WordDot, std::conditional_t<Bits == kFp4Bits, PairDot, Dot<Bits>>>;
+using LinearDot = std::conditional_t<Bits == 8, WordDot, std::conditional_t<Bits == 4, Dot<4>, PairDot>>;
+/// Steps that are added at once.
+template <int Bits>
+constexpr int kDotSteps = Bits == 4 || Bits == 8 ? 1 : 2;
 template <int Bits>
 constexpr int kDotParts = Bits == 8 ? 2 : 1;
 
@@ -267,6 +281,8 @@ constexpr int kDotRows = 2;
 template <int Bits>
 using LinearDot = Dot<Bits>;
 template <int Bits>
+constexpr int kDotSteps = 1;
+template <int Bits>
 constexpr int kDotParts = 1;
 
 #endif
@@ -290,9 +306,9 @@ inline const char* dot_name() {
 #endif
 }
 
-/// Bytes of one step (kDotK consecutive k) of a panel.
+/// Bytes of one step (kDotK consecutive k) of a panel; of 6 bits, half of two steps.
 template <int Bits>
-constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) / (Bits == 8 ? 1 : 2);
+constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) * (Bits == kFp4Bits ? 4 : Bits) / 8;
 
 /// Byte of element k of a column in a vector of a step: each part has its elements of all columns side by side.
 constexpr int byte_of(int parts, int column, int k) {
@@ -300,31 +316,44 @@ constexpr int byte_of(int parts, int column, int k) {
     return k / width * width * kLanes + column * width + k % width;
 }
 
-/// The columns of one step of a panel of nibbles.
+/// The columns of a step of a panel of less than 8 bits. Of a byte of two nibbles the low one belongs to the first vector.
+/// Values of 6 bits are nibbles, and after those of two steps their highest bits: two of each vector in a byte.
 template <int Bits>
-void load_nibbles(const uint8_t* b, I (&x)[kWeightVecs]) {
-    const I both = iload(b);
+[[gnu::always_inline]] inline void load_nibbles(const uint8_t* b, int step, I (&x)[kWeightVecs]) {
+    const uint8_t* first = b + (Bits == 6 ? step / 2 * 2 : step) * kStepBytes<Bits>;
+    const I both = iload(Bits == 6 ? first + step % 2 * sizeof(I) : first);
     x[0] = low_nibbles(both);
     x[1] = high_nibbles(both);
     if constexpr (Bits == kFp4Bits)
         for (I& each : x) each = fp4_values(each);
+    if constexpr (Bits == 6) {
+        const I high = iload(first + 2 * sizeof(I)), mask = iset(0x30303030);
+        x[0] = x[0] | iand(step % 2 ? high : ishift<4>(high), mask);
+        x[1] = x[1] | iand(step % 2 ? ishift<-2>(high) : ishift<2>(high), mask);
+    }
 }
 
-/// A part of the columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
+/// A part of the columns of kDotSteps steps of a panel.
 template <int Bits>
-void load_columns(const uint8_t* b, int part, typename LinearDot<Bits>::Weights (&w)[kWeightVecs]) {
-    if constexpr (Bits != 8) {
-        I x[kWeightVecs];
-        load_nibbles<Bits>(b, x);
-        for (int v = 0; v < kWeightVecs; v++) w[v] = LinearDot<Bits>::prepare(x[v]);
-    } else {
-        for (int v = 0; v < kWeightVecs; v++, b += sizeof(I)) {
-            if constexpr (kDotParts<Bits> == 1)
-                w[v] = LinearDot<Bits>::prepare(iload(b));
-            else
-                w[v] = LinearDot<Bits>::load(b + part * sizeof(I) / 2);
+[[gnu::always_inline]] inline void load_columns(const uint8_t* b, int step, int part,
+                                                typename LinearDot<Bits>::Weights (&w)[kWeightVecs][kDotSteps<Bits>]) {
+#pragma GCC unroll 2
+    for (int s = 0; s < kDotSteps<Bits>; s++)
+        if constexpr (Bits != 8) {
+            I x[kWeightVecs];
+            load_nibbles<Bits>(b, step + s, x);
+#pragma GCC unroll 2
+            for (int v = 0; v < kWeightVecs; v++) w[v][s] = LinearDot<Bits>::prepare(x[v]);
+        } else {
+#pragma GCC unroll 2
+            for (int v = 0; v < kWeightVecs; v++) {
+                const uint8_t* at = b + (step + s) * kStepBytes<Bits> + v * sizeof(I);
+                if constexpr (kDotParts<Bits> == 1)
+                    w[v][s] = LinearDot<Bits>::prepare(iload(at));
+                else
+                    w[v][s] = LinearDot<Bits>::load(at + part * sizeof(I) / 2);
+            }
         }
-    }
 }
 
 }  // namespace fd

@@ -11,13 +11,13 @@
 
 namespace fd {
 
-enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4 };
+enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4, u6 = 5 };
 /// How scales and minima are stored: as they are, or as int8 multiples of float16 units that kUnitSpan values share.
 enum class Scales : int { f32 = 0, f16 = 1, multiples = 2 };
 constexpr int kUnitSpan = 256;
 
 /// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up. Those of type
-/// u4 and u8 are packed as packed.h says.
+/// u4, u6 and u8 are packed as packed.h says.
 struct Linear {
     int n;         // columns that the user sees: out, or the width of gate alone
     int k;         // as prepared
@@ -33,7 +33,7 @@ struct Linear {
     Scales scales;  // of packed weights: of minima, too
     bool fp4;     // of type u4: values are codes of kFp4
 
-    bool packed() const { return type == Type::u4 || type == Type::u8; }
+    bool packed() const { return type == Type::u4 || type == Type::u6 || type == Type::u8; }
 };
 
 /// Stored column of column `c` of part `part` (gate 0, up 1; always 0 where not gated).

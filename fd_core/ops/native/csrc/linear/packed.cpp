@@ -18,7 +18,7 @@ void load_scales(const Linear& w, const uint8_t* p, const uint8_t* units, V (&to
 
 template <int Bits, int R>
 void tile_of(const Linear& w, const PackedCall& call) {
-    constexpr int N = kWeightVecs, kTogether = 4;  // steps, between which memory is fetched ahead
+    constexpr int N = kWeightVecs, S = kDotSteps<Bits>, kTogether = 4;  // steps, between which memory is fetched ahead
     const QuantizedRow at(w);
     const int unit = unit_of(w), units = w.group / unit, rounds = unit / (kDotK * kTogether);
     const bool whole = w.group == w.padded_k && !w.minima;  // one scale for a column: it can wait until the end
@@ -55,19 +55,26 @@ void tile_of(const Linear& w, const PackedCall& call) {
             for (int i = 0; i < rounds; i++) {
                 for (int j = 0; j < call.ahead_lines; j++, ahead += kCacheLine) prefetch(ahead);
 #pragma GCC unroll 4
-                for (int s = 0; s < kTogether; s++, b += kStepBytes<Bits>) {
+                for (int s = 0; s < kTogether; s += S) {
 #pragma GCC unroll 2
-                    for (int part = 0; part < kDotParts<Bits>; part++, a += kDotK) {
-                        typename LinearDot<Bits>::Weights columns[N];
-                        load_columns<Bits>(b, part, columns);
+                    for (int part = 0; part < kDotParts<Bits>; part++, a += S * kDotK) {
+                        typename LinearDot<Bits>::Weights columns[N][S];
+                        load_columns<Bits>(b, s, part, columns);
 #pragma GCC unroll 8
                         for (int r = 0; r < R; r++) {
-                            const I x = ibroadcast(a + r * call.stride);
+                            I x[S];
 #pragma GCC unroll 2
-                            for (int v = 0; v < N; v++) dot[r][v].add(columns[v], x);
+                            for (int j = 0; j < S; j++) x[j] = ibroadcast(a + r * call.stride + j * kDotK);
+#pragma GCC unroll 2
+                            for (int v = 0; v < N; v++)
+                                if constexpr (S == 1)
+                                    dot[r][v].add(columns[v][0], x[0]);
+                                else
+                                    dot[r][v].add(columns[v], x);
                         }
                     }
                 }
+                b += kTogether * kStepBytes<Bits>;
             }
             V factor[N];
             if (!whole) load_scales(w, group, units_at, factor);
@@ -135,7 +142,7 @@ void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
             if (Bits != 8) {
                 for (int s = 0; s < unit / kDotK; s++) {
                     I nibbles[N];
-                    load_nibbles<Bits>(b + s * kStepBytes<Bits>, nibbles);
+                    load_nibbles<Bits>(b, s, nibbles);
                     std::memcpy(unpacked + s * kStep, nibbles, kStep);
                 }
                 columns = unpacked;
@@ -188,6 +195,8 @@ void amx_tile(const Linear& w, int rows, const PackedCall& call) {
         two ? amx_tile_of<kFp4Bits, 2>(w, rows, call) : amx_tile_of<kFp4Bits, 1>(w, rows, call);
     else if (w.type == Type::u4)
         two ? amx_tile_of<4, 2>(w, rows, call) : amx_tile_of<4, 1>(w, rows, call);
+    else if (w.type == Type::u6)
+        two ? amx_tile_of<6, 2>(w, rows, call) : amx_tile_of<6, 1>(w, rows, call);
     else
         two ? amx_tile_of<8, 2>(w, rows, call) : amx_tile_of<8, 1>(w, rows, call);
 }
@@ -210,6 +219,8 @@ void packed_tile(const Linear& w, int rows, const PackedCall& call) {
         dispatch<kFp4Bits>(std::make_index_sequence<kDotRows<4>>{}, w, rows, call);
     else if (w.type == Type::u4)
         dispatch<4>(std::make_index_sequence<kDotRows<4>>{}, w, rows, call);
+    else if (w.type == Type::u6)
+        dispatch<6>(std::make_index_sequence<kDotRows<6>>{}, w, rows, call);
     else
         dispatch<8>(std::make_index_sequence<kDotRows<8>>{}, w, rows, call);
 }

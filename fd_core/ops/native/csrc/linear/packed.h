@@ -1,4 +1,4 @@
-// Linear layers in 4 or 8 bits: what their panels and the rows that they multiply look like.
+// Linear layers in 4, 6 or 8 bits: what their panels and the rows that they multiply look like.
 //
 // Weights are value * scale + minimum, `group` values of a column sharing the last two. A panel holds kWeightVecs vectors
 // of columns, group after group: a scale for each column, a minimum for each column if there are minima (see `Scales`), then
@@ -18,8 +18,10 @@ namespace fd {
 
 /// k that one integer sum runs over.
 inline int unit_of(const Linear& w) { return std::min(w.group, kActivationK); }
-inline int dot_parts(const Linear& w) { return w.type == Type::u4 ? kDotParts<4> : kDotParts<8>; }
-inline int step_bytes(const Linear& w) { return w.type == Type::u4 ? kStepBytes<4> : kStepBytes<8>; }
+inline int dot_parts(const Linear& w) { return w.type == Type::u8 ? kDotParts<8> : kDotParts<4>; }
+inline int step_bytes(const Linear& w) {
+    return w.type == Type::u4 ? kStepBytes<4> : w.type == Type::u6 ? kStepBytes<6> : kStepBytes<8>;
+}
 inline size_t scale_bytes(const Linear& w) {
     return w.scales == Scales::f32 ? sizeof(float) : w.scales == Scales::f16 ? sizeof(uint16_t) : sizeof(int8_t);
 }
@@ -41,11 +43,24 @@ inline char* packed_panel(const Linear& w, int vec) {
     return static_cast<char*>(w.data) + vec / kWeightVecs * packed_panel_bytes(w);
 }
 
+/// Hand the parts of value i of a group of a column, whose values are `bytes`, to `take(byte, at, bits, from)`: these bits of
+/// the value, from one on, are those of the byte, from `at` on.
+template <class Byte, class Take>
+void each_part_of(const Linear& w, Byte* bytes, int column, int i, Take&& take) {
+    const int v = column / kLanes, step = i / kDotK, odd = step % 2;
+    bytes += byte_of(dot_parts(w), column % kLanes, i % kDotK);
+    if (w.type == Type::u8) return take(bytes[step * kStepBytes<8> + v * sizeof(I)], 0, 8, 0);
+    if (w.type == Type::u4) return take(bytes[step * kStepBytes<4>], 4 * v, 4, 0);
+    bytes += (step - odd) * kStepBytes<6>;
+    take(bytes[odd * sizeof(I)], 4 * v, 4, 0);
+    take(bytes[2 * sizeof(I)], 4 * odd + 2 * v, 2, 4);
+}
+
 /// Hand the values of a column to `take(k, value)`: the product and the sum each rounded to float32 once, as
 /// `PackedTensor.to_float32` rounds them.
 template <class Take>
 void unpack_column(const Linear& w, int column, Take&& take) {
-    const int c = column % (kWeightVecs * kLanes), v = c / kLanes, step = step_bytes(w);
+    const int c = column % (kWeightVecs * kLanes);
     const char *group = packed_panel(w, column / kLanes), *units = group;
     auto half = [&](const char* p) { return half_to_float(reinterpret_cast<const uint16_t*>(p)[c]); };
     auto number = [&](const char* p, const char* unit) {
@@ -61,10 +76,12 @@ void unpack_column(const Linear& w, int column, Take&& take) {
         const double scale = number(group, units);
         const double minimum = w.minima ? number(group + scales_bytes(w), units + kUnitsBytes) : 0.0;
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group + (w.minima ? 2 : 1) * scales_bytes(w));
-        bytes += w.type == Type::u4 ? 0 : v * kLanes * kDotK;
         for (int i = 0; i < w.group && k + i < w.k; i++) {
-            const int stored = bytes[i / kDotK * step + byte_of(dot_parts(w), c % kLanes, i % kDotK)];
-            const int code = w.type == Type::u4 ? stored >> 4 * v & 15 : stored, value = (w.fp4 ? kFp4[code] : code) - w.offset;
+            int code = 0;
+            each_part_of(w, bytes, c, i, [&](uint8_t byte, int at, int bits, int from) {
+                code |= (byte >> at & ((1 << bits) - 1)) << from;
+            });
+            const int value = (w.fp4 ? kFp4[code] : code) - w.offset;
             const float product = float(value * scale);
             take(k + i, w.minima ? float(product + minimum) : product);
         }
@@ -141,7 +158,9 @@ struct PackedCall {
 constexpr int kMostAheadPacked = 12;
 
 /// Rows that vectors compute at once.
-inline int vector_rows(const Linear& w) { return w.type == Type::u4 ? kDotRows<4> : kDotRows<8>; }
+inline int vector_rows(const Linear& w) {
+    return w.type == Type::u4 ? kDotRows<4> : w.type == Type::u6 ? kDotRows<6> : kDotRows<8>;
+}
 #if defined(FD_AMX)
 constexpr int kMostPackedRows = 2 * amx::kTile;
 /// Whether tiles compute a block of so many rows. They take whole tiles: rows after the last one must be readable.
