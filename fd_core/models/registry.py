@@ -81,7 +81,7 @@ def load_model(
     require_positions(max_positions, spec.max_positions)
     num_parameters = check_tensors(spec, checkpoint)
     if texts_only:
-        spec = replace(spec, images=None)
+        spec = _of_texts(spec)
     _require_operations(spec, checkpoint, ops, max_positions)
     shift = None if spec.final_norm is None or not spec.causal else spec.final_norm.bias
     images = build_images(spec.images, checkpoint, ops) if spec.images is not None and ops.stage.first else None
@@ -101,6 +101,17 @@ def load_model(
         state_shift=None if shift is None else checkpoint.read(shift.name).to_float32(),
         images=images,
     )
+
+
+def _of_texts(spec: DecoderSpec) -> DecoderSpec:
+    """Return a model without its encoder of images, and without experts that only tokens of images use."""
+    layers = (
+        replace(layer, feed_forward=replace(layer.feed_forward, images=None))
+        if isinstance(layer.feed_forward, MoeSpec)
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, images=None, layers=tuple(layers))
 
 
 def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int) -> None:

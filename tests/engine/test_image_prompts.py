@@ -207,6 +207,9 @@ def test_pair_transfers_images(model: Path, secrets: dict[str, str]) -> None:
 def test_every_pack_serves_the_texts_of_a_model_with_images(model: Path, pack: str) -> None:
     texts, expected = SPECS[4:5], {"r4": golden(model)["r4"]}
     settings = settings_of(**PACKS[pack], language_model_only=True)
+    if model.name == ErnieVl.model_type:  # random texts have tokens that its experts for images compute
+        with engine_of(model, **settings_of(backend="reference", language_model_only=True)) as engine:
+            expected = run(engine, texts).tokens
     with engine_of(model, **settings) as engine:
         assert run(engine, texts).tokens == expected
         assert "takes no images" in run(engine, SPECS[:1]).errors["r0"]
