@@ -494,7 +494,7 @@ class Reader:
     def moe(self, spec: MoeSpec) -> Moe:
         """Read a block of experts."""
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
-        return Moe(self.norm(spec.norm), tuple(self.routed(each, shared) for each in spec.kinds))
+        return Moe(self.norm(spec.norm), *(self.routed(each, shared) for each in spec.kinds))
 
     def routed(self, spec: MoeSpec, shared: tuple[Array | None, Array | None]) -> Experts:
         """Read the experts of a block for one kind of tokens."""

@@ -164,8 +164,9 @@ class Moe:
     """Weights of one mixture-of-experts block."""
 
     norm: Norm
-    kinds: tuple[Experts, ...]
-    """For each kind of tokens that they differ by, see `StepInput.kinds`."""
+    experts: Experts
+    images: Experts | None = None
+    """Those of the tokens of images, see `StepInput.kinds`; None if they are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,11 +480,12 @@ class DecoderModel:
     def _routed(self, x: Array, block: Moe, step: StepInput) -> Array:
         """Return the residual stream after a block of experts."""
         ops, activation = self.ops, self.decoder.activation
-        if len(block.kinds) == 1 or not step.kinds:
-            return ops.moe_residual(x, block.norm, block.kinds[0], activation)
+        if block.images is None or not step.kinds:
+            return ops.moe_residual(x, block.norm, block.experts, activation)
         x = ops.settle(x)
         for kind, rows in step.kinds:
-            part = ops.moe_residual(ops.gather_rows(x, rows), block.norm, block.kinds[kind], activation)
+            experts = block.images if kind else block.experts
+            part = ops.moe_residual(ops.gather_rows(x, rows), block.norm, experts, activation)
             x = ops.write_rows(x, rows, ops.settle(part))
         return x
 

@@ -135,6 +135,8 @@ def test_family_without_a_processor_is_named() -> None:
         (Qwen3Vl, {"num_position_embeddings": 24}, "num_position_embeddings=24 must be a square"),
         (Qwen3Vl, {"depth": 9, "deepstack_visual_indexes": [0, 1, 2, 3]}, "must have a layer for each"),
         (PaddleOcrVl, {"num_attention_heads": 8}, "48 elements in 8 heads cannot turn by row and column"),
+        (ErnieVl, {"in_channels": 1}, "in_channels must be 3"),
+        (ErnieVl, {"temporal_merge_size": 3}, "temporal_merge_size 2"),
     ],
 )
 def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision: dict[str, Any], message: str) -> None:
@@ -145,8 +147,26 @@ def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mlp_layer_types", ["dense"]),
+        ("mlp_layer_types", ["dense", "sparse", "none"]),
+        ("moe_intermediate_size", [32]),
+        ("rope_parameters", {"mrope_section": [4, 2, 2]}),
+        ("rope_parameters", {"mrope_section": [3, 3, 3]}),
+    ],
+)
+def test_ernie_config_that_cannot_be_used_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ModelError, match="mrope_section" if field == "rope_parameters" else field):
+        ErnieVl().traits(ModelConfig({**SIZES, **ErnieVl.defaults, **ErnieVl.cases["plain"], field: value}))
+
+
+@pytest.mark.parametrize(
     ("stored", "name"),
     [
+        ("model.vision_model.ln.weight", "vision_model.ln.weight"),
+        ("model.vision_model.embeddings.patch_embedding.bias", "model.vision_model.embeddings.patch_embedding.bias"),
+        ("model.resampler_model.mlp.bias", "resampler_model.mlp.bias"),
         ("vision_tower.vision_model.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
         ("model.vision_tower.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
         ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
