@@ -163,7 +163,7 @@ class Computing:
             if speculative is None or not self._reads_states:
                 return model
             if speculative.model is None:
-                return with_mtp_layer(model, path or Path())
+                return with_mtp_layer(model, path or Path(), self._config.quantization)
             return with_draft_head(model, Path(speculative.model))
 
     @property

@@ -134,15 +134,20 @@ def build_decoder(
     return decoder, summed_uses([reader.uses])
 
 
-def build_mtp(spec: MtpSpec, model: DecoderModel, checkpoint: Checkpoint) -> MtpLayer:
-    """Read and prepare the layer for multi-token prediction of a model. Raises `ModelError` if its tensors differ."""
+def build_mtp(
+    spec: MtpSpec, model: DecoderModel, checkpoint: Checkpoint, quantization: str
+) -> tuple[MtpLayer, tuple[WeightUse, ...]]:
+    """Read and prepare the layer for multi-token prediction of a model; return it and the formats of its weights.
+
+    Raises `ModelError` if its tensors differ.
+    """
     _stored(spec, checkpoint, f"{model.architecture} with a layer for multi-token prediction")
     layer = _held(spec.layer, model.ops.parallel)
     of_layer = replace(model.spec, layers=(layer,), images=None)
-    reader = Reader(of_layer, checkpoint, model.ops, model.max_positions, progress=None, quantization="auto")
+    reader = Reader(of_layer, checkpoint, model.ops, model.max_positions, progress=None, quantization=quantization)
     (joined,), hidden = reader.weights(spec.inputs, LinearShare()), spec.inputs.ins // 2
     parts, prepare = [joined.take_columns(slice(at, at + hidden)) for at in (0, hidden)], model.ops.prepare_linear
-    return MtpLayer(
+    made = MtpLayer(
         model=model,
         taps={} if spec.normed else {len(model.spec.layers): None},
         embedding_norm=reader.norm(spec.embedding_norm),
@@ -152,6 +157,7 @@ def build_mtp(spec: MtpSpec, model: DecoderModel, checkpoint: Checkpoint) -> Mtp
         norm=reader.norm(spec.norm),
         normed=spec.normed,
     )
+    return made, summed_uses([reader.uses])
 
 
 def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEncoder:

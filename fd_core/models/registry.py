@@ -31,6 +31,7 @@ from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.models.loading.files import read_json_object
 from fd_core.models.opening import open_checkpoint
 from fd_core.ops.contract import Array, Ops
+from fd_core.ops.weights import summed_uses
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +280,11 @@ def with_draft_head(model: object, path: Path) -> DecoderModel:
         raise type(error)(f"draft head: {error.message}", field=_FLAG, hint=error.hint) from error
 
 
-def with_mtp_layer(model: object, path: Path) -> DecoderModel:
-    """Return the model at `path` with its layer for multi-token prediction. Raises `ConfigError` or `ModelError`."""
+def with_mtp_layer(model: object, path: Path, quantization: str = "auto") -> DecoderModel:
+    """Return the model at `path` with its layer for multi-token prediction, quantized as `load_model` has it.
+
+    Raises `ConfigError` or `ModelError`.
+    """
     target = _require_decoder(model)
     with open_checkpoint(path) as checkpoint:
         config = config_of(checkpoint)
@@ -290,7 +294,8 @@ def with_mtp_layer(model: object, path: Path) -> DecoderModel:
             raise ConfigError(
                 f"{path}: the checkpoint has no layer for multi-token prediction (MTP)", field=_FLAG, hint=_OTHERS
             )
-        return replace(target, draft_head=build_mtp(spec, target, checkpoint))
+        head, weights = build_mtp(spec, target, checkpoint, quantization)
+        return replace(target, draft_head=head, weights=summed_uses([target.weights, weights]))
 
 
 def _require_decoder(model: object) -> DecoderModel:

@@ -21,7 +21,9 @@ from fd_core.models.families.contract import Family, ModelConfig
 from fd_core.models.families.latent.deepseek import DeepSeekV3, Glm4MoeLite
 from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35
 from fd_core.testing.models.arrays import Values
+from fd_core.models.opening import open_checkpoint
 from fd_core.testing.models.checkpoints import SIZES, write_config
+from fd_core.testing.models.families.gguf_files import convert
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,26 @@ def write_mtp_model(name: str, folder: Path, **changes: Any) -> Path:
     (alone / "config.json").write_text(json.dumps(whole))
     save_file(parts | ends, alone / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def write_mtp_gguf(name: str, arch: str, folder: Path) -> tuple[Path, Path]:
+    """Write a model as `write_mtp_model` does, and as llama.cpp converts it: the layer is one more block."""
+    target, form = write_mtp_model(name, folder), FORMS[name]
+    config = transformers.AutoConfig.from_pretrained(target).to_dict()
+    layers = config["num_hidden_layers"]
+    usual = {form.embedding_norm: "enorm", form.hidden_norm: "hnorm", form.inputs: "eh_proj"}
+    usual |= {form.norm: "shared_head.norm", form.layer.rstrip("."): ""}
+
+    def as_block(tensor: str) -> str:
+        begin = next((each for each in usual if tensor.startswith(f"{each}.")), None)
+        rest = "" if begin is None else tensor.removeprefix(begin)
+        return tensor if begin is None else f"model.layers.{layers}.{usual[begin]}{rest}".replace("..", ".")
+
+    file = folder / "model.gguf"
+    with open_checkpoint(target) as checkpoint:
+        checkpoint.rename(as_block)
+        convert(checkpoint, arch, form.family.gguf[arch], config, file, predicting=1)
+    return target, file
 
 
 def _config(family: type[Family], fields: Mapping[str, Any]) -> dict[str, Any]:

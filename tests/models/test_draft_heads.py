@@ -17,10 +17,11 @@ from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.registry import tapped_layers
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import architecture_of, config_of, family_of, tapped_layers
 from fd_core.runner.drafting.eagle import EagleDrafter
 from tests.models.heads import reference_drafts, write_head
-from tests.models.mtp import Reference, write_mtp_model
+from tests.models.mtp import Reference, write_mtp_gguf, write_mtp_model
 from tests.models.test_draft_model_packs import PACKS, engine, specs, texts
 
 HELD = {**PACKS, "onnx": {"backend": "cpu+onnx"}}
@@ -101,6 +102,33 @@ def test_drafts_of_mtp_layer_equal_those_computed_from_whole_text(tmp_path: Path
     target = write_mtp_model(form, tmp_path)
     few = {"block_size": None, "num_kv_blocks": 5} if form.startswith("qwen") else {"num_kv_blocks": 26}
     compare_drafts(target, pack, partial(with_mtp, target, pack), Reference(form, target).drafts, monkeypatch, **few)
+
+
+@pytest.mark.parametrize(
+    ("form", "arch"),
+    [("deepseek", "deepseek2"), ("glm", "glm4moe"), ("glm-lite", "deepseek2"), ("qwen-next", "qwen3next")],
+)
+def test_mtp_layer_of_gguf_file_is_that_of_safetensors(tmp_path: Path, form: str, arch: str) -> None:
+    target, file = write_mtp_gguf(form, arch, tmp_path)
+    with open_checkpoint(target) as right, open_checkpoint(file) as found:
+        config = config_of(right)
+        family = family_of(architecture_of(config))
+        spec = family.mtp(config.filled(family.defaults, family.renamed))
+        assert {*found.names()} >= {name for name, _ in spec.tensors()}
+        for name, _ in spec.tensors():
+            np.testing.assert_allclose(found.read(name).to_float32(), right.read(name).to_float32(), atol=1e-6)
+    if form == "glm":
+        requests = specs()
+        assert texts(with_mtp(file, "numpy"), requests).tokens == texts(plain(target, "numpy"), requests).tokens
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_mtp_layer_is_quantized_with_the_model(tmp_path: Path, form: str) -> None:
+    target, requests = write_mtp_model("glm", tmp_path), specs()
+    found, drafting = (make(target, "native", quantization=form) for make in (plain, with_mtp))
+    packed, more = ({use.computed: use.parameters for use in each.info.weights} for each in (found, drafting))
+    assert more[form] > packed[form] and more["float32"] == packed["float32"]
+    assert texts(drafting, requests).tokens == texts(found, requests).tokens
 
 
 def test_mtp_layer_that_is_absent_or_incomplete_is_refused_by_name(tiny, tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ _BLOCK = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
 }
 _CORRECTION = "exp_probs_b"
 _UNSUFFIXED = frozenset({"ssm_a", "ssm_d", "ssm_dt"})
@@ -74,7 +80,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _CONFIGURED = frozenset({_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS})
 """Tensors that become part of the config."""
-_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?((?:shortconv\.)?[a-z_]+(?:1d)?)(?:\.(\d{1,5}))?(?:\.(weight|bias))?")
+_PATTERN = re.compile(
+    r"(?:blk\.(\d{1,5})\.)?((?:shortconv\.|nextn\.)?[a-z_]+(?:1d)?)(?:\.(\d{1,5}))?(?:\.(weight|bias))?"
+)
 
 
 def _views(tensor: StoredTensor, config: Mapping[str, Any], gguf: Gguf) -> dict[str, TensorView]:
@@ -200,13 +208,18 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, known: KnownGguf) -> None:
         values, stored_tensors = read_gguf(path)
-        self._metadata, tensors = _of_model(ModelConfig(values, origin=str(path)), stored_tensors)
+        self._metadata, tensors, predicting = _of_model(ModelConfig(values, origin=str(path)), stored_tensors)
         config, stored = config_from(self._metadata, tensors, known)
+        if stored.mtp is not None:
+            tensors |= predicting
+        after = f"model.layers.{config['num_hidden_layers']}."
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
             if tensor.name in _CONFIGURED:
                 continue
             for name, view in _views(tensor, config, stored).items():
+                if name.startswith(after):
+                    name = _of_mtp(name.removeprefix(after), stored.mtp or {}, after)
                 if name in views:
                     raise ModelError(f"{path}: two tensors map to {name!r}")
                 views[name] = view
@@ -305,11 +318,18 @@ _OF_LAYERS: Final = ("attention.head_count_kv", "feed_forward_length")
 """Metadata that files of models with recurrent layers list for each layer, 0 for those without."""
 
 
-def _of_model(metadata: ModelConfig, tensors: StoredTensors) -> tuple[ModelConfig, StoredTensors]:
-    """Return metadata and tensors without the last blocks if those predict several tokens ahead, for drafts."""
+def _of_mtp(name: str, named: Mapping[str, str], after: str) -> str:
+    """Return the name of a tensor of the block for multi-token prediction, see `Gguf.mtp`."""
+    found = next((begin for begin in named if name.startswith(begin)), None)
+    return f"{after}{name}" if found is None else f"{named[found]}{name.removeprefix(found)}"
+
+
+def _of_model(metadata: ModelConfig, tensors: StoredTensors) -> tuple[ModelConfig, StoredTensors, StoredTensors]:
+    """Return metadata and tensors without the last blocks if those predict several tokens ahead, and the tensors of
+    the first of these."""
     prefix = f"{metadata.text('general.architecture', '')}."
     if not (more := metadata.index(f"{prefix}nextn_predict_layers", 0)):
-        return metadata, tensors
+        return metadata, tensors, {}
     blocks = metadata.count(f"{prefix}block_count")
     if (layers := blocks - more) < 1:
         raise ModelError(f"{metadata.origin}: {more} of {blocks} blocks are for multi-token prediction")
@@ -319,9 +339,12 @@ def _of_model(metadata: ModelConfig, tensors: StoredTensors) -> tuple[ModelConfi
         else value
         for key, value in metadata.values.items()
     }
-    named = {name: _PATTERN.match(name) for name in tensors}
-    kept = {name: tensors[name] for name, match in named.items() if match is None or int(match.group(1) or 0) < layers}
-    return replace(metadata, values=values | {f"{prefix}block_count": layers}), kept
+    blocks_of = {name: int(match.group(1) or 0) if (match := _PATTERN.match(name)) else 0 for name in tensors}
+    kept, first = (
+        {name: tensors[name] for name, block in blocks_of.items() if chosen(block)}
+        for chosen in (lambda block: block < layers, lambda block: block == layers)
+    )
+    return replace(metadata, values=values | {f"{prefix}block_count": layers}), kept, first
 
 
 def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf) -> tuple[dict[str, Any], Gguf]:

@@ -32,6 +32,9 @@ class Gguf:
     """True if the heads of values of recurrent layers are in turns of one for each head of keys."""
     norm_offset: float = 0.0
     """Number that was added to the norm weights."""
+    mtp: Mapping[str, str] | None = None
+    """If the family has a layer for multi-token prediction: the beginnings of the names of its tensors that differ from
+    those of DeepSeek, without `model.layers.N.`, to whole ones. Its tensors are not read otherwise."""
 
 
 def windows(shape: ModelConfig) -> dict[str, Any]:

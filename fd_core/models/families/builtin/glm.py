@@ -114,7 +114,7 @@ class Glm4Moe(Family):
             "first_k_dense_replace": 0,
         },
     }
-    gguf: ClassVar = {"glm4moe": Gguf(config=_glm4_moe_config)}
+    gguf: ClassVar = {"glm4moe": Gguf(config=_glm4_moe_config, mtp={})}
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, without the layer for multi-token prediction after the others."""

@@ -98,7 +98,7 @@ def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
 
 _SOFTMAX: Final = 1
 _SIGMOID: Final = 2
-_GGUF: Final = {"deepseek2": Gguf(config=_gguf_config)}
+_GGUF: Final = {"deepseek2": Gguf(config=_gguf_config, mtp={})}
 """One architecture for all versions, which differ in the gating function."""
 
 

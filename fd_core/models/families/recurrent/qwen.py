@@ -74,6 +74,16 @@ def separate_inputs(prefix: str, outs: tuple[int, ...], hidden: int, key_heads: 
     return LinearSpec(names, outs, hidden, counts=(3, 1, 1, 1))
 
 
+_MTP: Final = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm",
+    "": "mtp.layers.0.",
+}
+"""Names of the layer for multi-token prediction, see `Gguf.mtp`."""
+
+
 class Qwen3Next(Family):
     """`Qwen3NextForCausalLM`: gated delta nets, every fourth layer with gated attention, and experts."""
 
@@ -122,6 +132,7 @@ class Qwen3Next(Family):
                 **_STORED,
             },
             norm_offset=1.0,
+            mtp=_MTP,
         )
     }
 
@@ -204,6 +215,7 @@ class Qwen35(Qwen3Next):
             config=_gguf_dense,
             tensors=_STORED_35,
             norm_offset=1.0,
+            mtp=_MTP,
             tiled=True,
         )
     }

@@ -78,6 +78,10 @@ class NamelessTensor(AssertionError):
     """llama.cpp has no name for a tensor."""
 
 
+_PREDICTING: Final = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+"""Parts of a layer for multi-token prediction that others lack."""
+
+
 def write_gguf(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Path:
     """Write metadata under their whole names, and tensors: arrays, or (bytes, type) pairs."""
     writer = gguf.GGUFWriter(path, arch)
@@ -125,15 +129,19 @@ def kept_fields(arch: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, Any], path: Path) -> Path:
+def convert(
+    original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, Any], path: Path, *, predicting: int = 0
+) -> Path:
     """Write a GGUF file of a model with this whole config, its values changed as the family declares.
+
+    So many layers after those of the model are `predicting` further tokens.
 
     Raises `NamelessTensor`, and `AssertionError` if the GGUF reader of `transformers` does not revert the changes.
     """
     layers = len(config.get("layers_block_type") or range(config["num_hidden_layers"]))
     known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
     assert known is not None, f"the gguf package has no architecture {arch}"
-    names = gguf.get_tensor_name_map(known, layers)
+    names = gguf.get_tensor_name_map(known, layers + predicting)
     if arch.startswith("nemotron_h") and ("moe" in config["layers_block_type"]) != arch.endswith("_moe"):
         raise NamelessTensor(f"llama.cpp has no such layers in {arch}")
     tensors = _rope_factors(config)
@@ -186,6 +194,9 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
         if arch.startswith("nemotron_h"):
             known_as = known_as.replace("model.", "backbone.", 1)
         given = names.get_name(known_as, _SUFFIXES)
+        part = known_as.removeprefix(f"model.layers.{layers}.").removesuffix(".weight")
+        if predicting and part in _PREDICTING:  # the package knows them of fewer architectures than llama.cpp
+            given = f"blk.{layers}.nextn.{part.replace('.', '_')}.weight"
         if given is None:
             raise NamelessTensor(f"llama.cpp has no name for {name} in {arch}")
         given += "" if given.endswith((*_SUFFIXES, ".ssm_a", ".ssm_d")) else ".weight"
@@ -194,6 +205,8 @@ def convert(original: Checkpoint, arch: str, stored: Gguf, config: Mapping[str, 
     for name, parts in experts.items():
         tensors[names.get_name(name, _SUFFIXES)] = np.stack([parts[index] for index in sorted(parts)])
     metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, config).items()}
+    if predicting:
+        metadata |= {f"{arch}.block_count": layers + predicting, f"{arch}.nextn_predict_layers": predicting}
     if arch == "lfm2":
         metadata["lfm2.feed_forward_length"] = tensors["blk.0.ffn_up.weight"].shape[0]
     return write_gguf(path, arch, metadata, tensors)
