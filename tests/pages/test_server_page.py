@@ -71,9 +71,11 @@ def test_api_description_shows_every_route_of_the_document(tmp_path: Path) -> No
     assert (shown["title"], "API key" in shown["state"]) == ("fd_core API", True)
 
 
-def test_playground_sends_an_image(tmp_path: Path) -> None:
+def test_playground_sends_images(tmp_path: Path) -> None:
     with live(images=SmallProcessor(), template=TEMPLATE) as server:
         shown = play(tmp_path, server.get("/").body, "server_image", server.url)
         url = {"type": "image_url", "image_url": {"url": data_url(b"")}}
-        assert shown["offered"] and shown["messages"][0]["content"] == [url, {"type": "text", "text": "What is it?"}]
-        assert shown["turns"][0] == "cat.png\nWhat is it?" and "not a complete PNG" in shown["turns"][1]
+        assert shown["offered"] and "at most 16" in shown["limit"]
+        assert shown["taken"] == [[False, 0], [True, 2], [True, 2]], "a pasted text stays a text"
+        assert shown["messages"][0]["content"] == [url, url, {"type": "text", "text": "What is it?"}]
+        assert shown["turns"][0] == "drop.png\ncat.png\nWhat is it?" and "not a complete PNG" in shown["turns"][1]

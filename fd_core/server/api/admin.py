@@ -235,7 +235,7 @@ async def status(request: Request) -> Response:
     shown: dict[str, Any] = {
         "version": fd_core.__version__,
         "models": tuple(state.names),
-        "images": state.images is not None,
+        "images": 0 if state.images is None else state.config.limit_mm_per_prompt.image,
         "not_ready": state.not_ready(),
         "missing": state.degraded,
         "engine": state.client.info,

@@ -36,6 +36,7 @@ function showNow(sample) {
   const maybe = (value, format) => known(value) ? format(value) : "–";
   byId("model").textContent = raw.models[0];
   byId("imageRow").hidden = !raw.images;
+  byId("imageLimit").textContent = `chosen, pasted or dropped; at most ${raw.images} in a conversation`;
   document.title = `${raw.models[0]} · fd_core`;
   byId("about").textContent = `${engine.architecture} · ${engine.backend} · ${engine.device} · ${engine.dtype} · fd_core ${raw.version}`;
   byId("state").textContent = raw.not_ready ? `Not ready: ${raw.not_ready}.` : raw.missing ? `Ready, but ${raw.missing}.` : "Ready.";

@@ -163,17 +163,29 @@ byId("form").addEventListener("submit", async event => {
   event.preventDefault();
   const text = byId("prompt").value.trim() || (tab === "tool" ? byId("prompt").placeholder : "");
   if (!text || asking) return;
-  const [image] = byId("image").files || [];
+  const images = [...(byId("image").files || [])];
   let content = text;
   try {
-    if (image) content = [{ type: "image_url", image_url: { url: await dataUrl(image) } }, { type: "text", text }];
+    const urls = await Promise.all(images.map(dataUrl));
+    if (urls.length) content = [...urls.map(url => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
   } catch (error) { showTurn("error", `The image cannot be read: ${error.message}`); return; }
   if (tab === "schema") begin();
-  showTurn("user", image ? `${image.name}\n${text}` : text);
+  showTurn("user", [...images.map(image => image.name), text].join("\n"));
   messages.push({ role: "user", content });
   byId("prompt").value = byId("image").value = "";
   ask();
 });
+/** Take the images that are pasted or dropped; anything else keeps its usual meaning. */
+function takeImages(event) {
+  const files = (event.clipboardData || event.dataTransfer).files;
+  if (byId("imageRow").hidden || ![...files].some(file => file.type.startsWith("image/"))) return;
+  event.preventDefault();
+  byId("image").files = files;
+}
+byId("form").addEventListener("paste", takeImages);
+byId("form").addEventListener("dragover", event => event.preventDefault());
+byId("form").addEventListener("drop", takeImages);
+
 byId("prompt").addEventListener("keydown", event => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
 });
