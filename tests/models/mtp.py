@@ -20,8 +20,8 @@ from fd_core.models.families.builtin.glm import Glm4Moe
 from fd_core.models.families.contract import Family, ModelConfig
 from fd_core.models.families.latent.deepseek import DeepSeekV3, Glm4MoeLite
 from fd_core.models.families.recurrent.qwen import Qwen3Next, Qwen35
-from fd_core.testing.models.arrays import Values
 from fd_core.models.opening import open_checkpoint
+from fd_core.testing.models.arrays import Values
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.families.gguf_files import convert
 

@@ -211,7 +211,7 @@ class GgufCheckpoint(Checkpoint):
         self._metadata, tensors, predicting = _of_model(ModelConfig(values, origin=str(path)), stored_tensors)
         config, stored = config_from(self._metadata, tensors, known)
         if stored.mtp is not None:
-            tensors |= predicting
+            tensors = {**tensors, **predicting}
         after = f"model.layers.{config['num_hidden_layers']}."
         views: dict[str, TensorView] = {}
         for tensor in tensors.values():
@@ -340,10 +340,8 @@ def _of_model(metadata: ModelConfig, tensors: StoredTensors) -> tuple[ModelConfi
         for key, value in metadata.values.items()
     }
     blocks_of = {name: int(match.group(1) or 0) if (match := _PATTERN.match(name)) else 0 for name in tensors}
-    kept, first = (
-        {name: tensors[name] for name, block in blocks_of.items() if chosen(block)}
-        for chosen in (lambda block: block < layers, lambda block: block == layers)
-    )
+    kept = {name: tensors[name] for name, block in blocks_of.items() if block < layers}
+    first = {name: tensors[name] for name, block in blocks_of.items() if block == layers}
     return replace(metadata, values=values | {f"{prefix}block_count": layers}), kept, first
 
 
