@@ -149,6 +149,7 @@ def test_encoder_that_cannot_be_computed_is_refused(family: type[Family], vision
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("im_patch_id", 100_295),
         ("mlp_layer_types", ["dense"]),
         ("mlp_layer_types", ["dense", "sparse", "none"]),
         ("moe_intermediate_size", [32]),

@@ -99,6 +99,7 @@ class ErnieVl(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the text model: an ERNIE 4.5 with experts of two kinds in most layers."""
+        config.refuse("im_patch_id", "checkpoints in Baidu's own form must be converted to that of transformers")
         hidden, count = config.count("hidden_size"), config.count("moe_num_experts", 64)
         rope, bias, layers = _rope(config), config.flag("use_bias"), config.count("num_hidden_layers")
         kinds = config.strings("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
