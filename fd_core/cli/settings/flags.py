@@ -570,8 +570,8 @@ _API: Final = (
     Flag(
         "tool_call_parser",
         "Parser of tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
-        "deepseek_v31, glm45, gpt_oss, minimax_m2, lfm2, nemotron, a plugin's parser, auto to select it by the chat "
-        "template, or none.",
+        "deepseek_v31, glm45, gpt_oss, minimax_m2, kimi_k2, lfm2, nemotron, a plugin's parser, auto to select it by "
+        "the chat template, or none.",
     ),
     Flag(
         "reasoning_parser",

@@ -165,7 +165,12 @@ def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]
     kind = _TYPES[block.kind]
     if block.kind == "call":
         arguments = block.arguments if whole else {}
-        return {"type": kind, "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": arguments}
+        return {
+            "type": kind,
+            "id": block.call_id or f"toolu_{secrets.token_hex(12)}",
+            "name": block.name,
+            "input": arguments,
+        }
     if block.kind == "reasoning":
         return {"type": kind, "thinking": block.text if whole else "", "signature": ""}
     return {"type": kind, "text": block.text if whole else ""}

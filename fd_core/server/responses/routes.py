@@ -213,7 +213,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
         """Return a block as an item: complete, or as at the start of a stream."""
         if block.index not in self._items:
             item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
-            self._items[block.index] = item_id, response_format.new_call_id(self.job.bare_ids)
+            self._items[block.index] = item_id, block.call_id or response_format.new_call_id(self.job.bare_ids)
         item_id, call_id = self._items[block.index]
         text = "" if begun else block.text
         if block.kind == "call":

@@ -531,6 +531,8 @@ class AnswerBlock:
     kind: BlockKind
     name: str = ""
     """Of the tool that a call is for."""
+    call_id: str = ""
+    """Id that the model gave the call, if any."""
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -567,7 +569,7 @@ class BlockWriter:
         """Yield the steps of the next events."""
         for event in events:
             if isinstance(event, CallBegun):
-                yield from self._begin("call", event.name)
+                yield from self._begin("call", event.name, event.call_id)
             elif isinstance(event, CallEnded):
                 yield from self.close()
             else:
@@ -585,9 +587,9 @@ class BlockWriter:
             yield BlockStep("closed", self._open)
             self._open = None
 
-    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockStep]:
+    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> Iterator[BlockStep]:
         yield from self.close()
-        self._open = AnswerBlock(len(self.blocks), kind, name)
+        self._open = AnswerBlock(len(self.blocks), kind, name, call_id)
         self.blocks.append(self._open)
         yield BlockStep("opened", self._open)
 
@@ -618,7 +620,9 @@ def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
             encoded.append(b'{"reasoning_content":%b,"reasoning":%b}' % (text, text))
         elif isinstance(event, CallBegun):
             begun = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}'
-            encoded.append(begun % (event.index, json_text(new_call_id(bare_ids)), json_text(event.name)))
+            encoded.append(
+                begun % (event.index, json_text(event.call_id or new_call_id(bare_ids)), json_text(event.name))
+            )
         elif isinstance(event, ArgumentsDelta):
             more = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
             encoded.append(more % (event.index, json_text(event.text)))
@@ -631,7 +635,9 @@ def message_of(events: Iterable[Event], bare_ids: bool) -> responses.ChatMessage
     content = "".join(block.text for block in blocks if block.kind == "content")
     thought = "".join(block.text for block in blocks if block.kind == "reasoning") or msgspec.UNSET
     calls = [
-        responses.ToolCall(id=new_call_id(bare_ids), function=responses.FunctionCall(block.name, block.text))
+        responses.ToolCall(
+            id=block.call_id or new_call_id(bare_ids), function=responses.FunctionCall(block.name, block.text)
+        )
         for block in blocks
         if block.kind == "call"
     ]

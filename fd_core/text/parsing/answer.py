@@ -88,6 +88,7 @@ _TOOLS: Final = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call_start|>", "lfm2"),
     ("<TOOLCALL>", "nemotron"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
     ("<|python_start|>", "pythonic"),

@@ -24,6 +24,7 @@ def fd_register_tool_parsers() -> list[Entry]:
         Entry("deepseek_v31", f"{_HERE}.json_calls:DeepSeekV31Tools", "DeepSeek V3.1: JSON between control tokens"),
         Entry("glm45", f"{_HERE}.tagged:GlmTools", "GLM-4.5: keys and values between markers"),
         Entry("minimax_m2", f"{_HERE}.tagged:MiniMaxTools", "MiniMax-M2: as qwen3_coder, with names in quotes"),
+        Entry("kimi_k2", f"{_HERE}.json_calls:KimiTools", "Kimi K2: JSON after ids with names"),
         Entry("lfm2", f"{_HERE}.pythonic:LfmTools", "LFM2: as pythonic, between markers"),
         Entry("nemotron", f"{_HERE}.json_calls:NemotronTools", "Nemotron Nano 2: a list between <TOOLCALL> markers"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyTools", "gpt-oss: harmony messages to functions"),

@@ -28,6 +28,8 @@ class CallBegun:
     index: int
     """Calls of an answer count from 0."""
     name: str
+    call_id: str = ""
+    """Id that the format has for the call; empty if the server chooses one."""
 
 
 @dataclass(frozen=True, slots=True)

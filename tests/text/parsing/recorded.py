@@ -12,6 +12,7 @@ from fd_core.text.parsing.formats.json_calls import (
     DeepSeekTools,
     ErnieTools,
     HermesTools,
+    KimiTools,
     LlamaJsonTools,
     MistralTools,
     NemotronTools,
@@ -37,6 +38,7 @@ TOOL_PARSERS = {
     "glm45": GlmTools,
     "qwen3_coder": QwenCoderTools,
     "minimax_m2": MiniMaxTools,
+    "kimi_k2": KimiTools,
     "lfm2": LfmTools,
     "nemotron": NemotronTools,
     "gpt_oss": HarmonyTools,
@@ -290,6 +292,16 @@ RECORDED = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">3</parameter>\n'
         '<parameter name="city">Ro</par',
         Answer("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+    ),
+    "kimi_k2": Recorded(
+        "qwen3",
+        "kimi_k2",
+        "Hm.</think>I look.<|tool_calls_section_begin|>"
+        "<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>"
+        f"{ROME}<|tool_call_end|><|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        Answer("I look.", "Hm.", [LOOK, NOW]),
+        "<think>",
     ),
     "lfm2": Recorded(
         None,

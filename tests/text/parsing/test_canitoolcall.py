@@ -20,13 +20,25 @@ FORMATS = {
     "glm": ("qwen3", "glm45"),
     "deepseek": ("deepseek_r1", "deepseek"),
     "gpt-oss": ("gpt_oss", "gpt_oss"),
+    "kimi": ("qwen3", "kimi_k2"),
 }
-OTHER_FORMATS = ("deepseek/v32", "deepseek/v4", "sglang-v32", "sglang-v4", "vllm-v32", "vllm-v4", "<｜DSML｜")
+OTHER_FORMATS = (
+    "deepseek/v32",
+    "deepseek/v4",
+    "sglang-v32",
+    "sglang-v4",
+    "vllm-v32",
+    "vllm-v4",
+    "<｜DSML｜",
+    "kimi/k3",
+)
 DIFFERENT = {
     "glm/glm47-missing-last-close-arg-value": "a value may hold </tool_call>, so only </arg_value> ends it",
     "qwen3-hermes/vllm-invalid-json-missing-brace": "the arguments are whole, only the brace around them is not",
     "llama/l4-truncated-missing-close-bracket": "the first call is whole and was streamed; only the second is cut",
     "gpt-oss/llamacpp-builtin-python-recipient": "what goes to a tool that is not there is kept, as reasoning",
+    "kimi/k2i-vllm-content-after-tool-section": "white space before calls belongs to them",
+    "kimi/k2i-vllm-noise-between-markers": "text between the markers of a section is content",
     "gpt-oss/harmony-marker-in-reasoning": "in text, markers look like control tokens",
 }
 

@@ -21,6 +21,7 @@ from fd_core.text.parsing.answer import ParserNames, parsers_for
         ("<｜Assistant｜><｜tool▁calls▁begin｜>```json</think>", ParserNames("deepseek", "deepseek_r1")),
         ("<｜Assistant｜><｜tool▁calls▁begin｜></think>", ParserNames("deepseek_v31", "deepseek_r1")),
         ("{{ tools }}<minimax:tool_call><invoke name=</think>", ParserNames("minimax_m2", "qwen3")),
+        ("{{ tools }}<|tool_calls_section_begin|></think>", ParserNames("kimi_k2", "qwen3")),
         ("{{ tools }}<|tool_call_start|>", ParserNames("lfm2", None)),
         ("{{ tools }}<TOOLCALL></think>", ParserNames("nemotron", "qwen3")),
         ("<|channel|><|message|>", ParserNames("gpt_oss", "gpt_oss")),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import REASONING_PARSERS, RECORDED, TOOL_PARSERS, Recorded, answer_of, parsed, parser
 
-from fd_core.text.parsing.events import Event
+from fd_core.server.stream.response_format import deltas, message_of
+from fd_core.text.parsing.events import CallBegun, Event
 
 EACH = pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED)
 
@@ -23,6 +26,15 @@ MARKERS = sorted({marker for each in PARSERS for marker in each.markers})
 @EACH
 def test_recorded_text_parses_to_its_meaning(recorded: Recorded) -> None:
     assert answer_of(read(recorded, recorded.text)) == recorded.means
+
+
+def test_calls_of_kimi_keep_their_count_of_the_conversation() -> None:
+    """A grammar that enforces calls repeats one count."""
+    events = read(RECORDED["kimi_k2"], RECORDED["kimi_k2"].text)
+    ids = ["functions.weather:3", "functions.now:4"]
+    assert [event.call_id for event in events if isinstance(event, CallBegun)] == ids
+    assert [call.id for call in message_of(events, False).tool_calls] == ids  # type: ignore[union-attr]
+    assert [json.loads(each)["tool_calls"][0].get("id") for each in deltas(events, False) if b"name" in each] == ids
 
 
 @EACH

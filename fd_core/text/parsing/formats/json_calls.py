@@ -104,9 +104,9 @@ class JsonCallReader(ToolReader):
                 break
         return begun
 
-    def named_call(self, name: str, *before: str) -> Steps[None]:
+    def named_call(self, name: str, *before: str, call_id: str = "") -> Steps[None]:
         """Read a call whose name is known and whose arguments are the JSON value after `before`."""
-        self._begin(name)
+        self._begin(name, call_id)
         yield from self.skip_all(*before)
         if (yield from self.json_value()):
             self.end_call()
@@ -120,9 +120,9 @@ class JsonCallReader(ToolReader):
             self.end_call()
             self.skip(-len(end))
 
-    def _begin(self, name: str) -> bool:
+    def _begin(self, name: str, call_id: str = "") -> bool:
         self.forget()
-        self.begin_call(name)
+        self.begin_call(name, call_id)
         return True
 
     def json_value(self) -> Steps[bool]:
@@ -373,3 +373,38 @@ class DeepSeekV31Tools(DeepSeekTools):
     @classmethod
     def form(cls, name: str) -> CallForm:
         return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, between="", opening=_CALLS, closing=_CALLS_END)
+
+
+_SECTION: Final = "<|tool_calls_section_begin|>"
+_SECTION_END: Final = "<|tool_calls_section_end|>"
+_KIMI_CALL: Final = "<|tool_call_begin|>"
+_KIMI_END: Final = "<|tool_call_end|>"
+_ARGUMENT: Final = "<|tool_call_argument_begin|>"
+_KIMI_ID: Final = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::([0-9]{1,9}))?\s*")
+
+
+class KimiTools(JsonCallReader):
+    """Kimi K2: calls have ids such as `functions.weather:3`, which templates write again instead of names."""
+
+    markers = (_SECTION, _SECTION_END, _KIMI_CALL, _KIMI_END, _ARGUMENT)
+    _first = 0
+    """Number of the first call; those of a conversation are counted."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        begin = f"{_KIMI_CALL}functions.{name}:0{_ARGUMENT}"
+        return CallForm(_SECTION, begin, _KIMI_END, between="", opening=_SECTION, closing=_SECTION_END)
+
+    def run(self) -> Steps[None]:
+        while (yield from self.content_until(_KIMI_CALL)):
+            self.mark(self.space_before)
+            text, marker = yield from self.text_until(*self.markers)
+            found = _KIMI_ID.fullmatch(text)
+            if found is None or marker != _ARGUMENT:
+                self.skip(-len(marker))
+                self.emit_read()
+                continue
+            name, count = found.groups()
+            if not self.num_calls:
+                self._first = int(count or 0)
+            yield from self.named_call(name, call_id=f"functions.{name}:{self._first + self.num_calls}")
