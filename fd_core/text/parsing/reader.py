@@ -42,7 +42,7 @@ class TextReader(abc.ABC):
         self._kept_before: list[str] = []
         self._ended = self._cut_off = False
         self._events: list[Event] = []
-        self.num_calls = 0
+        self._calls = 0
         self.call_open = self._arguments = self._after_call = False
         self._trailing_space = ""
         """White space after a marker, which is content if content follows."""
@@ -93,21 +93,21 @@ class TextReader(abc.ABC):
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Yield the beginning of a call."""
-        self._events.append(CallBegun(self.num_calls, name, call_id))
+        self._events.append(CallBegun(self._calls, name, call_id))
         self.call_open, self._arguments = True, False
 
     def emit_arguments(self, text: str) -> None:
         """Yield more of the arguments of the call that is open."""
         if text:
             self._arguments = True
-            self._events.append(ArgumentsDelta(self.num_calls, text))
+            self._events.append(ArgumentsDelta(self._calls, text))
 
     def end_call(self) -> None:
         """Yield the end of the open call; one without arguments gets an empty object."""
         if not self._arguments:
             self.emit_arguments("{}")
-        self._events.append(CallEnded(self.num_calls))
-        self.num_calls += 1
+        self._events.append(CallEnded(self._calls))
+        self._calls += 1
         self.call_open, self._after_call = False, True
 
     def drop(self, text: str) -> None:

@@ -21,7 +21,7 @@ from fd_core.ops.native import load_native_ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.weights import FP8
-from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.kit.ranks import expert_parallel, on_ranks, shared_memory_ranks
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.families import gguf_files
 from fd_core.testing.models.paged import PagedDriver
@@ -166,8 +166,11 @@ def test_fp8_blocks_as_published_are_read(tmp_path: Path) -> None:
     assert expanded == sum(layer.attention.latent.up.outs[0] * 24 for layer in spec.layers)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "make", [shared_memory_ranks, expert_parallel(shared_memory_ranks)], ids=["cut", "whole experts"]
+)
 @pytest.mark.parametrize("pack", [NumpyOps, partial(load_native_ops, "float32", 1)])
-def test_fp8_blocks_are_cut_for_ranks(tmp_path: Path, pack: Callable[[], Ops]) -> None:
+def test_fp8_blocks_are_divided_among_ranks(tmp_path: Path, pack: Callable[[], Ops], make: Any) -> None:
     plain, packed = write_fp8(V3 | BLOCKS, tmp_path)
 
     def work(group: RankGroup) -> np.ndarray:
@@ -175,9 +178,10 @@ def test_fp8_blocks_are_cut_for_ranks(tmp_path: Path, pack: Callable[[], Ops]) -
         ops.join(group)
         return logits(packed, ops)
 
-    expected = logits(plain, pack())
-    for found in [logits(packed, pack()), *on_ranks(2, work)]:
+    alone, expected = logits(packed, pack()), logits(plain, pack())
+    for found in [alone, *on_ranks(2, work, make=make)]:
         np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_array_equal(found.argmax(axis=1), alone.argmax(axis=1))
 
 
 def test_adapters_change_the_linears_before_latent_values() -> None:

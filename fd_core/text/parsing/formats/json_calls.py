@@ -405,6 +405,6 @@ class KimiTools(JsonCallReader):
                 self.emit_read()
                 continue
             name, count = found.groups()
-            if not self.num_calls:
+            if not self._calls:
                 self._first = int(count or 0)
-            yield from self.named_call(name, call_id=f"functions.{name}:{self._first + self.num_calls}")
+            yield from self.named_call(name, call_id=f"functions.{name}:{self._first + self._calls}")
