@@ -267,9 +267,26 @@ class CudaBackend(OnCuda):
         # A draft model is loaded later, and is smaller.
         if self._model is None:
             self._model, self._ops = model, ops
+            self._note_composed(model, ops)
         if self._providers is not None:
             self._try_providers(self._providers, model, ops)
         return model
+
+    def _note_composed(self, model: Model, ops: Ops) -> None:
+        """Report the parts of the model that are composed of torch operations, and therefore slow."""
+        from fd_core.models.decoder import DecoderModel
+
+        from fd_gpu_cuda.composed import composed_parts
+        from fd_gpu_cuda.ops import CudaOps
+
+        if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
+            ops.composed = composed_parts(model.spec, self.config.block_tokens, model.max_positions)
+            if ops.composed:
+                logger.warning("slow, because composed of torch operations: %s", self._composed_names(ops))
+
+    @staticmethod
+    def _composed_names(ops: CudaOps) -> str:
+        return ", ".join(f"{part.name}{'' if part.captured else ' (without CUDA graphs)'}" for part in ops.composed)
 
     def _try_providers(self, providers: Providers, model: Model, ops: Ops) -> None:
         """Compare the kernels in use with torch's operations, on the loaded model."""
@@ -282,6 +299,8 @@ class CudaBackend(OnCuda):
             config = self.config
             trial = ModelTrial(model, ops, providers.composed, config.block_tokens, config.kv_cache_dtype)
             ops.use(providers.settle(trial))
+            if model.images is not None:
+                model.images.ops.use(providers.kernels)
             if providers.rejected and (problem := compiler_problem()):
                 self.warnings = (problem,)
                 logger.warning("%s", problem)
@@ -315,7 +334,10 @@ class CudaBackend(OnCuda):
         parts = [device]
         if self._providers is not None:
             parts.append(self._providers.describe())
-            parts += ["decodes as CUDA graphs"] * self._providers.kernels.capturable
+        ops: Any = self._ops
+        if ops is not None:
+            parts += ["decodes as CUDA graphs"] * ops.captures
+            parts += [f"composed of torch operations: {self._composed_names(ops)}"] * bool(ops.composed)
         return ", ".join([*parts, *([] if self._kept is None else [str(self._kept)])])
 
     def _fastest_dtype(self, cuda: Cuda) -> str:

@@ -270,7 +270,8 @@ class GraphedForward:
         see `AdaptedOps.place_loras`.
         """
         shape = (len(step.context_len), step.max_query)
-        fits = step.uniform and self._graphs.shapes.fitting(*shape) == shape
+        plain = step.uniform and step.states is None and step.ends is None
+        fits = plain and self._graphs.shapes.fitting(*shape) == shape
         if not fits or (step.lora_slots is None) != (self._tables is None):
             return None
         if cache.spare_block is None:

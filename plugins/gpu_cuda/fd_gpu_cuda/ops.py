@@ -25,6 +25,7 @@ from fd_core.ops.contract import (
     Lora,
     Norm,
     PenaltyInput,
+    Recurrent,
     SampleInput,
     StepInput,
 )
@@ -33,7 +34,9 @@ from fd_core.ops.torch.ops import TorchLinear, TorchOps, route, widened
 from fd_core.ops.warm_up import WarmUpStep
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
+from fd_gpu_cuda import composed
 from fd_gpu_cuda.compilations import Compilations, warm_up_steps
+from fd_gpu_cuda.composed import ComposedPart
 from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
 from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
 from fd_gpu_cuda.kernel_table import AdapterCapacity, AddNorm, DeviceLora, Kernels, LoraTable, scatter_kv, widened_layer
@@ -81,13 +84,13 @@ class CudaOps(TorchOps):
     weight_formats = WEIGHT_FORMATS
     table_formats = frozenset()
     kv_dtypes = ("int8",)
-    encodes = False
-    chunks = False
+    encodes = True
+    chunks = True
     any_experts = True
     latents = True
-    recurs = False
+    recurs = True
     biased_experts = True
-    ungated_experts = False
+    ungated_experts = True
     expert_parallel = True
     sinks = True
     queues = True
@@ -95,6 +98,8 @@ class CudaOps(TorchOps):
     """Kernels compiled so far; None for a table without compiled kernels."""
     adapter_capacity: AdapterCapacity | None = None
     """None without adapters."""
+    composed: tuple[ComposedPart, ...] = ()
+    """Parts of the model without a kernel."""
     tables_made = 0
     """Number of tables created. Graphs captured before the last one may read stale tables."""
 
@@ -158,8 +163,13 @@ class CudaOps(TorchOps):
     def configure(self, limits: Limits) -> None:
         """Choose the shapes of decodes, and allocate what sampling needs."""
         self._kernels.sampling.reserve(limits.max_num_seqs * (1 + limits.max_drafts))
-        if self._kernels.capturable:
+        if self.captures:
             self._graphs = DeviceGraphs(self._cuda, GraphShapes.of(limits), limits, few=self._rehearses)
+
+    @property
+    def captures(self) -> bool:
+        """True if decodes are captured."""
+        return self._kernels.capturable and all(part.captured for part in self.composed)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -174,6 +184,9 @@ class CudaOps(TorchOps):
     def graph_bytes_to_come(self) -> int:
         """Memory that the graphs not captured by a rehearsal will take."""
         return 0 if self._graphs is None else self._graphs.bytes_to_come
+
+    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
+        return self.from_host(states).to(self.torch_dtype)
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""
@@ -222,14 +235,22 @@ class CudaOps(TorchOps):
             scatter_kv(k, v, layer, kv_slots)
 
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
-        """Attend over the blocks of a `CudaLayer` in place."""
+        """Attend over the blocks of a `CudaLayer` in place; in both directions, and to chunks of rows of several
+        tokens, over copies."""
+        kernel = self._kernels.attention
+        if kernel is not None and heads.chunked and step.uniform and not (heads.window or 0) % layer.block_size:
+            return kernel(q, layer, *composed.rows_of_chunks(step, heads, layer.block_size))
+        directed = heads.causal and not heads.chunked and step.ends is None
         planned = self._kernels.planned_attention
-        lacking = layer.quantized or heads.sinks is not None or heads.latent
+        lacking = layer.quantized or heads.sinks is not None or heads.latent or not directed
         if planned is not None and step.host is not None and not lacking:
             return planned(q, layer, heads, step)
-        if self._kernels.attention is None:
+        if kernel is None or not directed:
             return super().paged_attention(q, *widened_layer(layer, heads, step, q.dtype))
-        return self._kernels.attention(q, layer, heads, step)
+        return kernel(q, layer, heads, step)
+
+    def recur(self, x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> Array:  # type: ignore[override]  # as `attention_inputs`
+        return composed.recur(x, recurrent, layer, step, self.from_host)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
         """Project to the vocabulary; during a capture, into the memory of the graph's logits.
@@ -276,7 +297,7 @@ class CudaOps(TorchOps):
 
         Without the kernel every expert runs on every token, because a capture cannot depend on the routing.
         """
-        if self._kernels.experts is not None:
+        if self._kernels.experts is not None and experts.ungated is None:
             return self._kernels.experts(x, experts, activation, self.shared(x, experts, activation))
         if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
@@ -286,7 +307,7 @@ class CudaOps(TorchOps):
         for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
             weight = share[:, expert, None]
             given, weight = (x * weight, (weight != 0).to(x.dtype)) if experts.weighs_inputs else (x, weight)
-            output += self.linear(self.gated_linear(given, gate_up, activation), down) * weight
+            output += self.expert(given, gate_up, down, experts, activation) * weight
         return self.add_shared(output, x, experts, activation)
 
     @property
@@ -360,6 +381,9 @@ class CudaOps(TorchOps):
             return super().rms_norm(x, norm)
         return add_norm(x, norm)
 
+    def layer_norm(self, x: Any, norm: Norm) -> Array:
+        return super().layer_norm(self.settle(x), norm)
+
     def gate(self, gate_up: Array, activation: Activation) -> Array:
         kernel = self._kernels.gate
         return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
@@ -376,6 +400,7 @@ class CudaOps(TorchOps):
     ) -> Array:
         kernel = self._kernels.rotate_and_store
         unusual = heads.norms_rotated or heads.joint_widths is not None or heads.query_rope is not None
+        unusual = unusual or not heads.causal
         if kernel is None or unusual:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
         normed = self.normalize(x, norm)
