@@ -93,7 +93,14 @@ def items(results: Path) -> tuple[Item, ...]:
         Item(
             "hardware",
             "steps, graphs, copies and packed weights on the device give what the processor gives",
-            (*pytest, "-m", "hardware", "-n", workers),
+            (*pytest, "-m", "hardware", "-n", workers, "--ignore", "tests/test_families.py"),
+            "gpu_cuda",
+            folder=PLUGIN,
+        ),
+        Item(
+            "families",
+            "each architecture, also those composed of torch operations, computes what numpy computes",
+            (*pytest, "-m", "hardware", "-n", workers, "tests/test_families.py"),
             "gpu_cuda",
             folder=PLUGIN,
         ),

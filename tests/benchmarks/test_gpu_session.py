@@ -36,10 +36,11 @@ def session(problem="", statuses=None, only=None):
 def test_with_a_gpu_all_run_in_order():
     outcomes, started = session()
     assert started == NAMES
-    assert started[:4] == [
+    assert started[:5] == [
         "roofline",
         "environment",
         "hardware",
+        "families",
         "kernels",
     ]  # what is useful if the machine is taken away
     assert {each.result for each in outcomes} == {"passed"}

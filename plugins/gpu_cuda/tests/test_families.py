@@ -78,7 +78,21 @@ def test_family_is_computed_as_by_numpy(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose(logits(folder, make_ops()), logits(folder, NumpyOps()), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["Gemma3WithImages", "Qwen25Vl", "Idefics3"])
+IMAGES = ("Gemma3WithImages", "Qwen25Vl", "Idefics3")
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_computed_on_the_device_as_by_numpy(tmp_path: Path, name: str) -> None:
+    """Every kernel is used without a trial; the first case of each family, and an image where it takes some."""
+    write_config(config_of(name), tmp_path, seed=1)
+    ops = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32")).make_ops()
+    for with_image in (False, True)[: 1 + (name in IMAGES)]:
+        found, expected = (logits(tmp_path, each, with_image=with_image) for each in (ops, NumpyOps()))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_images_are_encoded_as_by_numpy(tmp_path: Path, name: str) -> None:
     write_config(config_of(name), tmp_path, seed=1)
     expected = logits(tmp_path, NumpyOps(), with_image=True)

@@ -20,7 +20,13 @@ ONLY_THERE = "not synchronises and not two_ranks and not same_bits"
 @AT_LENGTH
 def test_hardware_tests_pass_on_the_processor(tmp_path: Path) -> None:
     words = ["-q", "-m", "hardware", "-k", ONLY_THERE, "-p", "kit_on_processor", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *words, str(FOLDER / "test_hardware.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *words,
+        *(str(FOLDER / f"test_{name}.py") for name in ("hardware", "families")),
+    ]
     run = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert not re.search(r"\d+ skipped", run.stdout)
