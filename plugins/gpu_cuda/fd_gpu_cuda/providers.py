@@ -527,8 +527,8 @@ class ModelTrial:
             expected = plain.normalize(y, block.norm)
             yield Compared("the norm after attention", ops.normalize(other, block.norm), expected)
         if isinstance(block, Moe):
-            z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.kinds[0], activation))
-            other = ops.moe_residual(y.clone(), block.norm, block.kinds[0], activation)
+            z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
+            other = ops.moe_residual(y.clone(), block.norm, block.experts, activation)
         elif block is not None:
             method = "mlp_inputs" if block.gated else "plain_mlp_inputs"
             each, inner = (getattr(it, method)(y.clone(), block.norm, block.gate_up, activation) for it in (ops, plain))
