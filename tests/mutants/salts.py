@@ -27,8 +27,8 @@ MUTANTS = (
         "5.3 and 6: a prefill worker keys its prefixes by the salt of the request, as the decode worker does",
         (
             "scheduling/operations/kv_transferring.py",
-            "tokens, first, spec.cache_salt,",
-            'tokens, first, "",',
+            "            spec.cache_salt,",
+            '            "",',
         ),
     ),
     mutant(
@@ -44,7 +44,7 @@ MUTANTS = (
     mutant(
         "prefill-worker-does-not-receive-the-adapter",
         "5.3 and 6: a prefill worker computes with the adapter of the request",
-        ("scheduling/operations/kv_transferring.py", ", adapter=spec.adapter", ""),
+        ("scheduling/operations/kv_transferring.py", "            adapter=spec.adapter,\n", ""),
     ),
     mutant(
         "slot-keeps-the-adapter-of-its-previous-occupant",
