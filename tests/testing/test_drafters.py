@@ -57,7 +57,12 @@ def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     cls, noticed_by = WRONG[name].cls, WRONG[name].noticed_by
     suite = type("Suite", (DrafterSuite,), {"drafter_class": lambda self: cls})()
     test = getattr(suite, noticed_by)
-    named = {"k": 4, "depth": 1, "text": "frequent" if cls is ComparesAllOccurrences else "constant"}
+    named = {
+        "accepted": "none",
+        "k": 4,
+        "depth": 1,
+        "text": "frequent" if cls is ComparesAllOccurrences else "constant",
+    }
     arguments = {key: value for key, value in named.items() if key in inspect.signature(test).parameters}
     runs = [{"case": case} for case in CASES] if noticed_by == "test_case" else [arguments]
     with pytest.raises((AssertionError, SlotError, OverflowError)):

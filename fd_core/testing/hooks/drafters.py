@@ -18,6 +18,7 @@ import pytest
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, null_ops
@@ -36,6 +37,8 @@ _MANY_IDS: Final = 33_000
 _SLACK: Final = 3.0
 _CALLS: Final = 66_000
 """A few more than 2^16."""
+_HISTORY: Final = 120
+"""Steps of a request, after which a counter of failures or successes is at its limit."""
 _SECONDS: Final = 10.0
 """CPU time after which a slow drafter has done enough."""
 
@@ -89,6 +92,41 @@ class DrafterSuite:
         drafter.extend(np.zeros(1, np.int32), np.full((1, 5), 2, np.int32), np.ones(1, np.int32))
         tokens, counts = drafter.propose(np.zeros(1, np.int32), 4)
         require(tokens.shape == (1, 4) and 0 <= counts[0] <= 4, "8", f"{counts[0]} drafts of the shape {tokens.shape}")
+
+    @pytest.mark.law("8")
+    @pytest.mark.parametrize("accepted", ["none", "all", "some"])
+    def test_drafts_do_not_depend_on_what_became_of_earlier_ones(self, accepted: str) -> None:
+        """Start a request in a slot whose request before it got many steps, and in another one."""
+        self.private.require()
+        drafter, slot, text = self.subject().new(2, 4), np.zeros(1, np.int32), [5, 6, 7, 8, 9] * 8
+        drafter.admit(0, np.array(text, np.int32))
+        for number in range(_HISTORY):
+            tokens, counts = drafter.propose(slot, 4)
+            drafts, after = tokens[0, : counts[0]].tolist(), text[number % 5]
+            taken = {"none": 0, "all": len(drafts), "some": number % (len(drafts) + 1)}[accepted]
+            if taken == 0 and drafts and drafts[0] == after:
+                after = 11 + number % 7
+            delivered = [*drafts[:taken], after]
+            given = np.full((1, 5), -7, np.int32)
+            given[0, : len(delivered)] = delivered
+            drafter.extend(slot, given, np.array([len(delivered)], np.int32))
+        fresh = self.subject().new(2, 4)
+        for each in range(2):
+            found, expected = (_first_drafts(one, each, text) for one in (drafter, fresh))
+            what = f"after {_HISTORY} steps of which {accepted} of the drafts were accepted, a request in slot {each}"
+            require(found == expected, "8", f"{what} has the drafts {found}, with a new drafter {expected}")
+
+    @pytest.mark.law("8")
+    def test_wrong_values_of_options_are_refused_by_name(self) -> None:
+        for name in self.drafter_class().options:
+            for value in ("word", "", -1, 0, 1.5):
+                options = {**self.options, name: value}
+                try:
+                    DrafterUnderTest(self.drafter_class(), options).new(2, 4).admit(0, np.array([1, 2, 1], np.int32))
+                except ConfigError as refused:
+                    require(name in str(refused), "8", f"{name}={value!r} is refused without its name: {refused}")
+                except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+                    broken("8", f"{name}={value!r} raises {type(error).__name__}, no ConfigError: {error}")
 
     @pytest.mark.law("8")
     def test_memory_of_past_requests_is_freed(self) -> None:
@@ -183,6 +221,13 @@ class DrafterSuite:
         return self.subject().new(
             limits.max_num_seqs, limits.max_drafts, limits.vocab_size, limits.max_model_len, limits.block_size
         )
+
+
+def _first_drafts(drafter: Drafter, slot: int, text: Sequence[int]) -> list[int]:
+    drafter.admit(slot, np.array(text, np.int32))
+    tokens, counts = drafter.propose(np.array([slot], np.int32), 4)
+    drafts: list[int] = tokens[0, : counts[0]].tolist()
+    return drafts
 
 
 def _engine(**settings: Any) -> AbstractContextManager[Engine]:

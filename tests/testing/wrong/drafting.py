@@ -488,3 +488,34 @@ class ComparesAllOccurrences(NgramDrafter):
                 if place >= size and text[place - size : place] == text[-size:]:
                     return np.array(text[place : place + limit], np.int32)
         return np.empty(0, np.int32)
+
+
+@noticed("test_drafts_do_not_depend_on_what_became_of_earlier_ones")
+class StopsAfterEightRejections(Shortest):
+    """A slot drafts nothing any more, which `admit` does not reset."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._guessed, self._misses = [None] * context.num_slots, [0] * context.num_slots
+
+    def grow(self, slot, tokens):
+        guessed, self._guessed[slot] = self._guessed[slot], None
+        if guessed is not None:
+            self._misses[slot] = 0 if tokens[0] == guessed else self._misses[slot] + 1
+        super().grow(slot, tokens)
+
+    def guess(self, slot, limit):
+        found = super().guess(slot, limit if self._misses[slot] < 8 else 0)
+        self._guessed[slot] = found[0] if len(found) else None
+        return found
+
+
+@noticed("test_wrong_values_of_options_are_refused_by_name")
+class TakesAnyLength(NgramDrafter):
+    """A length that is no number fails in the first step, or in the constructor without its name."""
+
+    options = ("longest",)
+
+    def __init__(self, context):
+        super().__init__(replace(context, options={}))
+        self._longest = context.options.get("longest", 4) + 1
