@@ -40,9 +40,11 @@ _AXES: Final = (
     Axis("interleaved", (True, False), needs="interleaved_rope"),
     Axis("block_size", (8, 1, 5, 64), rare=({"block_size": 4096},)),
     Axis("kv_dtype", ("auto", "int8")),
+    Axis("moved", (False, True)),
     Axis("composed", (False, True), needs="paged_kv"),
 )
-"""`key` and `value`: elements of a head; `composed` replaces the pack's fusions by their primitives."""
+"""`key` and `value`: elements of a head; `moved` attends in another cache, to which blocks were copied; `composed`
+replaces the pack's fusions by their primitives."""
 _HIDDEN: Final = 38
 
 
@@ -87,6 +89,7 @@ class _LatentOn:
         tables[np.arange(used.max()) < used[:, None]] = generator(7).permutation(self.count)[: used.sum()]
         step = step_input(rows, size, tables)
         self.slots, self.step = step.kv_slots, on_device(ops, step)
+        self._rows, self._tables = rows, tables
         shape = KVShape(2, 1, d, block_size=size, dtype=str(case["kv_dtype"]), latent=latent)
         self.cache = ops.allocate_kv(shape, self.count)
         history: Any = make(self.count, 2, 1, size, 1, d)
@@ -108,6 +111,14 @@ class _LatentOn:
 
     def import_cache(self, blocks: Any) -> None:
         self.cache.import_blocks(np.arange(self.count, dtype=np.int32), blocks)
+
+    def move(self) -> None:
+        """Continue with the blocks in other places of another cache."""
+        held, places = self.exported(), np.roll(np.arange(self.count, dtype=np.int32), 1)
+        self.import_cache(np.zeros_like(held))
+        self.cache = self.ops.allocate_kv(self.cache.shape, self.count)
+        self.cache.import_blocks(places, held)
+        self.step = on_device(self.ops, step_input(self._rows, self.cache.shape.block_size, places[self._tables]))
 
     def values(self, blocks: Any) -> Floats:
         """Return the vectors of exported blocks in float32."""
@@ -145,6 +156,8 @@ def check_latent(ops: Ops, case: Case) -> None:
     # A sum in another order moves an element on the verge between two of the 255 steps.
     narrow = 1e-2 if ours.cache.shape.quantized else 0.0
     assert_near(ops, ops.from_host(ours.written()), oracle.written(), max(2 * tolerance, narrow))
+    if case["moved"]:
+        ours.move()
     oracle.import_cache(after if ours.cache.shape.quantized else ours.values(after))
     assert_near(ops, ops.from_host(ours.output(found)), oracle.output(found), max(tolerance, 1e-4))
 

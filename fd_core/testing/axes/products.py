@@ -412,7 +412,9 @@ _TRANSFER: Final = (
     Axis("columns", (1, 3, 257)),
     Axis("writable", (True, False)),
     Axis("by", ("from_host", "upload", "states_from_host")),
+    Axis("in_flight", (1, 2, 3, 17)),
 )
+"""`in_flight`: copies to the host that are queued, of other arrays each, before one of them is read."""
 
 
 def check_transfer(ops: Ops, case: Case) -> None:
@@ -437,6 +439,12 @@ def check_transfer(ops: Ops, case: Case) -> None:
     for what, each in zip(("fetch", "fetch_later", "the same copy again", "to_host"), found, strict=True):
         bits = each.view(np.uint64) if each.dtype == np.int64 and dtype == np.uint64 else each
         assert_same(bits, array, what)
+    others = [np.roll(array, at, axis=0) for at in range(int_of(case, "in_flight"))]
+    queued = [ops.fetch_later([sent(each)]) for each in others]
+    for at, (copies, right) in enumerate(zip(queued, others, strict=True)):
+        each = np.asarray(copies.wait()[0])
+        bits = each.view(np.uint64) if each.dtype == np.int64 and dtype == np.uint64 else each
+        assert_same(bits, right, f"copy {at} of {len(others)} in flight")
 
 
 TRANSFER: Final[Part[Ops]] = operation_part(
@@ -444,7 +452,7 @@ TRANSFER: Final[Part[Ops]] = operation_part(
     _TRANSFER,
     check_transfer,
     lambda case: (
-        int_of(case, "size") * int_of(case, "columns") < 4e6
+        int_of(case, "size") * int_of(case, "columns") * int_of(case, "in_flight") < 8e6
         and (case["by"] != "states_from_host" or (case["dtype"] == "float32" and case["writable"] is True))
     ),
 )

@@ -44,10 +44,12 @@ _AXES: Final = (
     Axis("options", (True, False), ("Recurrent.skip", "Recurrent.time_limits")),
     Axis("blocks", (1, 3)),
     Axis("kv_dtype", ("auto", "int8")),
+    Axis("moved", (False, True)),
     Axis("composed", (False, True), needs="paged_kv"),
 )
 """`prompt` and `chunk`: tokens of the first two steps of each row, the latter with `rejected` ones after them, and one
-token follows. `blocks` is the size of a block, in those that hold a state; `options` are those of `scan`."""
+token follows, with `moved` in another cache. `blocks` is the size of a block, in those that hold a state; `options` are
+those of `scan`."""
 _HIDDEN: Final = 38
 _MOST_DRAFTS: Final = 4
 
@@ -83,7 +85,8 @@ class _RecurrentOn:
         each = -(-self.longest // self.size)
         self.count = int_of(case, "rows") * each + 1
         self.tables = np.arange(self.count - 1, 0, -1, dtype=np.int32).reshape(-1, each)
-        self.cache = ops.allocate_kv(KVShape(**{**_fields(shape), "block_size": self.size}), self.count)
+        self.shape = KVShape(**{**_fields(shape), "block_size": self.size})
+        self.cache = ops.allocate_kv(self.shape, self.count)
         blocks = self.exported()
         blocks.view(np.uint8)[:] = 0xFF  # NaN, as a failed request leaves blocks
         self.cache.import_blocks(np.arange(self.count, dtype=np.int32), blocks)
@@ -91,6 +94,14 @@ class _RecurrentOn:
 
     def exported(self) -> Any:
         return self.cache.export_blocks(np.arange(self.count, dtype=np.int32))
+
+    def move(self) -> None:
+        """Continue with the blocks in other places of another cache, as a request that returns or goes elsewhere."""
+        held, places = self.exported(), np.roll(np.arange(self.count, dtype=np.int32), 1)
+        self.cache.import_blocks(places, np.zeros_like(held))
+        self.cache = self.ops.allocate_kv(self.shape, self.count)
+        self.cache.import_blocks(places, held)
+        self.tables = places[self.tables]
 
     def compute(self, begins: Any, ends: Any) -> Floats:
         """Return the outputs of the tokens between two positions of each row."""
@@ -121,9 +132,13 @@ def check_recurrent(ops: Ops, case: Case) -> None:
     for begins, ends in steps:
         assert_near(ops, ops.from_host(ours.compute(begins, ends)), oracle.compute(begins, ends), tolerance)
         drafts = np.random.default_rng(5).permutation(ours.x.shape[1])
+        if case["moved"] and begins is prompts:
+            ours.move()
         for side in (ours, oracle):  # other tokens follow rejected ones
             side.x = np.where(np.arange(side.longest)[:, None] < lengths[:, None, None], side.x, side.x[:, drafts])
     after = ours.exported()
+    if case["moved"]:  # block 0 is the last one
+        after = np.roll(after, 1, axis=0)
     assert_same(after[:, 0], before[:, 0], "another layer")
     assert_same(after[0], before[0], "a block of no request")
 

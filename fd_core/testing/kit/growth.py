@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+from unittest import mock
 
 from fd_core.testing.kit.law import broken
 
@@ -67,6 +69,42 @@ def count_elements(call: Callable[[], object]) -> int:
     with Counting() as counting:
         call()
     return counting.count
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """Return the shortest CPU time of several calls, of all threads: also of code that no counter sees."""
+    times = []
+    for _ in range(7):
+        began = time.process_time()
+        call()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
+    """Fail if a call of a step collects garbage, sleeps or waits for a medium, which takes as long in any step."""
+    stalls: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        stalls.append("gc.collect") if phase == "start" else None
+
+    names = ("time.sleep", "os.fsync", "os.sync")
+    was_enabled = gc.isenabled()
+    gc.disable()  # so that collections are those of the call
+    gc.callbacks.append(note)
+    patches = [mock.patch(name, lambda *_, name=name: stalls.append(name)) for name in names]
+    try:
+        for each in patches:
+            each.start()
+        call()
+    finally:
+        for each in patches:
+            each.stop()
+        gc.callbacks.remove(note)
+        if was_enabled:
+            gc.enable()
+    if stalls:
+        broken(rule, f"{what} calls {', '.join(dict.fromkeys(stalls))}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fd_core.ops.contract import Heads, KVShape, Ops
 from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
-from fd_core.testing.kit.growth import count_elements
+from fd_core.testing.kit.growth import count_elements, cpu_seconds
 from fd_core.testing.models.arrays import (
     TOLERANCE,
     Floats,
@@ -31,6 +31,8 @@ from fd_core.testing.schedulers.scripted import count_bytes
 REQUIRES = ("primitives", "kv_transfer")
 
 Require = Callable[..., None]
+_BELOW_FINITE_MASKS = -14_336
+"""Exact in every dtype with its factors."""
 _WIDE = 4000
 """Blocks for which a table has places, without use."""
 
@@ -115,10 +117,11 @@ def attend_at_all_sizes(ops: Ops, values: Values, rows: list[tuple[int, int]], *
     """Attend over KV of each dtype, with scores of ordinary size, large ones and low ones.
 
     Without the peak of its scores, a softmax of large ones overflows, and of low ones divides by 0. So it does with the
-    peak of scores that a window hides, or of another head or token.
+    peak of scores that a window hides, or of another head or token. A score that is lower than the number by which a
+    pack hides others shows those.
     """
     for kv_dtype in ("auto", *ops.kv_dtypes):
-        for offset, first in ((0, False), (128, False), (-128, False), (128, True)):
+        for offset, first in ((0, False), (128, False), (-128, False), (128, True), (_BELOW_FINITE_MASKS, True)):
             attend(ops, values, rows, kv_dtype=kv_dtype, offset=offset, first=first, **changes)
 
 
@@ -141,7 +144,7 @@ def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, r
 
 
 def test_cost_of_attention_does_not_grow_with_the_block_table(ops: Ops, values: Values, require: Require) -> None:
-    """Count memory and elements that torch writes: a table has places for the longest context that is possible."""
+    """Count memory and elements that torch writes, and compare CPU time: a table has places for the longest context."""
     require("paged_kv")
     size, kv_heads, d, rows = 4, 2, 64, [(1, 9), (3, 20), (1, 1)]
     heads = Heads(2 * kv_heads, kv_heads, d, scale=0.25, rope=no_rope(ops))
@@ -156,9 +159,9 @@ def test_cost_of_attention_does_not_grow_with_the_block_table(ops: Ops, values: 
             ops.to_host(ops.paged_attention(q, layer, heads, on_device(ops, step_input(rows, size, tables))))  # noqa: B023
 
         attend_once()
-        costs.append((count_bytes(attend_once), count_elements(attend_once)))
-    for what, few, many in zip(("bytes of the host", "elements"), *costs, strict=True):
-        most = 2 * few + 64 * len(rows) * _WIDE
+        costs.append((count_bytes(attend_once), count_elements(attend_once), cpu_seconds(attend_once)))
+    for what, few, many in zip(("bytes of the host", "elements", "s of CPU time"), *costs, strict=True):
+        most = 2 * few + 64 * len(rows) * _WIDE if what != "s of CPU time" else 6 * few + 5e-3
         assert many <= most, f"a table of 5 blocks costs {few:,} {what}, one of {5 + _WIDE:,} costs {many:,}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -575,3 +576,26 @@ class KeepsStatesForTextAfterImages:
             return forward(replace(step, added=tuple(added)), cache)
 
         return stale
+
+
+class _ExportsFromACopy(NumpyKVCache):
+    def export_blocks(self, blocks):
+        whole = np.ascontiguousarray(self._data.transpose(2, 0, 1, 3, 4, 5))
+        return whole[blocks]
+
+
+@wrong("reference", "kv:test_cost_of_a_copy*")
+class BringsTheWholePoolInOrder:
+    """An export of a block makes the whole cache contiguous first."""
+
+    def allocate_kv(self, shape, num_blocks):
+        return _ExportsFromACopy(shape, num_blocks)
+
+
+@wrong("reference", "attention:test_attention_reads*")
+class HidesScoresByTenThousand:
+    """The score of a key that a token does not see is -10,000 instead of minus infinity."""
+
+    def paged_attention(self, q, layer, heads, step):
+        with mock.patch.object(np, "inf", 1e4):
+            return super().paged_attention(q, layer, heads, step)

@@ -133,6 +133,21 @@ class MovesTheWindowOfImages(NumpyOps):
         return out
 
 
+@shown_by("transfers", in_flight=3)
+class CopiesThroughTwoBuffers(NumpyOps):
+    """The third copy to the host in flight overwrites the first."""
+
+    def fetch_later(self, arrays):
+        turn, held = self.__dict__.get("turn", 0), self.__dict__.setdefault("held", {})
+        self.turn = turn + 1
+        copies = []
+        for at, array in enumerate(arrays):
+            buffer = held.setdefault((turn % 2, at, array.shape, array.dtype), np.empty_like(array))
+            buffer[...] = array
+            copies.append(buffer)
+        return HostCopies(copies)
+
+
 @shown_by("layer", decodes=193, chunk=0, drafts=0)
 class DecodesAtMost192Rows(NumpyOps):
     """A grid of 192: later rows keep what was in the output before."""
@@ -231,6 +246,27 @@ class ConsumesRejectedTokens(NumpyOps):
     def recur(self, x, recurrent, layer, step):
         with mock.patch.object(recurrence, "MAX_JOURNAL", 0):
             return super().recur(x, recurrent, layer, step)
+
+
+@shown_by("recurrent", moved=True)
+class KeepsStatesInAnArrayOfTheirOwn(NumpyOps):
+    """Copies of blocks have no states, which are in an array for each layer instead."""
+
+    def recur(self, x, recurrent, layer, step):
+        key = layer.__array_interface__["data"][0]
+        states = self.__dict__.setdefault("states", {}).setdefault(key, layer.copy())
+        return super().recur(x, recurrent, states, step)
+
+
+@shown_by("latent", moved=True)
+class ImportsLatentsInOrder(NumpyOps):
+    """Blocks are imported in the order of their places."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        right = cache.import_blocks
+        cache.import_blocks = lambda blocks, data: right(np.sort(blocks), data)
+        return cache
 
 
 @shown_by("recurrent", chunk=40)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.testing.hooks.purity import require_freed, unchanged_threads
-from fd_core.testing.kit.growth import count_elements, require_bounded
+from fd_core.testing.kit.growth import count_elements, require_bounded, require_no_stall
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
@@ -92,6 +92,7 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
         matrices, rng = Matrices(target, slots, 2), np.random.default_rng(slots)
         given = matrices.upload(random_rows(rng, slots, 2, rows=slots // 2, revoked=slots // 4))
         matrices.compute(given)
+        require_no_stall(lambda: matrices.compute(given), "a step", "1")  # noqa: B023
         code = min(count_bytecodes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023 - called at once
         size = min(count_bytes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023
         costs.append((code, size, count_elements(lambda: matrices.compute(given))))  # noqa: B023

@@ -17,7 +17,7 @@ from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPol
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
@@ -31,6 +31,7 @@ _BUDGET: Final = 32_768
 _PLANS: Final = 5000
 """Plans through which a request may wait."""
 _FEW, _MANY = 64, 2048
+_CROWD = 20_000
 """Numbers of waiting requests whose costs are compared."""
 
 
@@ -236,11 +237,31 @@ def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits
             run.perform(scheduler.add(waiting(number)).operations)
         for _ in range(20):
             run.step()
+        require_no_stall(run.step, "a step", "2.6")
         costs.append(_costs_of(run, count, waiting))
     few, many = costs
     grown = {name: (few[name], many[name]) for name in few if many[name] > 1.5 * few[name] + 1000}
     what = f"(bytecodes, or bytes) of {grown} with {_FEW} and {_MANY} waiting requests"
     require(not grown, "2.6", f"the cost of a call grows with the queue: {what}")
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+@pytest.mark.law("2.6")
+def test_time_of_a_step_does_not_grow_with_waiting_requests(target: SchedulerTarget) -> None:
+    """Compare CPU times, as loops in C run no bytecode."""
+    times = []
+    for count in (_FEW, _CROWD):
+        run = _run(target, max_num_seqs=8, max_model_len=400, num_kv_blocks=800)
+        for number in range(8):
+            run.scheduler.add(greedy(f"runs {number}", (250, number), 300))
+        run.step()
+        for number in range(count):
+            run.perform(run.scheduler.add(_WAITING["slots"](number)).operations)
+        times.append(min(cpu_seconds(run.step) for _ in range(3)))
+    few, many = (1000 * each for each in times)
+    what = f"a step takes {few:.2f} ms with {_FEW} waiting requests, and {many:.2f} ms with {_CROWD:,}"
+    require(many <= 3 * few + 1.0, "2.6", what)
 
 
 def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec]) -> dict[str, int]:

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVCache, KVShape, Ops
+from fd_core.testing.kit.growth import count_elements, cpu_seconds
 from fd_core.testing.models.arrays import assert_same
+from fd_core.testing.schedulers.scripted import count_bytes
 
 REQUIRES = ("kv_transfer",)
 
@@ -71,3 +73,39 @@ def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., Non
     again.join(20.0)
     assert not again.is_alive(), "an import after one that was refused does not end"
     assert_same(cache.export_blocks(blocks(0, 1)), np.concatenate([held, np.ones_like(held)]))
+
+
+_SMALL, _LARGE = 16, 24_000
+"""Blocks of pools of which a call uses one block; the larger one has about 100 MB."""
+_POOLS = {
+    "heads": KVShape(1, 2, 64, block_size=4),
+    "latents": KVShape(1, 1, 128, block_size=8, latent=96),
+}
+
+
+@pytest.mark.fd_alone
+@pytest.mark.parametrize("kind", _POOLS)
+def test_cost_of_a_copy_does_not_grow_with_the_pool(ops: Ops, require: Callable[..., None], kind: str) -> None:
+    """Count memory and elements, and compare CPU time, as compiled code writes what no counter sees."""
+    require("kv_transfer", *["latents"] * (kind == "latents"))
+    costs = []
+    for count in (_SMALL, _LARGE):
+        cache, some = ops.allocate_kv(_POOLS[kind], count), blocks(count - 2)
+        data = cache.export_blocks(some)
+        calls = {
+            "an export": lambda: cache.export_blocks(some),  # noqa: B023 - called at once
+            "an import": lambda: cache.import_blocks(some, data),  # noqa: B023
+        }
+        costs.append(
+            {
+                (name, unit): measure(call)
+                for name, call in calls.items()
+                for unit, measure in (("bytes", count_bytes), ("elements", count_elements), ("s", cpu_seconds))
+                if (name, unit) != ("an import", "elements")  # torch returns all that an operation writes into
+            }
+        )
+    few, many = costs
+    for (name, unit), cost in many.items():
+        most = 4 * few[name, unit] + (5e-3 if unit == "s" else 2**18)
+        sizes = f"in a pool of {_SMALL} blocks, and {cost:,} in one of {_LARGE:,}"
+        assert cost <= most, f"{name} of one block takes {few[name, unit]:,} {unit} {sizes}"
