@@ -17,7 +17,7 @@ from fd_core.models.families.images.ernie import ErnieVl
 from fd_core.models.families.images.gemma import Gemma3WithImages
 from fd_core.models.families.images.idefics import Idefics3
 from fd_core.models.families.images.qwen import Qwen25Vl
-from fd_core.models.families.images.qwen3 import Qwen3Vl
+from fd_core.models.families.images.qwen3 import Qwen3Vl, Qwen35VlMoe
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.texts import Texts, run
 from fd_core.types import Pooling, RequestSpec, SamplingParams
@@ -56,7 +56,7 @@ SPECS: Final = [
 
 @pytest.fixture(
     scope="module",
-    params=[Idefics3, Qwen25Vl, Qwen3Vl, Gemma3WithImages, ErnieVl],
+    params=[Idefics3, Qwen25Vl, Qwen3Vl, Qwen35VlMoe, Gemma3WithImages, ErnieVl],
     ids=lambda family: family.model_type,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

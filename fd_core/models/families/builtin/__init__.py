@@ -66,6 +66,8 @@ def fd_register_models() -> list[Entry]:
         Entry("qwen3_moe", f"{families}.qwen:Qwen3Moe", "Qwen3, mixtures of experts"),
         Entry("qwen3_5", f"{recurrent}.qwen:Qwen35", "Qwen3.5, text"),
         Entry("qwen3_5_moe", f"{recurrent}.qwen:Qwen35Moe", "Qwen3.5, mixtures of experts, text"),
+        Entry("qwen3_5_vl", f"{images}.qwen3:Qwen35Vl", "Qwen3.5, with images"),
+        Entry("qwen3_5_vl_moe", f"{images}.qwen3:Qwen35VlMoe", "Qwen3.5, mixtures of experts, with images"),
         Entry("qwen3_next", f"{recurrent}.qwen:Qwen3Next", "Qwen3-Next"),
         Entry("roberta", f"{encoders}.bert:Roberta", "RoBERTa"),
         Entry("seed_oss", f"{families}.llama:SeedOss", "Seed-OSS"),

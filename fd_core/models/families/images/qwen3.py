@@ -20,7 +20,9 @@ from fd_core.models.families.contract import (
     head_dim_of,
     rope_spec,
 )
-from fd_core.models.families.images.qwen import Qwen2Vl, turned
+from fd_core.models.families.image_processor import ImageProcessor
+from fd_core.models.families.images.qwen import Qwen2Vl, QwenProcessor, turned
+from fd_core.models.families.recurrent.qwen import Qwen35, Qwen35Moe
 from fd_core.models.loading.config import ModelConfig
 
 _NAMES: Final = {
@@ -29,10 +31,22 @@ _NAMES: Final = {
     "mlp.down_proj": "mlp.linear_fc2",
 }
 
+_VISION: Final = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+    "depth": 3,
+    "num_heads": 4,
+    "patch_size": 6,
+    "num_position_embeddings": 25,
+}
+
 
 class Qwen3Vl(Qwen2Vl):
     """`Qwen3VLForConditionalGeneration`."""
 
+    deep: tuple[int, ...] = (8, 16, 24)
+    """Layers of the encoder whose states are added, by default."""
     architectures = ("Qwen3VLForConditionalGeneration",)
     model_type = "qwen3_vl"
     defaults: ClassVar = {"num_key_value_heads": 32, "head_dim": 128}
@@ -41,16 +55,7 @@ class Qwen3Vl(Qwen2Vl):
             "image_token_id": 7,
             "head_dim": 24,
             "rope_parameters": {"rope_type": "default", "mrope_section": [6, 3, 3], "rope_theta": 10_000.0},
-            "vision_config": {
-                "hidden_size": 48,
-                "intermediate_size": 80,
-                "out_hidden_size": 64,
-                "depth": 3,
-                "num_heads": 4,
-                "patch_size": 6,
-                "num_position_embeddings": 25,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0, 1]},
         },
         "biases": {
             "image_token_id": 9,
@@ -87,7 +92,7 @@ class Qwen3Vl(Qwen2Vl):
         spec = self.encoder(config, part, hidden, part.count("intermediate_size"), layer_norm=True, names=_NAMES)
         side, wide = math.isqrt(rows), hidden * spec.merge**2
         found = "deepstack_visual_indexes" in part.values
-        deep = part.indices("deepstack_visual_indexes") if found else (8, 16, 24)
+        deep = part.indices("deepstack_visual_indexes") if found else self.deep
         if [*deep] != sorted({*deep}) or any(layer >= part.count("depth") - 1 for layer in deep):
             raise ModelError(
                 f"{config.origin}: deepstack_visual_indexes {[*deep]} must be ascending layers before the last one"
@@ -164,3 +169,64 @@ class Qwen3VlMoe(Qwen3Vl):
             return replace(block, experts=experts, normalize=True)
 
         return replace(super().traits(config), moe=moe)
+
+
+class Qwen35Processor(QwenProcessor):
+    """As that of Qwen3-VL, with another token."""
+
+    usual_token_id = 248_056
+
+
+class _Encoder(Qwen3Vl):
+    """Encoder of Qwen3.5, of which only the last states are read."""
+
+    deep = ()
+
+
+class Qwen35Vl(Qwen35):
+    """`Qwen3_5ForConditionalGeneration`."""
+
+    architectures = ("Qwen3_5ForConditionalGeneration",)
+    model_type = "qwen3_5"
+    gguf: ClassVar = {}
+    cases: ClassVar = {
+        "plain": {
+            **Qwen35.cases["plain"],
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "image_token_id": 7,
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 2, 2],
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "vision_config": _VISION,
+        }
+    }
+    processor_settings: ClassVar = Qwen2Vl.processor_settings
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe the text model, whose rope turns by three coordinates."""
+        traits = super().traits(config)
+        rope = turned(config, traits.rope(0), (11, 11, 10), interleaved=True)
+        return replace(traits, rope=lambda layer: rope, ignored=(r"^mtp\.",))
+
+    def images(self, config: ModelConfig) -> ImageSpec:
+        """Describe the encoder."""
+        return _Encoder().images(config)
+
+    def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
+        """Return the processor that keeps the shape of an image."""
+        return Qwen35Processor(config, settings, self.images(config))
+
+
+class Qwen35VlMoe(Qwen35Vl, Qwen35Moe):
+    """`Qwen3_5MoeForConditionalGeneration`."""
+
+    architectures = ("Qwen3_5MoeForConditionalGeneration",)
+    model_type = "qwen3_5_moe"
+    gguf: ClassVar = {}
+    defaults: ClassVar = Qwen35Moe.defaults
+    cases: ClassVar = {"plain": {**Qwen35Moe.cases["plain"], **Qwen35Vl.cases["plain"]}}

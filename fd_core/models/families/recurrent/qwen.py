@@ -203,12 +203,9 @@ _STORED_35: Final = {**_STORED, "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta"
 
 
 class Qwen35(Qwen3Next):
-    """`Qwen3_5ForCausalLM`: as Qwen3-Next without experts, other linears.
+    """`Qwen3_5ForCausalLM`: as Qwen3-Next without experts, other linears."""
 
-    `Qwen3_5ForConditionalGeneration` is the same model with images, whose text part is served.
-    """
-
-    architectures = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    architectures = ("Qwen3_5ForCausalLM",)
     model_type = "qwen3_5_text"
     gguf: ClassVar = {
         "qwen35": Gguf(
@@ -229,7 +226,7 @@ class Qwen35(Qwen3Next):
     }
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model; images and videos, whose positions have several parts, are not served."""
+        """Describe a model, whose files may have the encoder of images."""
         return replace(self.dense(config), ignored=(r"^mtp\.", r"^visual\."))
 
     def inputs(self, prefix: str, outs: tuple[int, ...], hidden: int, key_heads: int) -> LinearSpec:
@@ -238,12 +235,9 @@ class Qwen35(Qwen3Next):
 
 
 class Qwen35Moe(Qwen35):
-    """`Qwen3_5MoeForCausalLM`: as Qwen3.5, with the experts of Qwen3-Next in every layer.
+    """`Qwen3_5MoeForCausalLM`: as Qwen3.5, with the experts of Qwen3-Next in every layer."""
 
-    Of `Qwen3_5MoeForConditionalGeneration`, the text part is served.
-    """
-
-    architectures = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    architectures = ("Qwen3_5MoeForCausalLM",)
     model_type = "qwen3_5_moe_text"
     gguf: ClassVar = {
         "qwen35moe": Gguf(
