@@ -15,6 +15,7 @@ from fd_core.testing.models.texts import Texts, run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.ways import WAYS
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
 LATENT, ROTATED, LAYERS = 24, 8, 3
@@ -35,18 +36,10 @@ def golden(folder: Path, *changes: tuple[str, Any]) -> dict[str, list[int]]:
         return run(engine, SPECS).tokens
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({**settings, "num_kv_blocks": 45} for settings in PACKS.values()),
-        {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
-        {"tensor_parallel_size": 2, "backend": "cpu"},
-        {"pipeline_parallel_size": 2, "backend": "reference"},
-    ],
-    ids=[*PACKS, "small budget", "two ranks", "two stages"],
-)
+@pytest.mark.parametrize("way", {**PACKS, **WAYS})
 @pytest.mark.law("4")
-def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> None:
+def test_settings_do_not_change_texts(model: Path, way: str) -> None:
+    changes = WAYS.get(way) or {**PACKS[way], "num_kv_blocks": 45}
     with engine_of(model, **{"dtype": "float32", **changes}) as engine:
         for _ in range(2):  # from the cache of prefixes, too
             assert run(engine, SPECS).tokens == golden(model)

@@ -21,6 +21,7 @@ from fd_core.testing.models.texts import Texts, run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.ways import WAYS
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
 BLOCK: Final = 8
@@ -55,21 +56,10 @@ def golden(folder: Path, *changes: tuple[str, Any]) -> dict[str, list[int]]:
         return run(engine, SPECS).tokens
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({**PACKS[name], "num_kv_blocks": 45} for name in ("reference", "cpu", "cpu, torch")),
-        {"max_num_batched_tokens": 4, "pipeline_depth": 1, "backend": "cpu"},
-        {"tensor_parallel_size": 2, "backend": "cpu"},
-        {"pipeline_parallel_size": 2, "backend": "reference"},
-        {"enable_prefix_caching": False, "backend": "cpu"},
-        {"structured_output": True, "block_size": 16},
-    ],
-    ids=["numpy", "native", "torch", "small budget", "two ranks", "two stages", "no prefixes", "forced tokens"],
-)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.law("4")
-def test_settings_do_not_change_texts(model: Path, changes: dict[str, Any]) -> None:
-    with engine_of(model, **settings_of(**changes)) as engine:
+def test_settings_do_not_change_texts(model: Path, way: str) -> None:
+    with engine_of(model, **settings_of(**WAYS[way])) as engine:
         for _ in range(2):  # from the cache of prefixes, too
             assert run(engine, SPECS).tokens == golden(model)
         assert (engine.stats().scheduler.blocks.used, engine.stats().scheduler.blocks.fenced) == (0, 0)
