@@ -238,9 +238,10 @@ class CudaOps(TorchOps):
         """Attend over the blocks of a `CudaLayer` in place; in both directions, and to chunks of rows of several
         tokens, over copies."""
         kernel = self._kernels.attention
-        if kernel is not None and heads.chunked and step.uniform and not (heads.window or 0) % layer.block_size:
+        forwards = heads.causal and step.ends is None
+        if kernel and forwards and heads.chunked and step.uniform and not (heads.window or 0) % layer.block_size:
             return kernel(q, layer, *composed.rows_of_chunks(step, heads, layer.block_size))
-        directed = heads.causal and not heads.chunked and step.ends is None
+        directed = forwards and not heads.chunked
         planned = self._kernels.planned_attention
         lacking = layer.quantized or heads.sinks is not None or heads.latent or not directed
         if planned is not None and step.host is not None and not lacking:
