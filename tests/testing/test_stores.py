@@ -1,12 +1,14 @@
 """The kit detects faults: each of these stores breaks one promise, and the named case or test fails."""
 
 import inspect
+import logging
 import os
 
 import pytest
 from hypothesis import Phase, settings
 
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.errors import ConfigError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
@@ -74,6 +76,29 @@ class SupportsSmallValues(MemoryStore):
     def put(self, values, timeout):
         assert all(sum(memoryview(part).nbytes for part in parts) <= 100_000 for _, parts in values)
         return super().put(values, timeout)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_secret_in_a_log_fails_the_kit(logs, tmp_path, caplog, capfd):
+    class LogsItsPassword(MemoryStore):
+        def __init__(self, location):
+            if location.parameters:
+                raise ConfigError("no_such_thing is no parameter", field="--kv-store")
+            super().__init__(parse_location("memory:"))
+
+        def get(self, keys, limit, timeout):
+            if logs:
+                logging.getLogger("store").debug("get of %d keys as user:hunter2", len(keys))
+            return super().get(keys, limit, timeout)
+
+    kit = Kit(LogsItsPassword, tmp_path)
+    kit.suite.secrets = ("hunter2",)
+    given = {"location": "memory://user:hunter2@host", "store": kit.store, "caplog": caplog, "capfd": capfd}
+    if logs:
+        with pytest.raises(AssertionError, match="hunter2"):
+            kit.suite.test_secrets_are_never_shown(**given)
+    else:
+        kit.suite.test_secrets_are_never_shown(**given)
 
 
 @pytest.mark.parametrize("case", ["plain", "value_bytes=737360", "before=longer,value_bytes=65537"])

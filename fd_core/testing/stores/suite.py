@@ -10,6 +10,7 @@ import abc
 import contextlib
 import functools
 import itertools
+import logging
 import statistics
 import threading
 import time
@@ -1097,10 +1098,16 @@ class StoreSuite:
             with pytest.raises(ConfigError, match="max_bytes"):
                 make_store(with_parameter(location, f"max_bytes={wrong}"))
 
-    def test_secrets_are_never_shown(self, location: str, store: KVStore) -> None:
+    def test_secrets_are_never_shown(
+        self, location: str, store: KVStore, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         if not self.secrets:
             lacks("the location holds no secret")
         assert all(secret in location for secret in self.secrets)
+        caplog.set_level(logging.DEBUG)
+        for call in _calls(0.0):  # which may time out
+            with contextlib.suppress(StoreError):
+                call(store)
         self._hides_secrets(store.open(TIMEOUT), str(store), repr(store), repr(store.location), store.location.shown)
         with pytest.raises(ConfigError) as caught:
             self.new_store(parse_location(with_parameter(location, "no_such_thing=1")))
@@ -1108,6 +1115,7 @@ class StoreSuite:
         with pytest.raises(StoreError) as refused:
             store.open(TIMEOUT)
         self._hides_secrets(str(caught.value), str(refused.value))
+        self._hides_secrets(caplog.text, *capfd.readouterr())
 
     def _hides_secrets(self, *texts: str) -> None:
         assert [text for text in texts for secret in self.secrets if secret in text] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import weakref
@@ -827,3 +828,10 @@ class StampsRowsInAClosure(NumpyPostprocess):
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         return self._step(super().token_matrix(sampled, accepted, slots, revoked), np.concatenate([slots, revoked]))
+
+
+@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
+class CollectsGarbageInEachStep(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        gc.collect()
+        return super().token_matrix(sampled, accepted, slots, revoked)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from time import monotonic
 from typing import Any
 
@@ -861,3 +863,20 @@ class EncodesAllImagesAtOnce(Changed):
 
     def change(self):
         self._planner._limits = msgspec.structs.replace(self._planner._limits, max_image_tokens=10**6)
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class CollectsGarbageInEachStep(Changed):
+    def plan(self):
+        gc.collect()
+        return super().plan()
+
+
+@breaks("2.6", "lifetime:test_time_of_a_step_does_not_grow_with_waiting_requests")
+class LooksForTheOldestRequestInC(Changed):
+    """Neither bytecodes nor memory show that each step reads all requests."""
+
+    def plan(self):
+        for _ in range(4):
+            min(map(attrgetter("arrival"), self._requests.values()), default=0)
+        return super().plan()
