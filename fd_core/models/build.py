@@ -208,6 +208,7 @@ def build_images(spec: ImageSpec, checkpoint: Checkpoint, ops: Ops) -> ImageEnco
         mean,
         std,
         None if spec.positions is None else reader.values(spec.positions).reshape(spec.side, spec.side, -1),
+        None if spec.first is None else reader.values(spec.first).copy(),
         None if spec.newline is None else reader.values(spec.newline),
         _mean_norm(spec, reader),
     )

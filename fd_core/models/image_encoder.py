@@ -51,6 +51,8 @@ class ImageEncoder:
     """Of the pixels, divided by 255, of each channel."""
     table: npt.NDArray[np.float32] | None = None
     """[side, side, H], positions that are interpolated; None without any."""
+    first: npt.NDArray[np.float32] | None = None
+    """See `ImageSpec.first`."""
     newline: npt.NDArray[np.float32] | None = None
     """See `ImageSpec.newline`."""
     sum_norm: Norm | None = None
@@ -102,7 +104,8 @@ class ImageEncoder:
         """Return int32[n], the patches of an image, row by row, in the order of windows, and the windows' sizes."""
         rows, columns = self.grid(image)
         if not self.spec.window:
-            return np.arange(rows * columns, dtype=np.int32), np.array([rows * columns], np.int32)
+            count = rows * columns
+            return np.arange(count, dtype=np.int32), np.array([count + (self.first is not None)], np.int32)
         across = -(-columns // self.spec.window)
         row, column = np.indices((rows, columns)) // self.spec.window
         window = (row * across + column).ravel()
@@ -122,7 +125,7 @@ class ImageEncoder:
             for count in self.grid(image)
         )
         index: IntArray = (rows[:, None] * self.spec.side + columns).astype(np.int32).ravel()
-        return index
+        return index if self.first is None else np.concatenate([index[:1], index + 1])
 
     def interpolated(self, image: Image, table: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return [n, H], the positions of the patches of an image, from the nearest rows and columns of the table."""
@@ -146,10 +149,15 @@ class ImageEncoder:
         values = (pixels[: rows * size, : columns * size].astype(np.float32) / np.float32(255) - self.mean) / self.std
         values = values.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         order, _ = self.order(image)
-        x = self.ops.linear(self.ops.states_from_host(values[order]), self.patch)
+        values = values[order] if self.first is None else np.concatenate([values[:1], values[order]])
+        x = self.ops.linear(self.ops.states_from_host(values), self.patch)
+        if self.first is not None:
+            row = self.ops.from_host(np.zeros(1, np.int32))
+            x = self.ops.write_rows(x, row, self.ops.states_from_host(self.first[None]))
         tower = self.towers[0].model
         if tower.decoder.positions is not None:
-            return self.ops.add_positions(x, tower.decoder.positions, self.ops.from_host(self.positions(image)))
+            x = self.ops.add_positions(x, tower.decoder.positions, self.ops.from_host(self.positions(image)))
+            return x if tower.decoder.embedding_norm is None else self.ops.normalize(x, tower.decoder.embedding_norm)
         if self.table is not None:
             x = self.ops.add(x, self.ops.states_from_host(self.interpolated(image, self.table)[order]))
         if self._turned != (rows, columns):
@@ -160,6 +168,8 @@ class ImageEncoder:
     def tokens(self, states: Array, image: Image, merger: Merger) -> Array:
         """Return the states [tokens, H of the decoder] of an image from those of its patches after a tower."""
         (rows, columns), side = self.grid(image), self.spec.merge
+        if self.first is not None:
+            states = self.ops.gather_rows(states, self.ops.from_host(np.arange(1, rows * columns + 1, dtype=np.int32)))
         states = states if merger.patch_norm is None else self.ops.layer_norm(states, merger.patch_norm)
         if side > 1:
             places = np.argsort(self.order(image)[0]).astype(np.int32)

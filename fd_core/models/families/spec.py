@@ -689,6 +689,8 @@ class ImageSpec(_Parts):
     window: int = 0
     """Side, in patches, of the squares within which the layers in `windowed` attend."""
     windowed: tuple[int, ...] = ()
+    first: VectorSpec | None = None
+    """[H], a state before those of the patches, which becomes no token; its position is the first of the tower's."""
     newline: VectorSpec | None = None
     """[H of the decoder], a token after each row of the tokens of an image, whose tiles are joined."""
     largest: int = 0

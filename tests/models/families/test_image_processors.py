@@ -13,7 +13,7 @@ from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.images.ernie import ErnieVl
 from fd_core.models.families.images.gemma import Gemma3WithImages
 from fd_core.models.families.images.idefics import Idefics3
-from fd_core.models.families.images.llava import LlavaOnevision
+from fd_core.models.families.images.llava import LlavaNext, LlavaOnevision
 from fd_core.models.families.images.paddle import PaddleOcrVl
 from fd_core.models.families.images.qwen import Qwen2Vl
 from fd_core.models.families.images.qwen3 import Qwen3Vl
@@ -23,7 +23,7 @@ from fd_core.testing.models.checkpoints import SIZES
 
 FAMILIES = pytest.mark.parametrize(
     "family",
-    [ErnieVl, Gemma3WithImages, Idefics3, LlavaOnevision, Qwen2Vl, PaddleOcrVl],
+    [ErnieVl, Gemma3WithImages, Idefics3, LlavaNext, LlavaOnevision, Qwen2Vl, PaddleOcrVl],
     ids=lambda family: family.model_type,
 )
 
@@ -72,6 +72,8 @@ def test_thin_image_is_enlarged_as_by_transformers(family: type[Family]) -> None
     [
         *((Idefics3, each) for each in ({"do_resize": False}, {"max_image_size": {"longest_edge": 50}}, {"size": 3})),
         *((Gemma3WithImages, each) for each in ({"do_resize": False}, {"do_pan_and_scan": True}, {"size": None})),
+        (LlavaNext, {"crop_size": {"height": 24, "width": 48}}),
+        (LlavaNext, {"size": {"shortest_edge": 24}}),
         (LlavaOnevision, {"do_normalize": False}),
         (LlavaOnevision, {"do_center_crop": True}),
         (LlavaOnevision, {"image_mean": None}),
@@ -83,6 +85,17 @@ def test_thin_image_is_enlarged_as_by_transformers(family: type[Family]) -> None
 def test_settings_of_tiles_that_cannot_be_used_are_refused(family: type[Family], changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         processor(family, **changes)
+
+
+def test_llava_next_reads_llama_and_mistral() -> None:
+    config = {**SIZES, **LlavaNext.cases["mistral"]}
+    assert LlavaNext().traits(ModelConfig(config)).window(0) == 7
+    assert LlavaNext().traits(ModelConfig({**config, "text_config": {}})).window(0) is None
+    with pytest.raises(ModelError, match="must be llama or mistral, got 'qwen2'"):
+        LlavaNext().traits(ModelConfig({**config, "text_config": {"model_type": "qwen2"}}))
+    full = ModelConfig({**LlavaNext.defaults, **config, "vision_feature_select_strategy": "full"})
+    with pytest.raises(ModelError, match="vision_feature_select_strategy must be default"):
+        LlavaNext().image_processor(full, ModelConfig({}))
 
 
 @pytest.mark.parametrize(

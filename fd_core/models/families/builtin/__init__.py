@@ -43,6 +43,7 @@ def fd_register_models() -> list[Entry]:
         Entry("lfm2", f"{recurrent}.lfm:Lfm2", "LFM2"),
         Entry("llama", f"{families}.llama:Llama", "Llama 2 and 3, and models with this architecture"),
         Entry("llama4", f"{families}.llama:Llama4", "Llama 4, text"),
+        Entry("llava_next", f"{images}.llava:LlavaNext", "LLaVA-NeXT, with images"),
         Entry("llava_onevision", f"{images}.llava:LlavaOnevision", "LLaVA-OneVision, with images"),
         Entry("minimax_m2", f"{families}.experts:MiniMaxM2", "MiniMax-M2"),
         Entry("minicpm3", f"{latent}.minicpm:MiniCpm3", "MiniCPM3"),

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: the whole image, and its tiles, whose tokens are joined to one grid."""
+"""LLaVA-NeXT and LLaVA-OneVision: the whole image, and its tiles, whose tokens are joined to one grid."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from fd_core.errors import ModelError
+from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2
 from fd_core.models.families.contract import (
     Family,
@@ -17,6 +18,7 @@ from fd_core.models.families.contract import (
     ImageSpec,
     LinearSpec,
     MergerSpec,
+    NormSpec,
     Traits,
     VectorSpec,
 )
@@ -90,8 +92,7 @@ class LlavaOnevision(Family):
 
     def traits(self, config: ModelConfig) -> Traits:
         """Describe the text model, a Qwen2."""
-        unused = "".join(rf"|encoder\.layers\.{layer}" for layer in range(*_layers(config)))
-        return replace(Qwen2().traits(config), ignored=(rf"^vision_tower\.(head|post_layernorm{unused})\.",))
+        return replace(Qwen2().traits(config), ignored=_unused(config))
 
     def images(self, config: ModelConfig) -> ImageSpec:
         """Describe the encoder: SigLIP without its last norm, and two linears."""
@@ -102,7 +103,7 @@ class LlavaOnevision(Family):
             LinearSpec((f"multi_modal_projector.linear_{index + 1}",), (wide,), ins, bias=bias)
             for index, ins in enumerate((hidden, wide))
         )
-        spec = siglip_spec(config, "vision_tower", MergerSpec(linears), 1)
+        spec = self.encoder(config, MergerSpec(linears))
         sides = [(rows * spec.side, columns * spec.side) for rows, columns in _grids(config, spec)]
         most = _ROUNDED**2 * _most_tiles(config) * spec.side**2
         return replace(
@@ -110,22 +111,120 @@ class LlavaOnevision(Family):
             tower=replace(spec.tower, layers=spec.tower.layers[: _layers(config)[0]], final_norm=None),
             newline=VectorSpec("image_newline", (wide,)),
             activation=config.activation("projector_hidden_act"),
-            largest=spec.side**2 + max(min(rows * columns, int(most)) + rows for rows, columns in sides),
+            largest=spec.side**2 + int(max(min(rows * columns, most) + rows for rows, columns in sides)),
         )
+
+    def encoder(self, config: ModelConfig, merger: MergerSpec) -> ImageSpec:
+        """Describe all layers of the encoder."""
+        return siglip_spec(config, "vision_tower", merger, 1)
 
     def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
         """Return the processor that divides an image into tiles."""
         return LlavaProcessor(config, settings, self.images(config))
 
 
+class LlavaNext(LlavaOnevision):
+    """`LlavaNextForConditionalGeneration`: CLIP, and Llama or Mistral; grids of tiles are not reduced."""
+
+    architectures = ("LlavaNextForConditionalGeneration",)
+    model_type = "llava_next"
+    defaults: ClassVar = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32_000,
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -2,
+    }
+    cases: ClassVar = {
+        "llama": {
+            "image_token_index": 7,
+            "image_grid_pinpoints": _CASE_GRIDS,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": 48,
+                "patch_size": 12,
+            },
+        },
+        "mistral": {
+            "image_token_index": 9,
+            "image_grid_pinpoints": _CASE_GRIDS,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "silu",
+            "vision_feature_layer": -1,
+            "text_config": {"model_type": "mistral"},
+            "sliding_window": 7,
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 48,
+                "patch_size": 12,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-3,
+            },
+        },
+    }
+    processor_settings: ClassVar = {
+        **LlavaOnevision.processor_settings,
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 48},
+        "crop_size": {"height": 48, "width": 48},
+    }
+
+    def traits(self, config: ModelConfig) -> Traits:
+        """Describe the text model."""
+        kind = (config.part("text_config") or ModelConfig({})).text("model_type", "llama")
+        if kind not in ("llama", "mistral"):
+            raise ModelError(f"{config.origin}: text_config.model_type must be llama or mistral, got {kind!r:.40}")
+        if kind == "llama":
+            text, inner = Llama().traits(config), config.count("intermediate_size", 11_008)
+        else:
+            config.count("num_key_value_heads")  # the defaults of both differ
+            text, inner = Mistral().traits(config), config.count("intermediate_size")
+        return replace(text, inner=inner, ignored=_unused(config))
+
+    def encoder(self, config: ModelConfig, merger: MergerSpec) -> ImageSpec:
+        """Describe all layers of CLIP (Radford et al., 2021), which has a class token, and a norm before them."""
+        part = config.part("vision_config") or ModelConfig({}, origin=config.origin)
+        part = part.filled({"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}, {})
+        spec = siglip_spec(
+            replace(config, values={**config.values, "vision_config": part.values}), "vision_tower", merger, 1
+        )
+        count, hidden, tower = spec.side**2 + 1, spec.patch.shape[0], spec.tower
+        norm = NormSpec(*(VectorSpec(f"vision_tower.pre_layrnorm.{each}", (hidden,)) for each in ("weight", "bias")))
+        table = VectorSpec("vision_tower.embeddings.position_embedding.weight", (count, hidden))
+        return replace(
+            spec,
+            first=VectorSpec("vision_tower.embeddings.class_embedding", (hidden,)),
+            patch_bias=None,
+            most_patches=count,
+            tower=replace(tower, embedding_norm=norm, positions=table, max_positions=count),
+        )
+
+    def image_processor(self, config: ModelConfig, settings: ModelConfig) -> ImageProcessor:
+        """Return the processor that divides an image into tiles."""
+        return LlavaNextProcessor(config, settings, self.images(config))
+
+
 class LlavaProcessor(ImageProcessor):
     """Resizes an image to the grid of tiles that loses least of it, with black at both sides where it is narrower."""
 
     placeholder = "<image>"
+    usual_token_id = 151_646
 
     def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
         """Raises `ModelError` for settings that cannot be used."""
-        self.token_id = config.index("image_token_index", 151_646)
+        self.token_id = config.index("image_token_index", self.usual_token_id)
         self._side, self._tile = spec.side, spec.side * spec.patch_size
         self._grids, self._most_tiles = _grids(config, spec), _most_tiles(config)
         size = settings.part("size") or ModelConfig({"height": self._tile, "width": self._tile})
@@ -201,6 +300,33 @@ class LlavaProcessor(ImageProcessor):
         return 0, (wide - int(round(width * (tall / height), 7))) // 2
 
 
+class LlavaNextProcessor(LlavaProcessor):
+    """Divides each of several images as well."""
+
+    usual_token_id = 32_000
+
+    def __init__(self, config: ModelConfig, settings: ModelConfig, spec: ImageSpec) -> None:
+        """Raises `ModelError` for settings that cannot be used."""
+        if config.text("vision_feature_select_strategy", "default") != "default":
+            raise ModelError(f"{config.origin}: vision_feature_select_strategy must be default")
+        tile = spec.side * spec.patch_size
+        sizes = [settings.part(name) for name in ("size", "crop_size")]
+        if any(each != tile for part in sizes if part is not None for each in part.values.values()):
+            raise ModelError(f"{settings.origin}: size and crop_size must be those of config.json: {tile} pixels")
+        square = {"size": {"height": tile, "width": tile}, "do_center_crop": False}
+        super().__init__(config, replace(settings, values={**settings.values, **square}), spec)
+
+    def process_among(self, pixels: Pixels) -> ProcessedImage:
+        """Process an image of a prompt that has several, as the only one."""
+        return self.process(pixels)
+
+
+def _unused(config: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of the tensors of an encoder that are not read."""
+    layers = "".join(rf"|encoder\.layers\.{layer}" for layer in range(*_layers(config)))
+    return (rf"^vision_tower\.(head|post_layernorm{layers})\.",)
+
+
 def _layers(config: ModelConfig) -> tuple[int, int]:
     """Return the number of layers of the encoder that are computed, and of those that the checkpoint has."""
     vision, after = config.part("vision_config"), config.values.get("vision_feature_layer", -1)
@@ -224,8 +350,10 @@ def _grids(config: ModelConfig, spec: ImageSpec) -> list[tuple[int, int]]:
     raise ModelError(f"{config.origin}: {_PINPOINTS} must be a list of heights and widths that are multiples of {tile}")
 
 
-def _most_tiles(config: ModelConfig) -> int:
+def _most_tiles(config: ModelConfig) -> float:
     """Return the size, in tiles, to which larger grids are reduced."""
+    if "vision_aspect_ratio" not in config.values:
+        return math.inf
     name = config.text("vision_aspect_ratio", "")
     found = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", name)
     if found is None:

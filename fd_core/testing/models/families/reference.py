@@ -36,7 +36,7 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
     """Return the config of `transformers` with the kit's usual sizes, and rope bases that are not the default ones.
 
     Heads, if they have a size of their own, have another one than the hidden size yields. The field `without` has its
-    default.
+    default. A field `text_config` names another text model.
     """
     import transformers
 
@@ -49,7 +49,7 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
     given = {name: value for name, value in {**SIZES, **other, **fields}.items() if name != without}
     if text is not None:
         outer = {name: given.pop(name) for name in given.keys() & whole.keys()}
-        given = {**outer, "text_config": {"model_type": text["model_type"], **given}}
+        given = {**outer, "text_config": {"model_type": text["model_type"], **given, **outer.get("text_config", {})}}
     return transformers.AutoConfig.for_model(family.model_type, **given)
 
 
