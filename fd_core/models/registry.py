@@ -140,6 +140,8 @@ def _require_operations(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max
         "latent attention": (any(each.latent for each in spec.attention), ops.latents),
         "experts with biases": (biased, ops.biased_experts),
         "experts without a gate": (any(not each.gated for each in experts), ops.ungated_experts),
+        # A step is queued before the ids of its last tokens, which choose the experts, are on the host.
+        "experts for images": (any(isinstance(each, MoeSpec) and each.images for each in blocks), not ops.queues),
         "experts of some ranks": (bool(experts) and ops.parallel.expert_parallel, ops.expert_parallel),
         "attention sinks": (any(each.sinks for each in spec.attention), ops.sinks),
         "recurrent layers": (bool(spec.recurrent), ops.recurs),

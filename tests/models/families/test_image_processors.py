@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fd_core.errors import BadRequest, ModelError
+from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.families.contract import Family
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.families.images.ernie import ErnieVl
@@ -19,7 +20,10 @@ from fd_core.models.families.images.qwen import Qwen2Vl
 from fd_core.models.families.images.qwen3 import Qwen3Vl
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.safetensors_files import text_name
-from fd_core.testing.models.checkpoints import SIZES
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import load_model
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.checkpoints import SIZES, write_config
 
 FAMILIES = pytest.mark.parametrize(
     "family",
@@ -85,6 +89,18 @@ def test_thin_image_is_enlarged_as_by_transformers(family: type[Family]) -> None
 def test_settings_of_tiles_that_cannot_be_used_are_refused(family: type[Family], changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         processor(family, **changes)
+
+
+def test_packs_that_queue_steps_refuse_experts_for_images(tmp_path: Path) -> None:
+    named = {"architectures": list(ErnieVl.architectures), "model_type": ErnieVl.model_type}
+    write_config({**ErnieVl.defaults, **SIZES, **ErnieVl.cases["plain"], **named}, tmp_path, seed=1)
+    ops = NumpyOps()
+    ops.queues = True
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(ConfigError, match="numpy pack does not compute experts for images"),
+    ):
+        load_model(checkpoint, ops)
 
 
 def test_llava_next_reads_llama_and_mistral() -> None:
