@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.errors import ConfigError
 from fd_core.runner.drafting.lookup import NgramDrafter, SuffixDrafter
 from tests.runner.drafters import ids, make, propose
 
@@ -48,3 +52,21 @@ def test_new_request_in_slot_drops_previous_text() -> None:
         drafter.admit(0, ids([1, 2, 3, 1, 2]))
         drafter.admit(0, ids([7, 8, 9]))
         assert propose(drafter, [0], 4) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_lookup_max": 10**9}, "from 1 to 32 for prompt_lookup_max, got 1000000000"),
+        ({"prompt_lookup_max": 3, "prompt_lookup_min": 4}, "from 1 to 3 for prompt_lookup_min, got 4"),
+    ],
+)
+def test_sizes_of_grams_that_cost_too_much_or_never_occur_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(NgramDrafter, **options)
+
+
+def test_longest_gram_of_one_token_drafts() -> None:
+    drafter = make(NgramDrafter, prompt_lookup_max=1)
+    drafter.admit(0, ids([5, 6, 5]))
+    assert propose(drafter, [0], 2) == [[6, 5]]

@@ -42,11 +42,12 @@ class DraftContext:
     kv_cache_dtype: str = "auto"
     """Dtype of the target's `KVShape`, for a drafter with a separate cache."""
 
-    def whole(self, name: str, default: int) -> int:
-        """Return an option that is an integer of at least 1. Raises `ConfigError` otherwise."""
+    def whole(self, name: str, default: int, most: int | None = None) -> int:
+        """Return an option that is an integer of at least 1, and at most `most`. Raises `ConfigError` otherwise."""
         value = self.options.get(name, default)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"expected an integer of at least 1 for {name}, got {value!r}", field=FLAG)
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            wanted = "of at least 1" if most is None else f"from 1 to {most}"
+            raise ConfigError(f"expected an integer {wanted} for {name}, got {value!r}", field=FLAG)
         return value
 
 

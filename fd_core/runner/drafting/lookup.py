@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from fd_core.runner.drafting.contract import DraftContext, PerSlotDrafter
 from fd_core.types import IntArray
+
+_LONGEST: Final = 32
+"""Limit of an n-gram: each token of a text adds one of every size to the table."""
 
 
 class NgramDrafter(PerSlotDrafter):
@@ -20,7 +25,8 @@ class NgramDrafter(PerSlotDrafter):
     options = ("prompt_lookup_max", "prompt_lookup_min")
 
     def __init__(self, context: DraftContext) -> None:
-        longest, shortest = context.whole("prompt_lookup_max", 4), context.whole("prompt_lookup_min", 2)
+        longest = context.whole("prompt_lookup_max", 4, _LONGEST)
+        shortest = context.whole("prompt_lookup_min", min(2, longest), longest)
         self._sizes = range(longest, shortest - 1, -1)
         self._texts: list[list[int]] = [[] for _ in range(context.num_slots)]
         self._last_seen: list[dict[tuple[int, ...], int]] = [{} for _ in range(context.num_slots)]
