@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import sys
 import time
 import tracemalloc
@@ -111,14 +112,19 @@ def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
 def _traced() -> Iterator[None]:
     """Trace allocations; collections of garbage leave out older objects, of which a process may have millions.
 
-    They stay left out if some were before.
+    They stay left out if some were before. pytest keeps no log records meanwhile, as it would keep those of each call.
     """
-    frozen = gc.get_freeze_count()
+    frozen, root = gc.get_freeze_count(), logging.getLogger()
+    capturing = [each for each in root.handlers if type(each).__module__.startswith("_pytest.")]
+    for handler in capturing:
+        root.removeHandler(handler)
     gc.freeze()
     tracemalloc.start()
     try:
         yield
     finally:
         tracemalloc.stop()
+        for handler in capturing:
+            root.addHandler(handler)
         if not frozen:
             gc.unfreeze()
