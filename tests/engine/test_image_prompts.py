@@ -100,9 +100,15 @@ REFUSED: Final = {
 """Models and settings that are refused."""
 
 
+ON_RANKS: Final = ("qwen2_5_vl", "ernie4_5_vl_moe")
+"""Models that two ranks compute, as ranks take long to start: one without experts and one with two kinds of them."""
+
+
 @pytest.mark.parametrize("way", [*WAYS, "budget"])
 @pytest.mark.law("4")
 def test_settings_do_not_change_texts(model: Path, way: str) -> None:
+    if way == "two ranks" and model.name not in ON_RANKS:
+        pytest.skip("other models are computed by two ranks")
     settings = settings_of(**WAYS.get(way, {"max_num_batched_tokens": 70, "backend": "cpu"}))
     if (model.name, way) in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[model.name, way]), engine_of(model, **settings):

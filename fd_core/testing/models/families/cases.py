@@ -72,6 +72,19 @@ _CONTEXT: Final = {"max_position_embeddings": LONGEST}
 _ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
+def _in_turn(
+    cases: Sequence[tuple[FamilyTarget, str]], ways: Sequence[tuple[str, ...]], skipped: int
+) -> Iterator[tuple[tuple[FamilyTarget, str], tuple[str, ...]]]:
+    """Yield some cases, each with some ways, so that tests that skip other numbers take other cases."""
+    for number, case in enumerate(cases):
+        target, name = case
+        other = ways[1:][number % max(1, len(ways) - 1) :][:1]
+        if name == next(iter(target.family.cases)):
+            yield from ((case, way) for way in [ways[0], *other])
+        elif (number + skipped) % 2 == 0:
+            yield case, ways[number // 2 % len(ways)]
+
+
 class FamilySuite:
     """Derive a class `Test...` from it and name the family."""
 
@@ -80,7 +93,8 @@ class FamilySuite:
     backends: Sequence[str] = ()
     """Backends that compute the models, such as `cpu:dtype=float32`; by default all that can run here."""
     all_ways = True
-    """True if each case runs on every backend and in every way; else in the first way, and in another one in turn."""
+    """True if each case runs on every backend and in every way; else the first of a family in the first way and in
+    another one in turn, and of the others every second one in one way."""
 
     def targets(self, config: pytest.Config) -> Sequence[FamilyTarget]:
         """Return the families under test; override for a family that no plugin registers."""
@@ -97,11 +111,10 @@ class FamilySuite:
         axes = {name: values for name, values in axes.items() if name in names}
         ways = list(product(*axes.values()))
         cases = [(target, case) for target in targets for case in target.family.cases]
-        rows = [
-            (*case, *way)
-            for number, case in enumerate(cases)
-            for way in (ways if self.all_ways else [ways[0], *ways[1:][number % max(1, len(ways) - 1) :][:1]])
-        ]
+        if self.all_ways:
+            rows = [(*case, *way) for case in cases for way in ways]
+        else:
+            rows = [(*case, *way) for case, way in _in_turn(cases, ways, skipped=len(metafunc.function.__name__))]
         metafunc.parametrize(("target", "case", *axes), rows, ids=["-".join(map(str, row)) for row in rows])
 
     def test_names_lead_to_the_family(self, target: FamilyTarget) -> None:
