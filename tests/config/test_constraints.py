@@ -124,7 +124,8 @@ def test_speculative_settings_are_validated() -> None:
 
 def test_unknown_setting_is_rejected_with_known_settings() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown setting 'rolle' \(use one of model, revision, model_impl, generation"
+        ConfigError,
+        match=r"unknown setting 'rolle' \(use one of model, revision, model_impl, language_model_only, generation",
     ) as caught:
         LLM("m", rolle="decode")
     assert caught.value.field == "rolle"

@@ -169,10 +169,12 @@ def test_speculative_texts_survive_engine_death(faults: Faults, undisturbed: Tex
 
 
 def test_stalled_engine_is_replaced_and_late_messages_ignored() -> None:
-    """The engine is suspended mid-stream and killed by the watchdog."""
+    """The engine is suspended mid-stream and killed by the watchdog; the text is long enough for a late reader."""
+    spec, room = greedy("long", range(20), 3700), {"max_model_len": 4096, "num_kv_blocks": 300}
+    expected = run(null_engine(**room), [spec]).tokens["long"]
 
     async def main() -> None:
-        async with opened(backend="null", watchdog_seconds=0.6) as client:
+        async with opened(backend="null", watchdog_seconds=0.6, **room) as client:
             stopped: list[int] = []
 
             def stop(count: int) -> None:
@@ -180,10 +182,10 @@ def test_stalled_engine_is_replaced_and_late_messages_ignored() -> None:
                     stopped.append(count)
                     signal_to(client, signal.SIGSTOP)
 
-            record = await read(client, LONG, stop)
-            assert record.tokens == golden([LONG])["long"]
+            record = await read(client, spec, stop)
+            assert record.tokens == expected
             assert (client.info.epoch, client.requests_requeued) == (2, 1)
-            assert 0 < stopped[0] < 370
+            assert 0 < stopped[0] < 3700
 
     run_test(main)
 

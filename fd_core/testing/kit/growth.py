@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -83,17 +85,31 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
-    """Fail if a call of a step collects garbage, sleeps or waits for a medium, which takes as long in any step."""
+    """Fail if a call of a step collects garbage, sleeps or waits for a medium, which takes as long in any step.
+
+    What other threads do meanwhile is not counted.
+    """
     stalls: list[str] = []
+    own = threading.get_ident()
 
     def note(phase: str, _: object) -> None:
-        stalls.append("gc.collect") if phase == "start" else None
+        if phase == "start" and threading.get_ident() == own:
+            stalls.append("gc.collect")
 
-    names = ("time.sleep", "os.fsync", "os.sync")
+    def noted(name: str, function: Any) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            if threading.get_ident() == own:
+                stalls.append(name)
+            else:
+                function(*given)
+
+        return call
+
+    watched = {"time.sleep": time.sleep, "os.fsync": os.fsync, "os.sync": os.sync}
     was_enabled = gc.isenabled()
     gc.disable()  # so that collections are those of the call
     gc.callbacks.append(note)
-    patches = [mock.patch(name, lambda *_, name=name: stalls.append(name)) for name in names]
+    patches = [mock.patch(name, noted(name, function)) for name, function in watched.items()]
     try:
         for each in patches:
             each.start()

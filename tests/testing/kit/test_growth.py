@@ -1,12 +1,14 @@
-"""Memory that stays after calls is counted; what pytest itself keeps of them is not."""
+"""Memory that stays after calls, and stalls of a call, are noticed; what pytest and other threads do is not."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import pytest
 
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import require_bounded, require_no_stall
 from fd_core.testing.kit.law import InvariantViolated
 
 LOGGER = logging.getLogger(__name__)
@@ -22,3 +24,21 @@ def test_each_call_that_leaves_a_record_is_noticed() -> None:
     kept: list[str] = []
     with pytest.raises(InvariantViolated, match="bytes more than after half of them"):
         require_bounded(lambda number: kept.append(f"value {number} is gone"), 64, "failures")
+
+
+def test_only_the_thread_of_a_call_stalls_it() -> None:
+    stop = threading.Event()
+
+    def sleep() -> None:
+        while not stop.is_set():
+            time.sleep(0.001)
+
+    other = threading.Thread(target=sleep)
+    other.start()
+    try:
+        require_no_stall(lambda: stop.wait(0.05), "a step", "1")
+    finally:
+        stop.set()
+        other.join()
+    with pytest.raises(InvariantViolated, match=r"a step calls time\.sleep"):
+        require_no_stall(lambda: time.sleep(0.001), "a step", "1")

@@ -130,7 +130,7 @@ class WaitsForTheEndOfReasoning(QwenReasoning):
 class BeginsACallWithItsArguments(HermesTools):
     name, held = None, ""
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.name, self._open = name, True
 
     def emit_arguments(self, text):
@@ -197,7 +197,7 @@ class CountsCallsFromOne(HermesTools):
 
 @breaks("8.[134]", "calls")
 class BeginsACallWithEachDelta(HermesTools):
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.name = name
 
     def emit_arguments(self, text):
@@ -357,13 +357,13 @@ class KnowsOnlyTheBeginOfACall(HermesTools):
 
 @breaks("8.[134]", "calls")
 class MatchesToolsByPrefix(HermesTools):
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         super().begin_call(next((tool for tool in sorted(self.tools, key=len) if name.startswith(tool)), name))
 
 
 @breaks("8.[134]", "calls")
 class AcceptsOnlyLettersInNames(HermesTools):
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         super().begin_call(re.sub(r"\W", "", name))
 
 
@@ -428,7 +428,7 @@ class AlwaysStartsWithReasoning(QwenReasoning):
 class KeepsEightThousandCharactersOfArguments(HermesTools):
     emitted = 0
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.emitted = 0
         super().begin_call(name)
 
@@ -440,7 +440,7 @@ class KeepsEightThousandCharactersOfArguments(HermesTools):
 
 @breaks("8.[134]", "calls:size=2300,chunk=64")
 class KeepsArgumentsInABufferOf128K(HermesTools):
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.left = 1 << 17
         super().begin_call(name)
 
@@ -487,7 +487,7 @@ class DropsACallThatRepeatsTheLastOne(HermesTools):
     last = None
     name = held = ""
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.name, self.held, self.call_open, self._arguments = name, "", True, False
 
     def emit_arguments(self, text):
@@ -565,7 +565,7 @@ class ReadsOneLineOfArguments(HermesTools):
 
     over = False
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.over = False
         super().begin_call(name)
 
@@ -621,7 +621,7 @@ class CountsCallsOfTruncatedAnswers(HermesTools):
         super().__init__(tools)
         self._calls = self.left[0]
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.left[0] = self._calls
         super().begin_call(name)
 
@@ -695,7 +695,7 @@ class RepeatsReasoningWhenTheModelEnds(QwenReasoning):
 class LimitsDepth(HermesTools):
     """Leaves out what is nested more than 32 levels deep."""
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.depth, self.quoted = 0, False
         super().begin_call(name)
 
@@ -765,7 +765,7 @@ class AppliesGrammarsToReasoning(QwenReasoning):
 class NeedsPropertiesInASchema(GlmTools):
     """The schema of a tool without parameters may be {}."""
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.known = set(self.tools[name]["properties"]) if name in self.tools else set()
         super().begin_call(name)
 
@@ -774,7 +774,7 @@ class NeedsPropertiesInASchema(GlmTools):
 class InlinesReferences(GlmTools):
     """Replaces each `$ref` by what it refers to; a schema may refer to itself."""
 
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         self.inlined(self.tools.get(name, {}), name)
         super().begin_call(name)
 
@@ -889,7 +889,7 @@ class KnowsMarkersAsTokens(QwenReasoning):
 
 @breaks("8.[134]", "calls")
 class IgnoresTheCaseOfNames(HermesTools):
-    def begin_call(self, name):
+    def begin_call(self, name, call_id=""):
         super().begin_call(name.lower())
 
 
