@@ -295,7 +295,7 @@ def test_backend_reports_its_providers(tmp_path: Path, monkeypatch: pytest.Monke
     folder = write_checkpoint("llama", tmp_path / "model")
     backend = CudaBackend(EngineConfig(model=str(folder)))
     ops = backend.make_ops()
-    assert "computed by triton, decodes as CUDA graphs" in backend.describe()
+    assert backend.describe() == "processor, computed by triton"
     backend.load_model(folder, ops, lambda done, total: None)
     assert backend.describe() == "processor, computed by triton, attention by torch"
     named = CudaBackend(EngineConfig(model=str(folder), attention_backend="triton"))
