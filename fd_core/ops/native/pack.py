@@ -353,8 +353,14 @@ class NativeOps(TorchOps):
         return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
 
     def logits_of(self, x: Array, head: NativeLinear, softcap: float | None) -> Array:
-        logits = self._product(x, head, wide=True)
-        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+        """Project float32 states as the fusion of a forward projects them, with the same bits."""
+        rows = torch.arange(len(x), dtype=torch.int32)
+        with self._call(x, replace(NO_STEP, logits_rows=rows)) as call:
+            call.keep(head)
+            source = call.input(x, head.inputs, True)
+            buffer, y = call.output(x, head.width, True)
+            call.add("logits", source, *_norm(call, None), head.handle, softcap or 0.0, None, buffer)
+        return y
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         count, vocabulary = logits.shape

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from fd_core.backends.contract import cache_shape
+from fd_core.models.families.builtin.gemma import Gemma2
+from fd_core.models.families.builtin.llama import Llama
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import load_model
 from fd_core.ops.contract import Ops
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import PackedTensor, RawTensor
+from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.testing.models.arrays import float32_of, packed_weight
+from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.layers import Geometry, LayerOn
 from tests.ops.native.test_program import model_on
 
@@ -199,3 +206,19 @@ def test_view_is_packed_by_its_logical_layout(native):
     whole, x = packed_weight("Q5_1", 80, 128), rows_of(3, 128)
     every_other = PackedTensor("Q5_1", 5, whole.values[::2], whole.scales[::2], whole.minima[::2])
     np.testing.assert_array_equal(multiply(native(), [every_other], x), multiply(native(), [whole], x)[:, ::2])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [(Llama, "float32"), (Llama, "bfloat16"), (Gemma2, "bfloat16")])
+def test_logits_are_the_same_with_and_without_hidden_states(native, family, dtype, tmp_path):
+    """A head for drafts reads those of every step, and a request for scores of its prompt those of its own."""
+    ops, count, zero = native(dtype), 7, np.zeros(1, np.int32)
+    named = {"architectures": list(family.architectures), "final_logit_softcapping": 5.0}
+    write_config({**family.defaults, **SIZES, **next(iter(family.cases.values())), **named}, tmp_path, seed=4)
+    with open_checkpoint(tmp_path) as checkpoint:
+        model = load_model(checkpoint, ops, 32, quantization="int8")
+    spans = Spans(zero, zero, np.array([count], np.int32), logits_rows=np.arange(count, dtype=np.int32))
+    tokens, table = np.arange(5, 5 + count, dtype=np.int32)[None], np.arange(2, dtype=np.int32)[None, None]
+    step, shape = build_inputs(spans, tokens, table, 4, ops), cache_shape(model, 4, "auto")
+    logits = ops.compile(model.forward)(step, ops.allocate_kv(shape, 2))
+    states = ops.compile_states(model.states)(step, ops.allocate_kv(shape, 2))
+    np.testing.assert_array_equal(model.head(states), logits)
