@@ -100,15 +100,9 @@ REFUSED: Final = {
 """Models and settings that are refused."""
 
 
-ON_RANKS: Final = ("qwen2_5_vl", "ernie4_5_vl_moe")
-"""Models that two ranks compute, as ranks take long to start: one without experts and one with two kinds of them."""
-
-
-@pytest.mark.parametrize("way", [*WAYS, "budget"])
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way != "two ranks"), "budget"])
 @pytest.mark.law("4")
 def test_settings_do_not_change_texts(model: Path, way: str) -> None:
-    if way == "two ranks" and model.name not in ON_RANKS:
-        pytest.skip("other models are computed by two ranks")
     settings = settings_of(**WAYS.get(way, {"max_num_batched_tokens": 70, "backend": "cpu"}))
     if (model.name, way) in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[model.name, way]), engine_of(model, **settings):
@@ -124,6 +118,13 @@ def test_settings_do_not_change_texts(model: Path, way: str) -> None:
             assert run(engine, SPECS).tokens == golden(model)
         assert (engine.stats().scheduler.blocks.used, engine.stats().scheduler.blocks.fenced) == (0, 0)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("model", [Qwen25Vl, ErnieVl], ids=lambda family: family.model_type, indirect=True)
+@pytest.mark.law("4")
+def test_two_ranks_do_not_change_texts(model: Path) -> None:
+    """Ranks take long to start: one model without experts, and one with two kinds of them."""
+    test_settings_do_not_change_texts(model, "two ranks")
 
 
 @pytest.mark.law("4")

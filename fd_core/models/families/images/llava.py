@@ -30,6 +30,15 @@ from fd_core.models.loading.config import ModelConfig
 _ROUNDED: Final = 1.1
 """Grids are resized if their sides are more than so many times those that are allowed."""
 _PINPOINTS: Final = "image_grid_pinpoints"
+_CASE_TOWER: Final = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "image_size": 48,
+    "patch_size": 12,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-3,
+}
 _CASE_GRIDS: Final = [[48, 48], [48, 96], [96, 48], [96, 96], [48, 144]]
 
 
@@ -69,17 +78,7 @@ class LlavaOnevision(Family):
             "use_sliding_window": True,
             "sliding_window": 5,
             "max_window_layers": 1,
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 2,
-                "image_size": 48,
-                "patch_size": 12,
-                "hidden_act": "gelu",
-                "layer_norm_eps": 1e-3,
-            },
+            "vision_config": {**_CASE_TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 3},
         },
     }
     processor_settings: ClassVar = {
@@ -161,17 +160,7 @@ class LlavaNext(LlavaOnevision):
             "vision_feature_layer": -1,
             "text_config": {"model_type": "mistral"},
             "sliding_window": 7,
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 48,
-                "patch_size": 12,
-                "hidden_act": "gelu",
-                "layer_norm_eps": 1e-3,
-            },
+            "vision_config": {**_CASE_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 2},
         },
     }
     processor_settings: ClassVar = {
