@@ -1104,16 +1104,17 @@ class StoreSuite:
         if not self.secrets:
             lacks("the location holds no secret")
         assert all(secret in location for secret in self.secrets)
-        caplog.set_level(logging.DEBUG)
-        for call in _calls(0.0):  # which may time out
-            with contextlib.suppress(StoreError):
-                call(store)
-        self._hides_secrets(store.open(TIMEOUT), str(store), repr(store), repr(store.location), store.location.shown)
-        with pytest.raises(ConfigError) as caught:
-            self.new_store(parse_location(with_parameter(location, "no_such_thing=1")))
-        store.close()
-        with pytest.raises(StoreError) as refused:
-            store.open(TIMEOUT)
+        with caplog.at_level(logging.DEBUG):
+            for call in _calls(0.0):  # which may time out
+                with contextlib.suppress(StoreError):
+                    call(store)
+            shown = store.open(TIMEOUT), str(store), repr(store), repr(store.location), store.location.shown
+            with pytest.raises(ConfigError) as caught:
+                self.new_store(parse_location(with_parameter(location, "no_such_thing=1")))
+            store.close()
+            with pytest.raises(StoreError) as refused:
+                store.open(TIMEOUT)
+        self._hides_secrets(*shown)
         self._hides_secrets(str(caught.value), str(refused.value))
         self._hides_secrets(caplog.text, *capfd.readouterr())
 
