@@ -140,24 +140,33 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a source's syntax."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def sources(*places: str) -> Iterator[Path]:
     for place in places:
         path = ROOT / place
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
-def imported(path: Path, *, types: bool = True) -> Iterator[tuple[str, int]]:
-    """Yield every module that a file imports, at any depth, with the line; without `types`, those for types alone."""
-    blocks = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.If)]
+@functools.cache
+def imported(path: Path, *, types: bool = True) -> tuple[tuple[str, int], ...]:
+    """Return every module that a file imports, at any depth, with the line; without `types`, those for types alone."""
+    blocks = [node for node in nodes(path) if isinstance(node, ast.If)]
     unloaded = {each for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING" for each in ast.walk(block)}
-    for node in ast.walk(parsed(path)):
+    found: list[tuple[str, int]] = []
+    for node in nodes(path):
         if not types and node in unloaded:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found += ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    return tuple(found)
 
 
 def part_of(path: Path) -> str:
@@ -241,7 +250,7 @@ def test_checkpoint_reading_does_not_import_models() -> None:
 def test_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
     assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
     for path in sources(*PURE):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in IMPURE_CALLS, f"{path}:{node.lineno}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -262,7 +271,7 @@ def test_only_signals_uses_negative_ids() -> None:
     """-9 is written nowhere but in its one home."""
     wrong = []
     for path in sources("."):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             minus = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
             if minus and isinstance(node.operand, ast.Constant) and node.operand.value == 9:
                 wrong.append(str(path.relative_to(ROOT)))
@@ -272,7 +281,7 @@ def test_only_signals_uses_negative_ids() -> None:
 def test_only_the_slot_table_writes_its_columns() -> None:
     wrong = []
     for path in sources("scheduling"):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             written = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
             if written and re.search(r"\bslots\.\w+$", ast.unparse(node.value)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")

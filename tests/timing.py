@@ -147,4 +147,7 @@ def _is_elapsed(
 
 
 def _is_clock(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in _CLOCKS
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)):
+            return f"{module}.{name}" in _CLOCKS
+    return False

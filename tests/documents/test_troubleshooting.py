@@ -35,8 +35,8 @@ class Literal:
     """A string of the code outside docstrings."""
 
     text: str
-    statuses: frozenset[int]
-    """HTTP statuses of the errors that its function creates."""
+    owner: ast.AST
+    """Its function; the module outside of functions."""
 
 
 def literals(file: Path) -> Iterator[Literal]:
@@ -47,7 +47,7 @@ def literals(file: Path) -> Iterator[Literal]:
     for node in _without_statements(tree):
         text = _text(node)
         if text is not None:
-            yield Literal(text, frozenset(_statuses(owners[node])) if node in owners else frozenset())
+            yield Literal(text, owners.get(node, tree))
 
 
 def _without_statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -68,6 +68,7 @@ def _text(node: ast.AST) -> str | None:
 
 
 def _statuses(function: ast.AST) -> Iterator[int]:
+    """Return the HTTP statuses of the errors that a function creates."""
     for call in ast.walk(function):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             if call.func.id == "ApiError" and call.args and isinstance(call.args[0], ast.Constant):
@@ -100,7 +101,7 @@ def faults(status: int | None, quoted: str) -> list[str]:
     found = [each for each in code() if quoted in each.text] if quoted.strip(VALUE + " ") else []
     if not found:
         return [f"no string of the code has {quoted!r}"]
-    if status is not None and not any(status in each.statuses for each in found):
+    if status is not None and all(status not in _statuses(each.owner) for each in found):
         return [f"no function with {quoted!r} answers {status}"]
     longest = max(quoted.split(VALUE), key=len).strip()
     return [] if any(longest in each for each in asserted()) else [f"no test asserts {longest!r}"]

@@ -51,10 +51,13 @@ SPECS = [
 ]
 
 
-RANKS = [
-    pytest.param({"tensor_parallel_size": 2, "pipeline_depth": 2}, marks=pytest.mark.slow),
-    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-]
+BOTH: list[dict[str, Any]] = [{"tensor_parallel_size": 2, "pipeline_depth": 2}, {"pipeline_parallel_size": 2}]
+RANKS = [pytest.param(settings, marks=pytest.mark.slow) for settings in BOTH]
+TENSOR_RANKS, STAGES = (
+    [pytest.param(each, marks=pytest.mark.slow if each == chosen else pytest.mark.soak) for each in BOTH]
+    for chosen in BOTH
+)
+"""Both kinds of ranks, of which the default run takes one: all get the same orders."""
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +170,7 @@ def test_paused_requests_recompute_their_saved_kv(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+@pytest.mark.parametrize("settings", [{}, *TENSOR_RANKS], ids=str)
 def test_stored_kv_of_other_weights_is_never_loaded(
     folder: Path, tmp_path: Path, secret: str, settings: dict[str, Any]
 ) -> None:
@@ -255,7 +258,7 @@ def test_update_that_fails_on_one_rank_changes_no_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+@pytest.mark.parametrize("settings", [{}, *STAGES], ids=str)
 def test_half_finished_update_stops_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
@@ -288,7 +291,7 @@ def test_update_half_finished_on_another_rank_stops_the_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", RANKS, ids=str)
+@pytest.mark.parametrize("settings", STAGES, ids=str)
 @pytest.mark.parametrize("order", [messages.UpdateWeights("two"), messages.Sleep(), messages.WakeUp()], ids=str)
 def test_rank_lost_before_an_order_stops_the_engine(
     folder: Path, settings: dict[str, Any], order: messages.ControlOrder
@@ -400,7 +403,7 @@ def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
         {"host_kv_memory": 0},
         {"speculative": speculation(3)},
         {"backend": "cpu", "dtype": "float32"},
-        *RANKS,
+        *STAGES,
     ],
     ids=str,
 )
@@ -423,7 +426,7 @@ def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: d
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+@pytest.mark.parametrize("settings", [{}, *TENSOR_RANKS], ids=str)
 def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
     engine, texts = engine_of(folder / "one", **settings), Texts()
     ordered(engine, messages.Sleep(level), texts)
@@ -435,7 +438,7 @@ def test_weights_may_be_updated_during_a_sleep(folder: Path, level: int, setting
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, *RANKS], ids=str)
+@pytest.mark.parametrize("settings", [{}, *TENSOR_RANKS], ids=str)
 def test_failed_wake_up_leaves_the_engine_asleep(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     path = Path(shutil.copytree(folder / "one", tmp_path / "copy"))
     engine, texts = engine_of(path, **settings), Texts()

@@ -275,8 +275,8 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int, ends: Int
     `first` is the position of the first key; `ends` [Q, 1] are those of `StepInput`.
     """
     count, keys = len(q), np.arange(first, first + len(k))
-    grouped = q.reshape(count, heads.num_kv_heads, -1, heads.head_dim)
-    scores = np.einsum("qhgd,lhd->hgql", grouped, k, optimize=True) * np.float32(heads.scale)
+    grouped = q.reshape(count, heads.num_kv_heads, -1, heads.head_dim).transpose(1, 2, 0, 3)
+    scores = grouped @ k.transpose(1, 2, 0)[:, None] * np.float32(heads.scale)
     if heads.softcap is not None:
         scores = _softcap(scores, heads.softcap)
     positions = keys[len(k) - count :, None]
@@ -292,7 +292,7 @@ def _attend(q: Floats, k: Floats, v: Floats, heads: Heads, first: int, ends: Int
     scores = np.exp(scores - peaks)
     total = scores.sum(axis=-1, keepdims=True)
     scores /= total if heads.sinks is None else total + np.exp(sinks - peaks)
-    output: Floats = np.einsum("hgql,lhd->qhgd", scores, v, optimize=True).reshape(count, -1)
+    output: Floats = (scores @ v.swapaxes(0, 1)[:, None]).transpose(2, 0, 1, 3).reshape(count, -1)
     return output
 
 
