@@ -10,7 +10,7 @@ import pytest
 from tests.soak.service import SMALL, Scale, run_service
 
 PAIRS = ("prefill", "decode") * 2
-SMALLER = replace(SMALL, requests=300, prompts=24, kinds=("kill",))
+SMALLER = replace(SMALL, requests=160, prompts=16, long_tokens=400, kinds=("kill",))
 
 
 @pytest.mark.slow
