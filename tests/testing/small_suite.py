@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_other_case(case: KitCase) -> None:
 @pytest.mark.fd_alone
 def test_alone() -> None:
     assert "PYTEST_XDIST_WORKER" not in os.environ
+    assert "schemathesis" not in sys.modules  # a plugin of pytest that a run of the kit does not need
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -74,7 +74,8 @@ def covering_cases(
         for axis in rng.sample(axes, len(axes)):
             if axis.name in fixed:
                 continue
-            gains = {value: len(partners[axis.name, value] & fixed.items()) for value in axis.values}
+            settings = fixed.items()
+            gains = {value: sum(map(partners[axis.name, value].__contains__, settings)) for value in axis.values}
             values = rng.sample(axis.values, len(axis.values)) if mixed else axis.values
             for value in sorted(values, key=lambda value: -gains[value]):
                 if value == case[axis.name] or allowed({**case, axis.name: value}):

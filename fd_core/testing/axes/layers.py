@@ -195,17 +195,19 @@ def allowed(case: Case) -> bool:
         return False
     if case["image_tokens"] and not case["causal"]:
         return False
-    g, tokens = geometry_of(case), sum(count for count, _ in rows)
-    if g.packed is not None and (g.hidden % 128 or g.inner % 128 or g.heads * g.d % 128):
+    kv_heads, d, hidden, inner = (int_of(case, name) for name in ("kv_heads", "head_dim", "hidden", "inner"))
+    heads, block_size = kv_heads * int_of(case, "group"), int_of(case, "block_size")
+    if case["packed"] is not None and (hidden % 128 or inner % 128 or heads * d % 128):
         return False
-    attention = g.hidden * g.d * 2 * (g.heads + g.kv_heads)
-    active = attention + 3 * g.hidden * g.inner * (g.top_k if experts else 1)
-    weights = attention + 3 * g.hidden * g.inner * max(1, experts)
-    scores = sum(count * context for count, context in rows) * g.heads
-    blocks = sum(-(-context // g.block_size) for _, context in rows) + g.spare_blocks
+    attention = hidden * d * 2 * (heads + kv_heads)
+    active = attention + 3 * hidden * inner * (int_of(case, "top_k") if experts else 1)
+    weights = attention + 3 * hidden * inner * max(1, experts)
+    contexts = [context for _, context in rows]
+    tokens, scores = sum(count for count, _ in rows), sum(count * context for count, context in rows) * heads
+    blocks = sum([-(-context // block_size) for context in contexts]) + int_of(case, "spare_blocks")
     # A simple pack pads all rows to the longest context.
-    padded = len(rows) * max(context for _, context in rows)
-    cache = blocks * g.block_size * g.kv_heads * g.d * 4
+    padded = len(rows) * max(contexts)
+    cache = blocks * block_size * kv_heads * d * 4
     return (
         tokens * active < _MAX_PRODUCT
         and max(scores, 32 * padded) < _MAX_SCORES

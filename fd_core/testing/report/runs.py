@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,6 +98,8 @@ KITS: Final = (
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
+_OWN_PLUGINS: Final = {"fd_core", "hypothesispytest", "timeout", "xdist", "xdist.looponfail"}
+"""Plugins of pytest that load by themselves. Others of the environment would change the run and take time to import."""
 _NO_TESTS: Final = 5
 """Exit code of pytest if all tests were deselected."""
 RunProgress = Callable[[str, int, int], None]
@@ -256,6 +259,9 @@ def _command(kit: Kit, target: str, folder: Path, results: Path) -> list[str]:
     # Files in the user's working folder must not affect the test run.
     (folder / "pytest.ini").write_text("[pytest]\n")
     command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
+    command += [
+        f"-pno:{name}" for name in sorted({each.name for each in entry_points(group="pytest11")} - _OWN_PLUGINS)
+    ]
     command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={results}"]
     return [*command, "-q", "--tb=short"]
 
