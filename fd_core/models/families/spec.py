@@ -866,9 +866,10 @@ def decoder_spec(
     layers, count = [], 0
     for index in range(num_layers):
         layers.append(_layer(config, traits, index))
-        count += len(dict(layers[-1].tensors()))
-        if most_tensors is not None and count > most_tensors:
-            raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
+        if most_tensors is not None:
+            count += len(dict(layers[-1].tensors()))
+            if count > most_tensors:
+                raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
     known = *get_args(PlainActivation), *get_args(Activation)
     activation = next((each for each in known if each == traits.activation), None)
     activation = activation or config.activation(traits.activation)

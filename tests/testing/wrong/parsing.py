@@ -532,7 +532,11 @@ class ReadsStringsAsValues(GlmTools):
         return bool(closed)
 
 
-@breaks("8.[134]", "calls")
+@breaks(
+    "8.[134]",
+    "calls:value=word,groups=2,text=none,after=plain,space=,name=w,key=now_and_then,style=indented,schema=all_of,"
+    "chunk=3,tail=space,cut=true,earlier=other cases",
+)
 class ReadsOptionalStringsAsValues(GlmTools):
     """Knows only `type: string`: with an `anyOf`, or with two types, `10115` becomes a number."""
 
@@ -546,7 +550,7 @@ class ReadsOptionalStringsAsValues(GlmTools):
         return bool(closed)
 
 
-@breaks("8.[134]", "calls")
+@breaks("8.[134]", "calls:value=word,schema=enum")
 class ReadsEnumsAsValues(GlmTools):
     """An `enum` of strings without a type: `10115` becomes a number."""
 

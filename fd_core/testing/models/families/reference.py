@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
     """
     import transformers
 
-    whole = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    whole = _default_config(family.model_type)
     text = whole.get("text_config")
     usual = whole if text is None else text
     other: dict[str, Any] = {"head_dim": SIZES["head_dim"] * 3 // 2} if "head_dim" in usual else {}
@@ -51,6 +52,14 @@ def config_of(family: Family, fields: Mapping[str, Any], without: str = "") -> A
         outer = {name: given.pop(name) for name in given.keys() & whole.keys()}
         given = {**outer, "text_config": {"model_type": text["model_type"], **given, **outer.get("text_config", {})}}
     return transformers.AutoConfig.for_model(family.model_type, **given)
+
+
+@cache
+def _default_config(model_type: str) -> Mapping[str, Any]:
+    import transformers
+
+    found: dict[str, Any] = transformers.AutoConfig.for_model(model_type).to_dict()
+    return found
 
 
 def general_fields() -> set[str]:
