@@ -60,7 +60,7 @@ class LauncherSuite:
 
     def spec(self, name: str, *words: str, **values: Any) -> ProcessSpec:
         """Return the spec of a process that runs the suite's program, by default until it is terminated."""
-        return ProcessSpec(name, ("-m", "fd_core.testing.launchers.program", *(words or ("stay",))), **values)
+        return ProcessSpec(name, ("-m", "fd_core.testing.kit.launched", *(words or ("stay",))), **values)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.patience

@@ -1,4 +1,7 @@
-"""Program launched by the suite: reports its environment and executes commands."""
+"""Program launched by the kit of launchers: reports its environment and executes commands.
+
+It is not in the package of that kit, whose import takes most of a second in each process.
+"""
 
 from __future__ import annotations
 
