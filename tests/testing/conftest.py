@@ -1,4 +1,4 @@
-"""Shortens what only correct plugins need."""
+"""Shortens what only correct plugins need, and lets those that share code take turns."""
 
 import pytest
 
@@ -10,3 +10,14 @@ def _two_rounds_for_wrong_plugins(request: pytest.FixtureRequest, monkeypatch: p
     """Memory that grows does so in the first rounds; the later ones, for caches with a limit, take most of the time."""
     if request.node.name.startswith("test_wrong"):
         monkeypatch.setattr(growth, "ROUNDS", growth.ROUNDS[:2])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each case of a class with the mark `in_turn` to one of some plugins; `nox -s soak` runs the others."""
+    for item in items:
+        mark, callspec = item.get_closest_marker("in_turn"), getattr(item, "callspec", None)
+        if mark is not None and callspec is not None:
+            start = len(item.parent.name + item.function.__name__)
+            if (start + sum(callspec.indices.values())) % mark.args[0]:
+                item.add_marker(pytest.mark.soak)

@@ -37,6 +37,10 @@ class TestSuffix(_Quick):
 class TestDraftModel(_Quick):
     drafter = "draft_model"
 
+    @pytest.mark.soak  # ten seconds; the other drafters take one
+    def test_calls_beyond_sixteen_bits_are_right(self):
+        super().test_calls_beyond_sixteen_bits_are_right()
+
 
 class TestRightDrafter(_Quick):
     def drafter_class(self):

@@ -107,7 +107,7 @@ class WrongAtSize(NumpyOps):
         return result * 1.1 if x.shape[-1] == self.width else result
 
 
-@pytest.mark.parametrize("width", [3000, 2998])
+@pytest.mark.parametrize("width", [pytest.param(3000, marks=pytest.mark.soak), 2998])
 def test_fault_at_a_declared_edge_is_found(width: int) -> None:
     def fails(case: Case) -> bool:
         try:

@@ -39,6 +39,7 @@ class KeepsTheLastSteps(Observer):
         self.last.append((step.epoch, step.step, len(step.requests)))
 
 
+@pytest.mark.in_turn(2)
 class TestLastSteps(ObserverSuite):
     def observer_class(self):
         return KeepsTheLastSteps
@@ -53,6 +54,7 @@ class CountsByEpoch(Counts):
         self.next_step = step.step + 1
 
 
+@pytest.mark.in_turn(2)
 class TestCountsByEpoch(ObserverSuite):
     bounded = closed("it counts each epoch")
 
@@ -60,6 +62,7 @@ class TestCountsByEpoch(ObserverSuite):
         return CountsByEpoch
 
 
+@pytest.mark.in_turn(2)
 class TestCounts(ObserverSuite):
     def observer_class(self):
         return Counts

@@ -14,6 +14,7 @@ from tests.testing.right.policies import AgingPriority, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 
+@pytest.mark.in_turn(2)
 class TestSchedulingPolicies(SchedulingPolicySuite):
     @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare, AgingPriority, RoundRobin])
     def _policy(self, request):

@@ -18,16 +18,11 @@ EVERYTHING = bool(int(os.environ.get("FD_WRONG_BACKENDS", "0")))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def chosen(name: str) -> list[str]:
-    """Return the pytest options that choose tests of the kit."""
-    if not EVERYTHING:
-        return ["-k", "test_lifetime or test_kv or plain", "-m", "not fd_thorough and not fd_pairs and not fd_scale"]
-    quick = "not fd_thorough and not fd_pairs and not fd_scale"
-    return ["-m", quick] if name == "right_slow" else []
+QUICK = ("-m", "not fd_thorough and not fd_pairs and not fd_scale")
 
 
-@pytest.mark.parametrize("name", plugin.BACKENDS)
-def test_correct_variant_passes(tmp_path, name):
+@pytest.mark.parametrize("names", [[name] for name in plugin.BACKENDS] if EVERYTHING else [[*plugin.BACKENDS]], ids=str)
+def test_correct_variants_pass(tmp_path, names):
     info = tmp_path / "fd_right-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-right\nVersion: 1.0\n")
@@ -39,6 +34,8 @@ def test_correct_variant_passes(tmp_path, name):
     }
     command = [sys.executable, "-m", "pytest", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider", "-q"]
     command += ["--basetemp", str(tmp_path / "files"), "--tb=line", "--pyargs", "fd_core.testing.suite"]
-    command += [f"--fd-backend={name}", *chosen(name)]
+    command += [f"--fd-backend={name}" for name in names]
+    command += [] if EVERYTHING else ["-k", "test_lifetime or test_kv or plain"]
+    command += QUICK if not EVERYTHING or "right_slow" in names else ()
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-3000:]

@@ -24,6 +24,7 @@ from fd_core.testing.router_policies.cases import ROUTING
 CORE = Plugins.discover([])
 
 
+@pytest.mark.in_turn(3)
 class TestPoliciesOfTheCore(RouterPolicySuite):
     @pytest.fixture(autouse=True, params=[entry.name for entry in fd_register_router_policies()])
     def name(self, request):
