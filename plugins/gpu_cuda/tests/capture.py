@@ -58,6 +58,11 @@ class _Outside:
 class _Noting(TorchDispatchMode):
     """Records memory that is read and memory that is allocated, and holds both, so that no address is reused."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Answer torch, which otherwise imports its compiler, seconds, to leave this class alone."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.read: dict[int, Any] = {}

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from extent import everything
 
+SLOWEST = ("test_kit.py", "test_attention_kernels.py", "test_products.py")
+"""Files that begin first."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "at_length: repeats another test with other numbers; runs with FD_GPU_ALL=1")
@@ -24,7 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the long tests in a sample."""
+    """Begin with the files that take longest, so that workers end together; deselect the long tests in a sample."""
+    items.sort(key=lambda item: item.path.name not in SLOWEST)
     if not everything():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("at_length")])
         items[:] = [item for item in items if item.get_closest_marker("at_length") is None]

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
 from fd_core.models.loading.adapter import read_adapter  # noqa: E402
 from fd_core.ops.parallel import Parallel  # noqa: E402
@@ -106,7 +107,7 @@ def test_packed_weights_need_no_more_launches(tmp_path: Path) -> None:
     assert found.total() <= len(LAYER), found
 
 
-@pytest.mark.parametrize("adapters", [(1, 1, 1), (1, 0, 2)])
+@pytest.mark.parametrize("adapters", [pytest.param((1, 1, 1), marks=AT_LENGTH), (1, 0, 2)])
 def test_any_number_of_adapters_adds_two_launches_a_linear(adapters: tuple[int, ...], tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "llama", adapters=adapters)
     assert found.total() == len(LAYER) + 2 * len(LINEARS), found

@@ -47,7 +47,7 @@ def expected(x: Any, weight: PackedTensor, dtype: Any = torch.float32) -> Any:
 @pytest.mark.parametrize("product", [IN_THE_INTERPRETER, plain_product], ids=["kernel", "plain"])
 @pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
 def test_every_format_decodes_to_its_values(kind: str, product: Any) -> None:
-    weight, x = packed_weight(kind, 150, 768), rows_of(9, 768)
+    weight, x = packed_weight(kind, 70, 512), rows_of(9, 512)
     right = expected(x, weight)
     assert torch.allclose(multiply(x, linear([weight]), product).double(), right, rtol=0, atol=1e-5 * right.abs().max())
 
@@ -61,8 +61,15 @@ def test_weights_are_rounded_like_dequantized_ones(kind: str) -> None:
     assert torch.allclose(found.double(), right, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        # The sample takes the types in turn.
+        pytest.param(kind, dtype, marks=() if place == number % 2 else AT_LENGTH)
+        for number, kind in enumerate(sorted(WEIGHT_FORMATS))
+        for place, dtype in enumerate((torch.float16, torch.float32))
+    ],
+)
 def test_widened_weights_have_the_bits_of_dequantized_ones(kind: str, dtype: Any) -> None:
     """Tokens of one input each return the weights themselves."""
     weight = packed_weight(kind, 40, 256)
@@ -70,7 +77,7 @@ def test_widened_weights_have_the_bits_of_dequantized_ones(kind: str, dtype: Any
     assert torch.equal(found.T, torch.from_numpy(weight.to_float32()).to(dtype))
 
 
-@pytest.mark.parametrize(("out", "inputs"), [(1, 16), (65, 48), (3, 1040), (200, 2048)])
+@pytest.mark.parametrize(("out", "inputs"), [(1, 16), (65, 48), (3, 1040), (70, 2048)])
 @pytest.mark.parametrize("kind", ["int4", "int8", FP8])
 def test_rows_of_one_scale_have_any_length(kind: str, out: int, inputs: int) -> None:
     weight, x = packed_weight(kind, out, inputs, group=inputs), rows_of(5, inputs)
@@ -100,7 +107,7 @@ def test_unsupported_formats_are_dequantized() -> None:
 
 @pytest.mark.parametrize(("kind", "group"), [("int4", 96), ("int4", 64), ("int4", 1024), ("int8", 48), ("int8", 16)])
 def test_groups_of_any_multiple_of_four_words(kind: str, group: int) -> None:
-    weight, x = packed_weight(kind, 40, 2 * 48 * 64, group), rows_of(3, 2 * 48 * 64, torch.float16)
+    weight, x = packed_weight(kind, 40, 48 * 64, group), rows_of(3, 48 * 64, torch.float16)
     right = expected(x, weight, torch.float16)
     assert torch.allclose(multiply(x, linear([weight])).double(), right, rtol=1e-3, atol=1e-3 * right.abs().max())
 
@@ -256,5 +263,4 @@ def test_counters_are_zero_again_after_each_product() -> None:
     """Else the sums of a later product would be read before they are complete."""
     weight, x = linear([packed_weight("int4", 70, 2048)]), rows_of(3, 2048)
     first = multiply(x, weight, CUT)
-    for _ in range(3):
-        assert torch.equal(multiply(x, weight, CUT), first)
+    assert torch.equal(multiply(x, weight, CUT), first)
