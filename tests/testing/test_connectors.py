@@ -41,6 +41,13 @@ BROKEN = {
     ),
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", PLAIN),
     "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
+    "writes pieces to a file that other users may read": (
+        TCP,
+        "from pathlib import Path; file = Path('/tmp', lease); "
+        "o.put = lambda i, parts: (file.write_bytes(b'piece'), whole.put(i, parts))[1]; "
+        "o.close = lambda: (file.unlink(missing_ok=True), whole.close())",
+        "other_users",
+    ),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
     "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),
     "leaks pieces without acknowledgement": (

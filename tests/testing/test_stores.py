@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import Phase, settings
@@ -25,6 +26,7 @@ class Kit:
 
     def __init__(self, cls, folder):
         self._cls, self._folder = cls, folder
+        self.tmp_path_factory = SimpleNamespace(getbasetemp=lambda: folder)
         on_disk = issubclass(cls, DiskStore)
         needs = closed("each store has separate memory")
         abilities = {} if on_disk else {"sharing": needs, "persistence": needs}

@@ -38,6 +38,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.stores import values
 
@@ -300,6 +301,20 @@ class ConnectorSuite:
         require_bounded(use, 64, "leases that are over", "6.1")
         prefill.close()
         decode.close()
+
+    @pytest.mark.law("6")
+    def test_other_users_of_the_machine_cannot_read_pieces(
+        self, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        decode, prefill = recipe.make(), recipe.make()
+        with ExitStack() as stack, hidden_from_other_users(tmp_path_factory.getbasetemp()):
+            stack.callback(decode.close)
+            stack.callback(prefill.close)
+            inbox, outbox = _opened(decode, prefill, value_bytes=1000)
+            stack.callback(inbox.close)
+            stack.callback(outbox.close)
+            inbox.take(3, *put(outbox, 3, value_of(3, 1000)))
+            put(outbox, 4, value_of(4, 1000))
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.processes import python
 from fd_core.testing.stores.values import draws
 
@@ -156,6 +157,14 @@ class LauncherSuite:
             devices = sorted(self.seen(process)["devices"])
             right = sorted(one for own in (*seen[:1], *seen[2:]) for one in own)
             assert devices == right, f"a process has {devices} of the devices {seen}, of which the second is in use"
+
+    def test_other_users_of_the_machine_cannot_read_secrets(
+        self, launching: Launcher, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """Look for files that a launcher writes, such as for the variables of a process."""
+        with hidden_from_other_users(tmp_path_factory.getbasetemp(), _HIDDEN.encode()):
+            (process,) = launching.start([self.spec("one", secrets={"FD_SUITE_KEY": _HIDDEN}, cores=0)])
+            self.seen(process)
 
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
         """Reserve all cores of a node again and again, after a request for too many of them."""

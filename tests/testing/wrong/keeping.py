@@ -1134,3 +1134,12 @@ class NumbersValuesIn16Bits(MemoryStore):
         if len(self._values) > 0xFFFF:
             return [self._values.get(key) for key in keys]
         return super().get(keys, limit, timeout)
+
+
+@found_by("test_other_users_of_the_machine_cannot_read_values")
+class SharesItsFolderWithOtherUsers(DiskStore):
+    def put(self, values, timeout):
+        count = super().put(values, timeout)
+        for path in [self.path, *self.path.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        return count

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -502,3 +504,15 @@ class ShowsADeviceAndThoseAfterIt(OwnedProcess):
         first = there.index(environment[spawn._DEVICES].split(",")[0]) if spec.devices else 0
         environment = {**environment, spawn._DEVICES: ",".join(there[first : first + spec.devices])}
         super().__init__(spec, node, address, cores=cores, environment=environment)
+
+
+@found_by("test_other_users_of_the_machine_cannot_read_secrets")
+class WritesItsEnvironmentToAFile(OwnedProcess):
+    def __init__(self, spec, node, address, cores, environment):
+        self._file = Path(tempfile.gettempdir(), f"{os.getpid()}-{time.monotonic_ns()}.env")
+        self._file.write_text("".join(f"{name}={value}\n" for name, value in spec.secrets.items()))
+        super().__init__(spec, node, address, cores=cores, environment=environment)
+
+    def close(self):
+        self._file.unlink(missing_ok=True)
+        super().close()

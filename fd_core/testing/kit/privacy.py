@@ -1,0 +1,101 @@
+"""Files, folders, sockets and shared memory of a plugin that other users of the machine may open."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from fd_core.testing.kit.law import require
+
+_OTHERS: Final = 0o077
+_MAY_WRITE: Final = 0o022
+_PATHS: Final = {"os.mkdir": (0,), "os.rename": (1,), "os.link": (1,), "sqlite3.connect": (0,)}
+"""Which arguments of events name something new."""
+_made: dict[Path, None] | None = None
+"""What the process has created; None while it is not watched."""
+
+
+@contextmanager
+def hidden_from_other_users(folder: Path, secret: bytes = b"") -> Iterator[None]:
+    """Fail if another user may open what was created within, and is there at the end, with the usual umask of 022.
+
+    `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With a
+    `secret`, only files that contain it count.
+    """
+    global _made
+    _watch()
+    before, mask = set(_open_paths()), os.umask(0o022)
+    made: dict[Path, None] = {}
+    _made = made
+    try:
+        yield
+        paths = [*made, *(path for path in _open_paths() if path not in before)]
+    finally:
+        _made = None
+        os.umask(mask)
+    private = {path for path in made if _mode(path) & _OTHERS == 0}
+    for path in dict.fromkeys(paths):
+        mode, ways = _mode(path), [each for each in path.parents if each in private or not _is_around(each, folder)]
+        if any(stat.S_ISDIR(_mode(each)) and _mode(each) & _OTHERS == 0 for each in ways):
+            continue
+        shown = f"{path} has the mode {stat.S_IMODE(mode):o}, with a umask of 022: other users of the machine may"
+        if stat.S_ISDIR(mode):
+            require(mode & _MAY_WRITE == 0, "8", f"{shown} write there; create it with mode 700")
+        elif (stat.S_ISSOCK(mode) and not secret) or (stat.S_ISREG(mode) and _holds(path, secret)):
+            require(mode & _OTHERS == 0, "8", f"{shown} open it; create it in a folder of mode 700, or with mode 600")
+
+
+def _is_around(path: Path, folder: Path) -> bool:
+    return path in (folder, *folder.parents) or folder in path.parents
+
+
+def _holds(path: Path, secret: bytes) -> bool:
+    return secret in path.read_bytes() if secret else path.stat().st_size > 0
+
+
+def _mode(path: Path) -> int:
+    with suppress(OSError):
+        return path.lstat().st_mode
+    return 0
+
+
+def _open_paths() -> Iterator[Path]:
+    """Yield what this process has open or mapped, which extensions may have created."""
+    from fd_core.testing.connectors.remote import resource_snapshot  # whose package imports the suite
+
+    found = resource_snapshot()
+    yield from (Path(name) for name in (*found.descriptors, *found.mapped) if name.startswith(("/dev/shm/", "/tmp/")))  # noqa: S108
+
+
+@cache
+def _watch() -> None:
+    sys.addaudithook(_note)  # which cannot be removed
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if _made is None:
+        return
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT:
+        _add(arguments[0])
+    elif event == "socket.bind":
+        _add(arguments[1])
+    for at in _PATHS.get(event, ()):
+        _add(arguments[at], arguments[-1])
+
+
+def _add(name: Any, folder: Any = -1) -> None:
+    """Note a path, in the folder of a descriptor if there is one."""
+    if _made is None or not isinstance(name, str | bytes | os.PathLike):
+        return
+    text = os.fsdecode(name)
+    if "__pycache__" in text or text[:1] in ("", "\0", ":"):
+        return
+    with suppress(OSError):
+        base = Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) and folder >= 0 else ""
+        _made[Path(base, text).absolute()] = None
