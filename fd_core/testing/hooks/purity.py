@@ -29,6 +29,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.growth import limited_memory
 from fd_core.testing.kit.law import require
 
 _CLOCKS: Final = {"time": 1, "monotonic": 1, "perf_counter": 1, "time_ns": 10**9, "monotonic_ns": 10**9}
@@ -87,7 +88,8 @@ def _limits() -> dict[str, object]:
     """Return the settings that the kernel keeps for the process."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []  # os.umask would change it for other threads
-    names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE"}  # a server raises it
+    own = {"RLIMIT_NOFILE", "RLIMIT_DATA"}  # which a server raises, and which `limited_memory` sets
+    names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - own
     return {
         "umask": [line for line in lines if line.startswith("Umask")],
         "nice value": os.getpriority(os.PRIO_PROCESS, os.getpid()),
@@ -153,7 +155,7 @@ def unchanged_process() -> Iterator[None]:
     # Otherwise one that seeds the generators would leave them as the check before.
     random.random(), np.random.random(2)  # noqa: S311
     before = {**process_state(), **_AT_START}
-    with np.errstate():  # restores them
+    with limited_memory(), np.errstate():  # restores them
         yield
         found = process_state()
     # A check within another one, as of a case by a test, leaves the generators to the outer one as they were.

@@ -6,21 +6,26 @@ import gc
 import itertools
 import logging
 import os
+import resource
 import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from fd_core.backends.memory import available_memory
 from fd_core.testing.kit.law import broken
 
 _MAX_BYTES: Final = 4
 """Bytes that may remain of each call on average; a list of small numbers takes 8."""
 ROUNDS: Final = (1, 2, 4, 8)
 """Calls of each round, as multiples of those before the first."""
+MAX_SHARE: Final = 0.75
+"""Part of the available memory that a check may take."""
 _clear_names: Final[Callable[[], None]] = next(
     getattr(sys, name) for name in ("_clear_internal_caches", "_clear_type_cache") if hasattr(sys, name)
 )
@@ -50,6 +55,28 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
                 return
     calls = (1 + sum(ROUNDS)) * count
     broken(rule, f"after {calls:,} {what} the process holds {held - before:,} bytes more than after half of them")
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Raise `AssertionError` instead of taking more memory than most of what is available, which is not for one plugin.
+
+    Counts private memory that can be written, as drivers reserve more address space than there is memory.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    held = [int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")]
+    before, share = resource.getrlimit(resource.RLIMIT_DATA), int(MAX_SHARE * available_memory())
+    if not held or resource.RLIM_INFINITY != before[0] < held[0] + share:
+        yield  # an outer limit holds
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (held[0] + share, before[1]))
+    try:
+        yield
+    except MemoryError as error:
+        raise AssertionError(f"it takes more than {share >> 20:,} MiB of memory: {error}") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def count_elements(call: Callable[[], object]) -> int:

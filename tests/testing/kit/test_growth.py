@@ -1,14 +1,19 @@
-"""Memory that stays after calls, and stalls of a call, are noticed; what pytest and other threads do is not."""
+"""Memory that stays, too much of it, and stalls of a call are noticed; what pytest and other threads do is not."""
 
 from __future__ import annotations
 
 import logging
+import mmap
+import resource
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from fd_core.testing.kit.growth import require_bounded, require_no_stall
+from fd_core.backends.memory import available_memory
+from fd_core.testing.hooks.purity import unchanged_process
+from fd_core.testing.kit.growth import limited_memory, require_bounded, require_no_stall
 from fd_core.testing.kit.law import InvariantViolated
 
 LOGGER = logging.getLogger(__name__)
@@ -24,6 +29,16 @@ def test_each_call_that_leaves_a_record_is_noticed() -> None:
     kept: list[str] = []
     with pytest.raises(InvariantViolated, match="bytes more than after half of them"):
         require_bounded(lambda number: kept.append(f"value {number} is gone"), 64, "failures")
+
+
+def test_a_check_cannot_take_all_memory_of_the_machine() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with limited_memory():
+        reserved = mmap.mmap(-1, 2 * available_memory(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+        reserved.close()
+    with pytest.raises(AssertionError, match=r"it takes more than [\d,]+ MiB of memory: "), unchanged_process():
+        np.empty(available_memory(), np.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_only_the_thread_of_a_call_stalls_it() -> None:
