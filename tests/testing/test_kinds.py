@@ -66,7 +66,7 @@ def test_the_memory_test_of_a_kit_calls_every_method_of_the_contract(suite, cont
         if event == "call" and isinstance(frame.f_locals.get("self"), contract):
             called.add(frame.f_code.co_name)
 
-    def use_some(use, *_):
+    def use_some(use, *_, **__):
         sys.setprofile(see)
         try:
             for number in range(8):

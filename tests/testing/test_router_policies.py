@@ -1,5 +1,6 @@
 """The core's router policies pass the kit, and each of these wrong ones fails the case that names its fault."""
 
+import os
 import random
 import struct
 import time
@@ -7,6 +8,7 @@ import zlib
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from time import monotonic
 
 import numpy as np
@@ -323,6 +325,12 @@ class KeepsSessionsInItsClass(RequestNum):
         return super().choose(context)
 
 
+class ReadsWeightsFromAFile(RouterPolicy):
+    def choose(self, context):
+        Path(os.devnull).read_bytes()
+        return context.candidates[0]
+
+
 class WorksOutALambda(RouterPolicy):
     def choose(self, context):
         return context.candidates[context.candidates.once(lambda workers: len(workers) - 1)]
@@ -525,6 +533,7 @@ def without_shrinking(monkeypatch):
         (ImportsTheClock, OTHER, ()),
         (RemembersLoads, FORGETS, ()),
         (KeepsSessionsInItsClass, FORGETS, ()),
+        (ReadsWeightsFromAFile, FORGETS, ()),
         (PacksRequestsAndTokens, LOADS, ("prefill_tokens",)),
         (LooksAtTheFirst1024, LOADS, ("requests",)),
         (CutsNamesOfSessions, NAMES, ("sessions", 33)),

@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -204,6 +205,12 @@ class LogsItsNumbers(LoadPolicy):
         return self.log[-1]
 
 
+class ReadsItsFile(LoadPolicy):
+    def propose(self, load, now):
+        Path(__file__).read_bytes()
+        return super().propose(load, now)
+
+
 class SharesItsTimers(LoadPolicy):
     """All groups have the same state, which is one of the class."""
 
@@ -300,6 +307,7 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (KeepsAllLoads, "test_it_forgets_loads", ()),
         (CachesPressures, "test_it_forgets_loads", ()),
         (LogsItsNumbers, "test_it_forgets_loads", ()),
+        (ReadsItsFile, "test_it_forgets_loads", ()),
         (AddsOnce, FOLLOWS, (40, "mixed")),
         (WindsUp, FOLLOWS, (40, "mixed")),
         (CountsTheGap, FOLLOWS, (40, "mixed")),

@@ -12,7 +12,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, SHARES, Queue, returned, running_of
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import cpu_seconds, require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
@@ -20,6 +20,8 @@ from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
 
 _RUNNING = running_of(CANDIDATES.case("plain").values)
+_CROWD = 50_000
+"""Waiting requests among which no request may be searched."""
 _PATIENCE = 200
 """Admissions of later requests that may precede a request."""
 
@@ -118,14 +120,19 @@ class SchedulingPolicySuite:
 
     @pytest.mark.law("2.6")
     def test_cost_does_not_grow_with_waiting_requests(self) -> None:
-        costs = []
-        for count in (50, 2000):
+        """Count bytecodes, and the CPU time of what runs none, such as a search of a list."""
+        costs, times = [], []
+        for count in (50, 2000, _CROWD):
             policy = self.policy_class()()
             for arrival in range(count):
                 policy.arrived(QueuedRequest(arrival, 10, 10, arrival % 5, f"tenant {arrival}", False))
+            numbers = itertools.count(count)
+            times.append(cpu_seconds(lambda: [_one(policy, next(numbers)) for _ in range(20)]))  # noqa: B023
             costs.append(min(count_bytecodes(lambda: _one(policy, count + number)) for number in range(5)))  # noqa: B023
-        few, many = costs
+        few, many, _ = costs
         require(many <= 1.5 * few + 200, "2.6", f"a request takes {few} bytecodes with 50 waiting, {many} with 2000")
+        what = f"20 requests take {1000 * times[0]:.2f} ms with 50 waiting, {1000 * times[2]:.2f} with {_CROWD:,}"
+        require(times[2] <= 4 * times[0] + 1e-3, "2.6", what)
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(CANDIDATES)

@@ -14,16 +14,22 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
-from unittest import mock
+
+import pytest
 
 from fd_core.backends.memory import available_memory
 from fd_core.testing.kit.law import broken
+from fd_core.testing.kit.privacy import audited
 
 _MAX_BYTES: Final = 4
 """Bytes that may remain of each call on average; a list of small numbers takes 8."""
 ROUNDS: Final = (1, 2, 4, 8)
 """Calls of each round, as multiples of those before the first."""
+_SLEEPS: Final = {time.sleep: "time.sleep", os.fsync: "os.fsync", os.fdatasync: "os.fdatasync", os.sync: "os.sync"}
+_STALLS: Final = ("gc.collect", "open", "socket.connect", "sqlite3.connect", "subprocess.Popen")
+"""Events of a process that take long, whatever they are for."""
 MAX_SHARE: Final = 0.75
 """Part of the available memory that a check may take."""
 _clear_names: Final[Callable[[], None]] = next(
@@ -32,8 +38,12 @@ _clear_names: Final[Callable[[], None]] = next(
 """Clears the interpreter's cache of attributes, which fills at random."""
 
 
-def require_bounded(use: Callable[[int], object], count: int, what: str, rule: str = "3.6") -> None:
+def require_bounded(
+    use: Callable[[int], object], count: int, what: str, rule: str = "3.6", *, may_wait: bool = False
+) -> None:
     """Fail if each of `ROUNDS` of calls of `use` with ever other numbers leaves memory; the first has `count`.
+
+    Unless the plugin `may_wait`, such as for a medium, no later call may stall; see `require_no_stall`.
 
     Each round doubles the number of calls: a table grows in each of them, a cache with a limit is full before the last
     one, and other threads allocate seldom. Counts what Python and numpy allocate, also for classes and modules.
@@ -52,9 +62,15 @@ def require_bounded(use: Callable[[int], object], count: int, what: str, rule: s
         for calls in (each * count for each in ROUNDS):
             before, held = held, held_after(calls)
             if held - before <= calls * _MAX_BYTES:
-                return
-    calls = (1 + sum(ROUNDS)) * count
-    broken(rule, f"after {calls:,} {what} the process holds {held - before:,} bytes more than after half of them")
+                break
+        else:
+            calls = (1 + sum(ROUNDS)) * count
+            more = f"{held - before:,} bytes more than after half of them"
+            broken(rule, f"after {calls:,} {what} the process holds {more}")
+    if not may_wait:
+        require_no_stall(
+            lambda: [use(number) for number in itertools.islice(numbers, count)], f"one of the {what}", rule
+        )
 
 
 @contextmanager
@@ -112,16 +128,16 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
-    """Fail if a call of a step collects garbage, sleeps or waits for a medium, which takes as long in any step.
+    """Fail if a call of a step collects garbage, sleeps, or uses a file or a process, which takes as long in any step.
 
     What other threads do meanwhile is not counted.
     """
     stalls: list[str] = []
     own = threading.get_ident()
 
-    def note(phase: str, _: object) -> None:
-        if phase == "start" and threading.get_ident() == own:
-            stalls.append("gc.collect")
+    def note(name: str, _: object = None) -> None:
+        if threading.get_ident() == own and name in _STALLS:
+            stalls.append(name)
 
     def noted(name: str, function: Any) -> Callable[..., None]:
         def call(*given: Any) -> None:
@@ -132,23 +148,30 @@ def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
 
         return call
 
-    watched = {"time.sleep": time.sleep, "os.fsync": os.fsync, "os.sync": os.sync}
+    def collected(phase: str, _: object) -> None:
+        note("gc.collect" if phase == "start" else "")
+
     was_enabled = gc.isenabled()
     gc.disable()  # so that collections are those of the call
-    gc.callbacks.append(note)
-    patches = [mock.patch(name, noted(name, function)) for name, function in watched.items()]
+    gc.callbacks.append(collected)
     try:
-        for each in patches:
-            each.start()
-        call()
+        with pytest.MonkeyPatch.context() as patch, audited(note):
+            for function, name in _SLEEPS.items():
+                for module, attribute in _imported(function):
+                    patch.setattr(module, attribute, noted(name, function))
+            call()
     finally:
-        for each in patches:
-            each.stop()
-        gc.callbacks.remove(note)
+        gc.callbacks.remove(collected)
         if was_enabled:
             gc.enable()
     if stalls:
         broken(rule, f"{what} calls {', '.join(dict.fromkeys(stalls))}")
+
+
+def _imported(function: object) -> list[tuple[ModuleType, str]]:
+    """Return the globals of all modules that are a function, as after `from time import sleep`."""
+    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    return [(module, name) for module in modules for name, value in [*vars(module).items()] if value is function]
 
 
 @contextmanager

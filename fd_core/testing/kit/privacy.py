@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +17,28 @@ _OTHERS: Final = 0o077
 _MAY_WRITE: Final = 0o022
 _PATHS: Final = {"os.mkdir": (0,), "os.rename": (1,), "os.link": (1,), "sqlite3.connect": (0,)}
 """Which arguments of events name something new."""
-_made: dict[Path, None] | None = None
-"""What the process has created; None while it is not watched."""
+_NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
+"""Functions that are called with audit events."""
+
+
+@contextmanager
+def audited(note: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call a function with each audit event of this process, in the thread that raises it."""
+    _watch()
+    _NOTES.append(note)
+    try:
+        yield
+    finally:
+        _NOTES.remove(note)
+
+
+@cache
+def _watch() -> None:
+    def note_all(event: str, arguments: tuple[Any, ...]) -> None:
+        for note in _NOTES:
+            note(event, arguments)
+
+    sys.addaudithook(note_all)  # which cannot be removed
 
 
 @contextmanager
@@ -28,16 +48,13 @@ def hidden_from_other_users(folder: Path, secret: bytes = b"") -> Iterator[None]
     `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With a
     `secret`, only files that contain it count.
     """
-    global _made
-    _watch()
-    before, mask = set(_open_paths()), os.umask(0o022)
     made: dict[Path, None] = {}
-    _made = made
+    before, mask = set(_open_paths()), os.umask(0o022)
     try:
-        yield
+        with audited(partial(_note, made)):
+            yield
         paths = [*made, *(path for path in _open_paths() if path not in before)]
     finally:
-        _made = None
         os.umask(mask)
     private = {path for path in made if _mode(path) & _OTHERS == 0}
     for path in dict.fromkeys(paths):
@@ -73,29 +90,22 @@ def _open_paths() -> Iterator[Path]:
     yield from (Path(name) for name in (*found.descriptors, *found.mapped) if name.startswith(("/dev/shm/", "/tmp/")))  # noqa: S108
 
 
-@cache
-def _watch() -> None:
-    sys.addaudithook(_note)  # which cannot be removed
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _made is None:
-        return
+def _note(made: dict[Path, None], event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT:
-        _add(arguments[0])
+        _add(made, arguments[0])
     elif event == "socket.bind":
-        _add(arguments[1])
+        _add(made, arguments[1])
     for at in _PATHS.get(event, ()):
-        _add(arguments[at], arguments[-1])
+        _add(made, arguments[at], arguments[-1])
 
 
-def _add(name: Any, folder: Any = -1) -> None:
+def _add(made: dict[Path, None], name: Any, folder: Any = -1) -> None:
     """Note a path, in the folder of a descriptor if there is one."""
-    if _made is None or not isinstance(name, str | bytes | os.PathLike):
+    if not isinstance(name, str | bytes | os.PathLike):
         return
     text = os.fsdecode(name)
     if "__pycache__" in text or text[:1] in ("", "\0", ":"):
         return
     with suppress(OSError):
         base = Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) and folder >= 0 else ""
-        _made[Path(base, text).absolute()] = None
+        made[Path(base, text).absolute()] = None

@@ -781,7 +781,7 @@ class StoreSuite:
             ("threads", len(after.threads) - len(before.threads)),
         ):
             assert grown < 32, f"it holds {grown} {name} more after calls for values that are gone"
-        require_bounded(use, 64, "batches of values that were deleted", "5.5")
+        require_bounded(use, 64, "batches of values that were deleted", "5.5", may_wait=True)
 
     @pytest.mark.law("5.4")
     def test_other_users_of_the_machine_cannot_read_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -456,6 +457,14 @@ class KeepsItsPackInTheModule(NgramDrafter):
 
 
 _PACKS = {}
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class WritesItsDraftsToAFile(NgramDrafter):
+    def propose(self, slots, limit):
+        with open(os.devnull, "a") as file:  # noqa: PTH123
+            print(slots, file=file)
+        return super().propose(slots, limit)
 
 
 @noticed("test_drafts_continue_a_text_that_repeats")

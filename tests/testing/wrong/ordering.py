@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import Counter
 from dataclasses import replace
+from time import sleep
 
 import numpy as np
 
@@ -585,6 +587,36 @@ class KeepsClocksInSixteenBits(FairShare):
 
     def turn(self, flow):
         return super().turn(flow) if flow is None else super().turn(flow) % 2**16
+
+
+class CollectsGarbage(FewestTokens):
+    noticed_by = "test_it_forgets_requests"
+
+    def choose(self, running):
+        gc.collect(0)
+        return super().choose(running)
+
+
+class WaitsForOthers(Fcfs):
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def ended(self, request, num_computed):
+        sleep(1e-6)
+
+
+class SearchesItsList(Fcfs):
+    """Python's list does so in C, without a bytecode."""
+
+    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+
+    def __init__(self):
+        self._waiting = []
+
+    def arrived(self, request):
+        self._waiting.append(request.arrival)
+
+    def admitted(self, request):
+        self._waiting.remove(request.arrival)
 
 
 def _faults(base: type) -> list[type]:
