@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -13,11 +14,14 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Array, Ops
+from fd_core.ops.contract import Array, Lora, Ops, StepInput
 from fd_core.testing.axes.covering import Allowed, Axis, Case
 from fd_core.testing.axes.parts import Edge, Part, sizes_at
 from fd_core.testing.models.arrays import assert_same, other_values
 
+_Kept = defaultdict[str, deque[Any]]
+"""Arrays from the host by the name of their operation, and steps, in order."""
+_TRIES: Final = 8
 _STREAMS: Final = ("project_residual", "moe_residual", "settle")
 """Operations whose results are the residual stream, which later operations on it may write into."""
 _UPLOADS: Final = ("from_host", "states_from_host")
@@ -46,15 +50,17 @@ def operation_part(
     with each call repeated.
 
     So it fails for a pack that keeps what it should compute anew, or that computes in memory which is still in use.
+    Arrays and steps get the identities of those before, so that a pack fails which recognizes inputs by `id`.
     The axes of `edges` are the sizes themselves, unless `sizes` is among the other fields of the part.
     """
 
     def check_reuse(ops: Ops, case: Case) -> None:
         if not case["again"]:
             return check(ops, case)
+        keeping = _KeepingOps(ops)
         with other_values():
-            check(ops, case)
-        repeating = RepeatingOps(ops)
+            check(cast(Ops, keeping), case)
+        repeating = RepeatingOps(ops, keeping.kept)
         check(cast(Ops, repeating), case)
         return repeating.check_kept()
 
@@ -62,20 +68,48 @@ def operation_part(
     return Part(name, every, check_reuse, allowed, edges, **{"sizes": sizes_at(edges), **others})
 
 
-class RepeatingOps:
-    """A pack whose operations are called twice, with another call between; both times they return the same bits.
-
-    Arrays keep their values until an operation that may write into them takes them. Raises `AssertionError`.
-    """
+class _KeepingOps:
+    """A pack that keeps the arrays from the host, and the steps that its operations are given."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
+        self.kept: _Kept = defaultdict(deque)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ops, name)
+        return partial(self._call, name, found) if name in _UPLOADS or name in _SIGNATURES else found
+
+    def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        result = call(*arguments, **named)
+        if name in _UPLOADS:
+            self.kept[name].append(result)
+        for value in (*arguments, *named.values()):
+            step = value.step if isinstance(value, Lora) else value
+            if isinstance(step, StepInput) and not any(step is each for each in self.kept["step"]):
+                self.kept["step"].append(step)
+        return result
+
+
+class RepeatingOps:
+    """A pack whose operations are called twice, with another call between; both times they return the same bits.
+
+    Arrays keep their values until an operation that may write into them takes them. Arrays from the host and steps take
+    the places in memory of those of `former`, in the same order, and so their identities. Raises `AssertionError`.
+    """
+
+    def __init__(self, ops: Ops, former: _Kept) -> None:
+        self._ops = ops
+        self._former = former
+        for step in former["step"]:
+            for each in fields(step):
+                object.__setattr__(step, each.name, None)  # its arrays end before it
         self._kept: dict[int, tuple[str, Array, npt.NDArray[Any]]] = {}
+        self._steps: dict[int, tuple[StepInput, StepInput]] = {}
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
         if name in _UPLOADS:
-            return lambda array: self._keep("an array from the host", found(array))
+            return lambda array: self._keep("an array from the host", self._in_place(name, lambda: found(array.copy())))
         if name not in _SIGNATURES or name.startswith(("prepare_", "tied_", "all_")):
             return found
         return partial(self._call, name, found)
@@ -89,10 +123,31 @@ class RepeatingOps:
         self._kept[id(array)] = what, array, self._values(array)
         return array
 
+    def _in_place(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return an object with the identity of the next former one of `name`, if the allocator allows."""
+        if not (former := self._former[name]):
+            return make()
+        missed: list[Any] = []
+        identity = id(former[0])
+        former.popleft()
+        while id(made := make()) != identity and len(missed) < _TRIES:
+            missed.append(made)
+        return made
+
+    def _step_of(self, value: Any) -> Any:
+        if isinstance(value, Lora):
+            return replace(value, step=self._step_of(value.step))
+        if not isinstance(value, StepInput):
+            return value
+        if id(value) not in self._steps:
+            self._steps[id(value)] = value, self._in_place("step", lambda: replace(value))
+        return self._steps[id(value)][1]
+
     def _values(self, array: Array) -> npt.NDArray[Any]:
         return np.array(self._ops.to_host(array))
 
     def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        arguments = tuple(map(self._step_of, arguments))
         given = _SIGNATURES[name].bind(self, *arguments, **named)
         written = {each: given.arguments[each] for each in _MAY_WRITE[name]}
         is_repeated = name not in _STREAMS and all(id(array) in self._kept for array in written.values())
