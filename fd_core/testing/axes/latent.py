@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from fd_core.models.families.spec import DecoderSpec
-from fd_core.ops.contract import Heads, KVShape, Latent, Norm, Ops, Rope
+from fd_core.ops.contract import Heads, KVShape, Latent, Norm, Ops, Rope, StepInput
 from fd_core.ops.numpy.kv_int8 import dequantize_latent, quantize_latent
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
@@ -26,17 +27,20 @@ from fd_core.testing.models.arrays import (
     raw,
     step_input,
 )
+from fd_core.types import IntArray
 
 _AXES: Final = (
-    Axis("decodes", (2, 0, 1, 5, 33), rare=({"decodes": 1640, "heads": 40},)),
+    Axis("decodes", (2, 0, 1, 5, 33, 193), rare=({"decodes": 1640, "heads": 40},)),
+    Axis("drafts", (0, 1, 3)),
+    Axis("uniform", (False, True)),
     Axis("chunk", (0, 2, 17, 130)),
-    Axis("context", (9, 1, 129, 601, 1030)),
-    Axis("heads", (3, 1, 2, 16, 40)),
+    Axis("context", (9, 1, 129, 601, 1030, 4097), rare=({"context": 32_769, "heads": 16},)),
+    Axis("heads", (3, 1, 2, 16, 40, 128), rare=({"heads": 128, "latent": 512, "rotated": 64, "key": 128},)),
     Axis("latent", (24, 8, 17, 64, 512), ("Heads.latent", "KVShape.latent", "Latent.norm")),
     Axis("rotated", (8, 2, 6, 64)),
-    Axis("key", (12, 3, 32, 128), ("Latent.absorb",)),
-    Axis("value", (10, 1, 32, 128), ("Latent.expand",)),
-    Axis("query_rank", (None, 20), ("Latent.q_norm", "Latent.q_up")),
+    Axis("key", (12, 3, 32, 128, 192), ("Latent.absorb",)),
+    Axis("value", (10, 1, 32, 128, 256), ("Latent.expand",)),
+    Axis("query_rank", (None, 20, 1536), ("Latent.q_norm", "Latent.q_up")),
     Axis("interleaved", (True, False), needs="interleaved_rope"),
     Axis("block_size", (8, 1, 5, 64), rare=({"block_size": 4096},)),
     Axis("kv_dtype", ("auto", "int8")),
@@ -49,8 +53,9 @@ _HIDDEN: Final = 38
 
 
 def _rows_of(case: Case) -> list[tuple[int, int]]:
-    context, chunk = int_of(case, "context"), int_of(case, "chunk")
-    rows = [(1, context if index == 0 else 1 + 37 * index % 64) for index in range(int_of(case, "decodes"))]
+    context, chunk, tokens = int_of(case, "context"), int_of(case, "chunk"), 1 + int_of(case, "drafts")
+    contexts = [1 + 37 * index % 64 if index else context for index in range(int_of(case, "decodes"))]
+    rows = [(tokens, max(tokens, each)) for each in contexts]
     return [*rows, *([(chunk, chunk + context - 1), (chunk // 2, chunk // 2)] if chunk else [])]
 
 
@@ -87,9 +92,9 @@ class _LatentOn:
         self.count = int(used.sum()) + 1
         tables = np.zeros((len(rows), used.max()), np.int32)
         tables[np.arange(used.max()) < used[:, None]] = generator(7).permutation(self.count)[: used.sum()]
-        step = step_input(rows, size, tables)
-        self.slots, self.step = step.kv_slots, on_device(ops, step)
         self._rows, self._tables = rows, tables
+        self.slots = step_input(rows, size, tables).kv_slots
+        self.step = self._step(tables)
         shape = KVShape(2, 1, d, block_size=size, dtype=str(case["kv_dtype"]), latent=latent)
         self.cache = ops.allocate_kv(shape, self.count)
         history: Any = make(self.count, 2, 1, size, 1, d)
@@ -106,6 +111,10 @@ class _LatentOn:
         self.import_cache(history)
         self.x = make(sum(count for count, _ in rows), _HIDDEN)
 
+    def _step(self, tables: IntArray) -> StepInput:
+        step = on_device(self.ops, step_input(self._rows, int_of(self.case, "block_size"), tables))
+        return replace(step, uniform=bool(self.case["uniform"]))
+
     def exported(self) -> Any:
         return self.cache.export_blocks(np.arange(self.count, dtype=np.int32))
 
@@ -118,7 +127,7 @@ class _LatentOn:
         self.import_cache(np.zeros_like(held))
         self.cache = self.ops.allocate_kv(self.cache.shape, self.count)
         self.cache.import_blocks(places, held)
-        self.step = on_device(self.ops, step_input(self._rows, self.cache.shape.block_size, places[self._tables]))
+        self.step = self._step(places[self._tables])
 
     def values(self, blocks: Any) -> Floats:
         """Return the vectors of exported blocks in float32."""
@@ -164,10 +173,14 @@ def check_latent(ops: Ops, case: Case) -> None:
 
 def _allowed(case: Case) -> bool:
     rows, d = _rows_of(case), int_of(case, "latent") + int_of(case, "rotated")
+    if case["uniform"] and case["chunk"]:
+        return False
     scores = sum(count * context for count, context in rows) * int_of(case, "heads")
     blocks = sum(-(-context // int_of(case, "block_size")) for _, context in rows) * int_of(case, "block_size")
     tokens = sum(count for count, _ in rows)
     weights = int_of(case, "heads") * int_of(case, "latent") * (int_of(case, "key") + int_of(case, "value"))
+    if case["query_rank"] is not None:
+        weights += int_of(case, "heads") * int_of(case, "query_rank") * (int_of(case, "key") + int_of(case, "rotated"))
     return bool(rows) and scores * d < 2e7 and blocks * d < 3e5 and tokens * weights < 2e8
 
 

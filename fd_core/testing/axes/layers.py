@@ -83,7 +83,10 @@ AXES: Final = (
         "window",
         (None, 1, 7, 128, 1030),
         ("Heads.window",),
-        rare=({"window": 4097, "context": 8200, "chunk": 17, "kv_heads": 1},),
+        rare=(
+            {"window": 4097, "context": 8200, "chunk": 17, "kv_heads": 1},
+            {"window": 8192, "context": 12_300, "chunk": 17, "kv_heads": 1, "chunked": True},
+        ),
         needs="window",
     ),
     Axis("chunked", (False, True), ("Heads.chunked",), needs="chunks"),

@@ -22,6 +22,8 @@ from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.process.messages import Sleep
 from fd_core.errors import ConfigError, FdError
+from fd_core.ops.contract import KVShape, Ops
+from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
@@ -244,6 +246,32 @@ def arrays_of(model: object, ops: object) -> Iterator[Any]:
             yield each
         else:
             left += gc.get_referents(each)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_cache_takes_the_memory_of_its_shape(
+    ops: Ops, require: Callable[..., None], head_dim: int, kv_dtype: str
+) -> None:
+    """An engine divides the free memory by `KVShape.bytes_per_block`, which padded heads would exceed."""
+    require("primitives", "kv_transfer")
+    if kv_dtype not in ("auto", *ops.kv_dtypes):
+        lacks("it has no 8-bit cache")
+    shape, count = KVShape(2, 2, head_dim, block_size=16, dtype=kv_dtype), 512
+    cache = ops.allocate_kv(shape, count)
+    taken = sum(dict(map(storage_of, arrays_of(cache, ops))).values())
+    right = count * shape.bytes_per_block(ITEM_BYTES[ops.dtype])
+    assert taken <= 1.1 * right + 2**16, f"{count} blocks of {right:,} bytes take {taken:,}"
+
+
+def storage_of(array: Any) -> tuple[int, int]:
+    """Return the identity and the bytes of the memory of an array."""
+    while isinstance(getattr(array, "base", None), np.ndarray):
+        array = array.base
+    if not hasattr(array, "untyped_storage"):
+        return id(array), array.nbytes
+    storage = array.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:

@@ -584,12 +584,32 @@ class _ExportsFromACopy(NumpyKVCache):
         return whole[blocks]
 
 
-@wrong("reference", "kv:test_cost_of_a_copy*")
+@wrong("reference", "kv:test_cost_of_a_block*")
 class BringsTheWholePoolInOrder:
     """An export of a block makes the whole cache contiguous first."""
 
     def allocate_kv(self, shape, num_blocks):
         return _ExportsFromACopy(shape, num_blocks)
+
+
+@wrong("reference", "kv:test_cost_of_a_block*")
+class WritesACopyOfTheLayer:
+    """A write makes a new array of a layer of the whole pool, as a functional scatter does."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        whole = layer.copy()
+        super().write_kv(whole, k, v, kv_slots)
+        layer[...] = whole
+
+
+@wrong("reference", "lifetime:test_cache_takes_the_memory_of_its_shape*")
+class PadsHeadsTo128:
+    """Twice the memory that the engine divides into blocks, with heads of 64 elements."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        cache.padding = np.ones(cache._data.nbytes * max(0, 128 - shape.head_dim) // shape.head_dim, np.uint8)
+        return cache
 
 
 @wrong("reference", "attention:test_attention_reads*")

@@ -269,6 +269,79 @@ class ConsumesRejectedTokens(NumpyOps):
             return super().recur(x, recurrent, layer, step)
 
 
+@shown_by("recurrent", rule="delta", chunk=300)
+class ForgetsTheConvolutionBetweenTiles(NumpyOps):
+    """Prompts are computed in tiles of 64 tokens; the first tokens of the later ones convolve zeros."""
+
+    def recur(self, x, recurrent, layer, step):
+        found, right = super().recur(x, recurrent, layer, step), x.copy()
+        for row, begin in enumerate(step.query_start[:-1].tolist()):
+            right[begin + 63 : step.query_start[row + 1] : 64] = 0
+        firsts = np.concatenate(
+            [np.arange(begin + 64, end, 64) for begin, end in zip(step.query_start, step.query_start[1:], strict=False)]
+        ).astype(int)
+        found[firsts] = super().recur(right, recurrent, layer.copy(), step)[firsts]
+        return found
+
+
+@shown_by("recurrent", key_dim=128)
+class ReadsSixtyFourElementsOfKeys(NumpyOps):
+    def recur(self, x, recurrent, layer, step):
+        if recurrent.rule == "delta" and recurrent.key_dim > 64:
+            x = x.copy()
+            x[:, 64 : recurrent.key_dim] = 0
+        return super().recur(x, recurrent, layer, step)
+
+
+@shown_by("recurrent", again=True, rule="delta")
+class KeepsTheDecayOfAShape(NumpyOps):
+    """The exponential of the decay is computed for the first layer of each size."""
+
+    def recur(self, x, recurrent, layer, step):
+        if recurrent.decay is not None:
+            kept = self.__dict__.setdefault("decays", {}).setdefault(recurrent.decay.shape, recurrent.decay)
+            recurrent = replace(recurrent, decay=kept)
+        return super().recur(x, recurrent, layer, step)
+
+
+@shown_by("latent", context=4097)
+class LosesTheLastSplitOfLatents(NumpyOps):
+    """A context above 2,048 is split, and the part after the last full split is never added."""
+
+    def paged_attention(self, q, layer, heads, step):
+        if heads.latent is None or step.max_query > 1:
+            return super().paged_attention(q, layer, heads, step)
+        whole = np.where(step.context_len > 2048, step.context_len // 2048 * 2048, step.context_len)
+        return super().paged_attention(q, layer, heads, replace(step, context_len=whole.astype(np.int32)))
+
+
+@shown_by("latent", heads=128)
+class AttendsWithSixtyFourHeadsAtMost(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        found = super().paged_attention(q, layer, heads, step)
+        if heads.latent is not None:
+            found.reshape(len(q), heads.num_heads, -1)[:, 64:] = 0
+        return found
+
+
+@shown_by("latent", drafts=3, uniform=True)
+class TakesUniformStepsOfLatentsForSingleTokens(NumpyOps):
+    """Uniform steps are replayed with one token per row."""
+
+    def paged_attention(self, q, layer, heads, step):
+        found = super().paged_attention(q, layer, heads, step)
+        if heads.latent is not None and step.uniform and step.max_query > 1:
+            found[:: step.max_query] = found[step.max_query - 1 :: step.max_query]
+        return found
+
+
+@shown_by("layer", window=8192)
+class KeepsChunksOfAttentionIn13Bits(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        window = heads.window and (heads.window & 8191 or 8191)
+        return super().paged_attention(q, layer, replace(heads, window=window), step)
+
+
 @shown_by("recurrent", moved=True)
 class KeepsStatesInAnArrayOfTheirOwn(NumpyOps):
     """Copies of blocks have no states, which are in an array for each layer instead."""
