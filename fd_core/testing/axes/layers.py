@@ -320,7 +320,9 @@ def cases_of_model(model: DecoderSpec) -> list[Case]:
     kinds = dict.fromkeys(
         tuple(_layer_case(model, layer.attention, layer.feed_forward).items())
         for layer in model.layers
-        if isinstance(layer.attention, AttentionSpec) and layer.feed_forward is not None
+        if isinstance(layer.attention, AttentionSpec)
+        and layer.attention.latent is None
+        and layer.feed_forward is not None
     )
     return [{**dict(kind), **step} for kind in kinds for step in _MODEL_STEPS]
 
@@ -347,8 +349,11 @@ def _layer_case(model: DecoderSpec, attention: AttentionSpec, block: MlpSpec | M
         "pre_norm": attention.norm is not None,
         "post_norm": attention.post_norm is not None,
         "biases": attention.qkv.bias,
-        "activation": "silu" if model.activation == "clamped_swiglu" else model.activation,
     }
+    if block.gated and model.activation != "clamped_swiglu":
+        case["activation"] = model.activation
+    elif not block.gated:
+        case["ungated_experts" if isinstance(block, MoeSpec) else "ungated"] = model.activation
     halved, smallest = "inner", 128
     if isinstance(block, MoeSpec):
         halved, smallest = "experts", 2 * block.top_k * block.groups
