@@ -17,7 +17,7 @@ import pytest
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
-from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity, lowest
+from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity, least, lowest
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
@@ -465,6 +465,13 @@ class TimesSessionsFromTheirFirstUse(SessionAffinity):
         self._homes.put = lambda key, *rest: key in self._homes._entries or put(key, *rest)
 
 
+class LooksAtThePrefixFirst(RouterPolicy):
+    uses_prefix = True
+
+    def choose(self, context):
+        return least(context.candidates, lambda each: (-each.hits, each.load.requests), context.random)
+
+
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
@@ -539,6 +546,7 @@ def without_shrinking(monkeypatch):
         (CutsNamesOfSessions, NAMES, ("sessions", 33)),
         (CutsUrls, NAMES, ("urls", 65)),
         (TimesSessionsFromTheirFirstUse, DURATION, ()),
+        (LooksAtThePrefixFirst, "test_a_cached_prefix_does_not_outweigh_every_load", ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

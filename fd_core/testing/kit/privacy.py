@@ -16,7 +16,7 @@ from fd_core.testing.kit.law import require
 _OTHERS: Final = 0o077
 _MAY_WRITE: Final = 0o022
 _PATHS: Final = {"os.mkdir": (0,), "os.rename": (1,), "os.link": (1,), "sqlite3.connect": (0,)}
-"""Which arguments of events name something new."""
+"""Positions of the arguments that name something new, by event."""
 _NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
 """Functions that are called with audit events."""
 

@@ -207,6 +207,18 @@ class RouterPolicySuite:
                 )
 
     @pytest.mark.law("7.2")
+    def test_a_cached_prefix_does_not_outweigh_every_load(self) -> None:
+        """Send prompts that share a prefix to idle workers and to a busy one that holds it."""
+        if not self.policy_class().uses_prefix:
+            lacks("the policy reads no prefixes")
+        policy, busy = self.new_policy(), WorkerLoad(100_000, 100_000, 100_000_000)
+        for number, draw in enumerate((0.0, 0.25, 0.5, 0.75, 0.99)):
+            there = [(_worker(at, at), WorkerLoad(0, 0, 0) if at else busy, 0 if at else _BLOCKS) for at in range(4)]
+            assert policy.choose(self.shown(there, draw, prompt=number)).worker != _worker(0, 0), (
+                f"of four workers, three of them idle, it chose the one with {busy.requests:,} requests for its prefix"
+            )
+
+    @pytest.mark.law("7.2")
     @pytest.mark.parametrize("what", ["sessions", "urls"])
     @pytest.mark.parametrize("length", [33, 65, 257, 4097])
     def test_long_names_that_differ_in_one_character_spread_like_short_ones(self, what: str, length: int) -> None:

@@ -46,7 +46,9 @@ def dominated(tmp_path, request):
     return write_gguf(tmp_path / "dominated.gguf", values=values, tensors=tensors)
 
 
-@pytest.mark.parametrize("dominated", [pytest.param("Q4_0", marks=pytest.mark.soak), "Q8_0", "Q4_K", "BF16"], indirect=True)
+@pytest.mark.parametrize(
+    "dominated", [pytest.param("Q4_0", marks=pytest.mark.soak), "Q8_0", "Q4_K", "BF16"], indirect=True
+)
 def test_loading_needs_at_most_a_fifth_more_than_the_file(dominated):
     if load_native_ops("bfloat16", 1) is None:
         pytest.skip("the native kernels cannot be built here")
