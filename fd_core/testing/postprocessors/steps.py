@@ -44,7 +44,7 @@ AXES: Final = (
     ),
     Axis("k", (3, 0, 1, 2, *range(4, 17)), ("Postprocess.limits",)),
     Axis("rows", ("half", "none", "one", "two-thirds", "all-but-one", "all"), ("Postprocess.token_matrix.sampled",)),
-    Axis("revoked", ("half", "none", "one", "rest-but-one", "rest"), ("Postprocess.token_matrix.revoked",)),
+    Axis("revoked", ("half", "none", "one", "rest-but-one", "rest", "random"), ("Postprocess.token_matrix.revoked",)),
     Axis("order", ("random", "kept", "ascending", "descending"), ("Postprocess.token_matrix.slots",)),
     Axis("accepted", ("random", "none", "all", "all-but-one", "in-turn"), ("Postprocess.token_matrix.accepted",)),
     Axis(
@@ -125,9 +125,8 @@ def _counts(case: Case, slots: int, step: int, period: int, rng: np.random.Gener
         "growing": max(0, last - to_go),
     }[str(case["before"])]
     rest = slots - rows
-    return rows, min(
-        rest, {"none": 0, "one": 1, "half": rest // 2, "rest-but-one": max(0, rest - 1)}.get(str(case["revoked"]), rest)
-    )
+    revoked = {"none": 0, "one": 1, "half": rest // 2, "rest-but-one": max(0, rest - 1), "rest": rest}
+    return rows, min(rest, revoked.get(str(case["revoked"]), int(rng.integers(0, rest + 1))))
 
 
 def _rows(case: Case, order: IntArray, rows: int, revoked: int, k: int, rng: np.random.Generator) -> SampledRows:

@@ -251,6 +251,24 @@ class ReplaysTheStepOfItsShape(NumpyPostprocess):
         return super().token_matrix(*self._captured.setdefault(shapes, given))
 
 
+@breaks("1.2", "matrix")
+class CompilesANumberOfRevocations(NumpyPostprocess):
+    """A function for each number of rows, which is compiled for the revocations of its first step."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._compiled = {}
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        compute = super().token_matrix
+
+        def make(count):
+            return lambda *rows, revoked: compute(*rows, revoked[:count])
+
+        made = self._compiled.setdefault(len(slots), make(len(revoked)))
+        return made(sampled, accepted, slots, revoked=revoked)
+
+
 @breaks("8", "matrix")
 class WritesIntoTheSampledTokens(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
