@@ -15,7 +15,7 @@ import numpy as np
 from fd_core.errors import PluginError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
+from fd_core.router.policies import FEW, Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.prefix_index import (
     HashedPrompt,
     PrefixesInFlight,
@@ -207,14 +207,12 @@ class Placer:
         self, role: Role, pool: WorkerPool, request: RouteRequest, keys: tuple[bytes, ...], now: float, random: float
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
-        loads, seen = self.loads.at(pool.indices), keys if policy.uses_prefix else ()
-        held = expected = None
+        seen = keys if policy.uses_prefix else ()
+        holding = computing = None
         if policy.uses_prefix:
-            holding = self._held(request, keys, now)
-            held = holding.take(pool.indices)
-            computing = self.in_flight.match(keys)
-            expected = held if computing is None else np.maximum(holding, computing).take(pool.indices)
-        candidates = Candidates(pool.workers, loads, held, expected_hits=expected, worked_out=pool.worked_out)
+            holding, computing = self._held(request, keys, now), self.in_flight.match(keys)
+        make = _few if len(pool) <= FEW else _many
+        candidates = make(pool, self.loads, holding, computing)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
             return pool.members[candidates.index(chosen)], chosen
@@ -222,10 +220,10 @@ class Placer:
             what = f"router policy {self.config.policy_of(role)} chose {chosen!r:.200}"
             raise PluginError(f"{what}, which is not a candidate") from None
 
-    def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers:
-        """Return the leading blocks that each worker reports to hold, or served if it does not report."""
+    def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers | None:
+        """Return the leading blocks that each worker reports to hold, or served if it does not report; None if zero."""
         if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
-            return self.index.match(keys, now)
+            return self.index.match(keys, now) if self.index.holds(keys) else None
         held_tokens, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
         held = held_tokens // self.hasher.block_size
         return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
@@ -234,6 +232,26 @@ class Placer:
         """Return the adapter that a request names, empty if no worker reports its model as an adapter."""
         name = request.model or ""
         return name if name in self._adapters else ""
+
+
+def _few(pool: WorkerPool, loads: WorkerLoads, held: Numbers | None, computing: Numbers | None) -> Candidates:
+    """Return the candidates of a small pool, for which a call of numpy takes longer than a loop."""
+    made = []
+    for worker, index in zip(pool.workers, pool.indices.tolist(), strict=True):
+        hits = 0 if held is None else int(held[index])
+        expected = hits if computing is None else max(hits, int(computing[index]))
+        made.append(Candidate(worker, loads.of(worker), hits, expected))
+    return Candidates.of(made, worked_out=pool.worked_out)
+
+
+def _many(pool: WorkerPool, loads: WorkerLoads, held: Numbers | None, computing: Numbers | None) -> Candidates:
+    hits = None if held is None else held.take(pool.indices)
+    expected = hits
+    if computing is not None:
+        expected = computing.take(pool.indices)
+        expected = expected if hits is None else np.maximum(hits, expected)
+    at = loads.at(pool.indices)
+    return Candidates(pool.workers, at, hits, expected_hits=expected, worked_out=pool.worked_out)
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:

@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+FEW: Final = 16
+"""Number of candidates up to which they are compared one by one: a call of numpy takes longer than that."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -69,9 +71,6 @@ class Candidates(Sequence[Candidate]):
         "_made",
         "_whole",
         "_worked_out",
-        "prefill_tokens",
-        "requests",
-        "waiting",
         "workers",
     )
 
@@ -87,14 +86,8 @@ class Candidates(Sequence[Candidate]):
         for given in (loads, hits, expected_hits):
             if given is not None:
                 given.setflags(write=False)
-        self.workers: Final = workers
-        self._loads = loads
-        self.requests: Numbers = loads[0]
-        """Requests in flight of each."""
-        self.waiting: Numbers = loads[1]
-        """Requests in flight whose answer has not begun, of each."""
-        self.prefill_tokens: Numbers = loads[2]
-        """Prompt tokens that each has to compute for requests whose answer has not begun."""
+        self.workers = workers
+        self._loads: Numbers | None = loads
         self._hits = hits
         self._expected_hits = hits if expected_hits is None else expected_hits
         self._made: dict[int, Candidate] = {}
@@ -102,24 +95,55 @@ class Candidates(Sequence[Candidate]):
         self._worked_out: dict[Callable[..., Any], Any] = {} if worked_out is None else worked_out
 
     @classmethod
-    def of(cls, candidates: Iterable[Candidate]) -> Self:
-        """Return these candidates."""
-        whole = tuple(candidates)
-        loads = np.array([msgspec.structs.astuple(each.load) for each in whole], np.int64).T
-        hits, expected = (np.array([*map(attrgetter(name), whole)], np.int64) for name in ("hits", "expected_hits"))
-        made = cls(tuple(each.worker for each in whole), loads, hits, expected)
-        made._whole = whole
+    def of(cls, candidates: Iterable[Candidate], worked_out: dict[Callable[..., Any], Any] | None = None) -> Self:
+        """Return these candidates; their columns are made on access."""
+        made = cls.__new__(cls)
+        made._whole = whole = tuple(candidates)
+        made.workers = tuple([each.worker for each in whole])
+        made._loads = made._hits = made._expected_hits = None
+        made._made = {}
+        made._worked_out = {} if worked_out is None else worked_out
         return made
+
+    @property
+    def requests(self) -> Numbers:
+        """Requests in flight of each."""
+        return self._column(0)
+
+    @property
+    def waiting(self) -> Numbers:
+        """Requests in flight whose answer has not begun, of each."""
+        return self._column(1)
+
+    @property
+    def prefill_tokens(self) -> Numbers:
+        """Prompt tokens that each has to compute for requests whose answer has not begun."""
+        return self._column(2)
 
     @property
     def hits(self) -> Numbers:
         """Leading prompt blocks that each is believed to hold; 0 unless the policy sets `uses_prefix`."""
+        self._columns()
         return np.zeros(len(self.workers), np.int64) if self._hits is None else self._hits
 
     @property
     def expected_hits(self) -> Numbers:
         """Leading prompt blocks that each holds or computes for another request; at least `hits`."""
+        self._columns()
         return np.zeros(len(self.workers), np.int64) if self._expected_hits is None else self._expected_hits
+
+    def _column(self, index: int) -> Numbers:
+        column: Numbers = self._columns()[index]
+        return column
+
+    def _columns(self) -> Numbers:
+        if self._loads is None:
+            whole = self._all()
+            rows = [(*msgspec.structs.astuple(each.load), each.hits, each.expected_hits) for each in whole]
+            columns = np.array(rows, np.int64).T
+            columns.setflags(write=False)
+            self._loads, self._hits, self._expected_hits = columns[:3], columns[3], columns[4]
+        return self._loads
 
     def once(self, work_out: Callable[[tuple[RouterWorker, ...]], _T]) -> _T:
         """Return `work_out(workers)`, which is called once for as long as these workers are the candidates.
@@ -144,7 +168,7 @@ class Candidates(Sequence[Candidate]):
         position = range(len(self.workers))[index]
         made = self._made.get(position)
         if made is None:
-            load = WorkerLoad(*self._loads[:, position].tolist())
+            load = WorkerLoad(*self._columns()[:, position].tolist())
             hits = 0 if self._hits is None else int(self._hits[position])
             expected = 0 if self._expected_hits is None else int(self._expected_hits[position])
             made = self._made[position] = Candidate(self.workers[position], load, hits, expected)
@@ -162,7 +186,7 @@ class Candidates(Sequence[Candidate]):
 
     def _all(self) -> tuple[Candidate, ...]:
         if self._whole is None:
-            loads = map(WorkerLoad, *self._loads.tolist())
+            loads = map(WorkerLoad, *self._columns().tolist())
             whole = [*map(Candidate, self.workers, loads, self.hits.tolist(), self.expected_hits.tolist())]
             for position, made in self._made.items():
                 whole[position] = made
@@ -237,6 +261,22 @@ def lowest(candidates: Candidates, random: float, *columns: npt.NDArray[Any]) ->
     return candidates[int(best[int(random * len(best))])]
 
 
+_Score = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
+"""Key of a candidate from its requests, waiting requests, prefill tokens and expected hits; or columns from columns."""
+
+
+def _smallest(context: RoutingContext, score: _Score) -> Candidate:
+    seen = context.candidates
+    if len(seen) <= FEW:
+        return least(
+            seen,
+            lambda one: score(one.load.requests, one.load.waiting, one.load.prefill_tokens, one.expected_hits),
+            context.random,
+        )
+    columns = score(seen.requests, seen.waiting, seen.prefill_tokens, seen.expected_hits)
+    return lowest(seen, context.random, *columns)
+
+
 class Random(RouterPolicy):
     """Any worker, each with the same chance."""
 
@@ -299,21 +339,21 @@ class MetricsScore(RouterPolicy):
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest weighted sum."""
-        seen = context.candidates
-        score = seen.requests - seen.waiting + self.config.waiting_weight * seen.waiting
-        return lowest(seen, context.random, score, seen.prefill_tokens, seen.requests)
+        weight = self.config.waiting_weight
+        return _smallest(
+            context,
+            lambda requests, waiting, tokens, _: (requests - waiting + weight * waiting, tokens, requests),
+        )
 
 
 def fewest_requests(context: RoutingContext) -> Candidate:
     """Return the candidate with the fewest requests, then with the fewest prefill tokens."""
-    seen = context.candidates
-    return lowest(seen, context.random, seen.requests, seen.prefill_tokens)
+    return _smallest(context, lambda requests, _, tokens, __: (requests, tokens))
 
 
 def fewest_tokens(context: RoutingContext) -> Candidate:
     """Return the candidate with the fewest prefill tokens, then with the fewest requests."""
-    seen = context.candidates
-    return lowest(seen, context.random, seen.prefill_tokens, seen.requests)
+    return _smallest(context, lambda requests, _, tokens, __: (tokens, requests))
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -383,17 +423,26 @@ class CacheAware(RouterPolicy):
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
-        seen = context.candidates
-        largest = int(seen.requests[seen.requests.argmax()])  # takes less than `max`
-        if largest > self.config.balance_abs_threshold:
-            apart = largest - int(seen.requests.min())
-            if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
-                return fewest_tokens(context)
+        config, seen = self.config, context.candidates
+        if len(seen) > FEW:
+            requests = seen.requests
+            least, most = (
+                int(requests[requests.argmin()]),
+                int(requests[requests.argmax()]),
+            )  # less than `min` and `max`
+        else:
+            counts = [each.load.requests for each in seen]
+            least, most = min(counts), max(counts)
+        if most - least > max(config.balance_abs_threshold, config.balance_rel_threshold * most):
+            return fewest_tokens(context)
 
-        of_hits = self.config.hit_ratio_weight * _MISSING_WEIGHT * self.config.cache_block_size
-        load = seen.prefill_tokens + seen.requests * _REQUEST_TOKENS
+        of_hits = config.hit_ratio_weight * _MISSING_WEIGHT * config.cache_block_size
+        of_load = config.load_balance_weight
         # The length of the prompt is the same for all.
-        return lowest(seen, context.random, load * self.config.load_balance_weight - seen.expected_hits * of_hits)
+        return _smallest(
+            context,
+            lambda requests, _, tokens, hits: ((tokens + requests * _REQUEST_TOKENS) * of_load - hits * of_hits,),
+        )
 
 
 class PrefixHash(RouterPolicy):

@@ -167,6 +167,10 @@ class PrefixIndex:
         if len(held) > self._capacity:
             self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
 
+    def holds(self, keys: Sequence[bytes]) -> bool:
+        """Return True if some worker may hold the first block of a prompt."""
+        return bool(keys) and keys[0] in self._holders
+
     def match(self, keys: Sequence[bytes], now: float) -> Numbers:
         """Return how many leading blocks each worker is believed to hold, by index."""
         self.sweep(now)

@@ -109,7 +109,7 @@ class WorkerLoads:
 
     def add(self, worker: RouterWorker, load: WorkerLoad) -> None:
         """Count `load` on `worker`."""
-        self._set(worker, self.of(worker).plus(load))
+        self._set(worker, self._by_worker.get(worker, IDLE).plus(load))
 
     def subtract(self, worker: RouterWorker, load: WorkerLoad) -> None:
         """Release load that was added."""
@@ -236,7 +236,7 @@ class Selection:
     @property
     def mode(self) -> Mode:
         """See `Mode`."""
-        return "pd" if len(self.workers) > 1 else "mixed" if self.decode.role == "mixed" else "alone"
+        return "pd" if len(self.workers) > 1 else "mixed" if self.workers[-1].role == "mixed" else "alone"
 
     def first_token(self) -> None:
         """Release the prefill load: the first token has arrived. May be called for every token."""

@@ -361,9 +361,9 @@ MUTANTS = (
         "7.2: unhealthy workers are never counted",
         (
             PLACEMENT,
-            "        loads, seen = self.loads.at(pool.indices), keys if",
+            "        seen = keys if policy.uses_prefix",
             "        pool = self._pool([one for one in self.registry if one.worker.role == role])\n"
-            "        loads, seen = self.loads.at(pool.indices), keys if",
+            "        seen = keys if policy.uses_prefix",
         ),
     ),
     mutant(
@@ -403,6 +403,6 @@ MUTANTS = (
     mutant(
         "load-imbalance-is-ignored",
         "7.2: load and hits are weighed; load alone decides when out of balance",
-        (AFFINITY, "apart > self.config.balance_abs_threshold and apart >", "False and apart >"),
+        (AFFINITY, "if most - least > max(config", "if False and max(config"),
     ),
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.router import policies
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RoundRobin, RouterPolicy, RoutingContext, least, lowest
 from fd_core.router.selection import WorkerLoad
@@ -46,7 +47,9 @@ def number(chosen: Candidate) -> int:
 
 
 @pytest.mark.parametrize("name", ["random", "request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
-def test_random_number_breaks_ties(name: str) -> None:
+@pytest.mark.parametrize("few", [0, 16])
+def test_random_number_breaks_ties(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "FEW", few)
     equals = [candidate(index) for index in range(4)]
     counted = Counter(number(policy(name).choose(context(*equals, random=draw))) for draw in DRAWS)
     assert set(counted) == {0, 1, 2, 3} and max(counted.values()) - min(counted.values()) <= 1
@@ -236,3 +239,23 @@ def test_derived_data_is_cached_while_workers_are_unchanged() -> None:
     add(router, "http://late")
     place(router)
     assert [each.once(work_out) for each in seen] == [2, 2, 3] and worked == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
+@given(
+    st.lists(st.tuples(*[st.integers(0, 40)] * 3, st.integers(0, 4)), min_size=2, max_size=9),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_choice_is_the_same_from_numbers_and_from_columns(
+    name: str, loads: list[tuple[int, int, int, int]], random: float
+) -> None:
+    these = [
+        candidate(index, requests + waiting, tokens, hits, waiting)
+        for index, (requests, waiting, tokens, hits) in enumerate(loads)
+    ]
+    chosen = []
+    for few in (0, 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policies, "FEW", few)
+            chosen.append(number(policy(name).choose(context(*these, random=random))))
+    assert chosen[0] == chosen[1]
