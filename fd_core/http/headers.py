@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from typing import Final
 
 from fd_core.http.errors import ApiError
@@ -15,7 +15,7 @@ _SHOWN: Final = re.compile(r"[A-Za-z0-9_*, -]{1,64}")
 
 def request_id_of(given: bytes) -> bytes:
     """Return the client's X-Request-Id if it is usable, else a fresh one."""
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+    return given if given and _REQUEST_ID.fullmatch(given) else os.urandom(16).hex().encode()
 
 
 def length_of(value: str | None) -> int | None:

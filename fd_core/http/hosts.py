@@ -48,8 +48,11 @@ class Visit(NamedTuple):
     @classmethod
     def of(cls, method: str, hosts: Sequence[str], address: str | None, header: Callable[[str], str | None]) -> Visit:
         """Return host and origin of a request; `header` returns the value of a header."""
+        origin = header("Origin")
+        if origin is None:  # not a browser's
+            return cls(hosts, address, None, method)
         asks = header("Access-Control-Request-Method"), header("Access-Control-Request-Headers")
-        return cls(hosts, address, header("Origin"), method, *asks)
+        return cls(hosts, address, origin, method, *asks)
 
     @property
     def preflight(self) -> bool:

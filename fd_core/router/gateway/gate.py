@@ -103,7 +103,14 @@ class RouterGate:
         template = self._access.authorize(record, request.method, path)
         self._access.enter(record, request.method, path, now=time.monotonic())
         if ROUTES[template].forwarded:
-            return await self._admitted(request, record, added)
+            if self._state.drain.refusing:
+                raise unavailable("the router is shutting down", "draining", retry_after=5)
+            self._state.drain.running += 1
+            try:
+                with self._share(request) as share:
+                    return await self._forward(request, record, added, share=share)
+            finally:
+                self._state.drain.running -= 1
         shown = PAGES.get(template)
         if shown is not None:
             return await shown(self._state)
@@ -123,16 +130,6 @@ class RouterGate:
             act = abort if template == ABORT_PATH else change_all
             return await act(self._state, request.target, body, headers)
         raise no_such_path(path)
-
-    async def _admitted(self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str]) -> WholeAnswer:
-        if self._state.drain.refusing:
-            raise unavailable("the router is shutting down", "draining", retry_after=5)
-        self._state.drain.running += 1
-        try:
-            with self._share(request) as share:
-                return await self._forward(request, record, added, share=share)
-        finally:
-            self._state.drain.running -= 1
 
     def _share(self, request: ClientRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)

@@ -89,21 +89,18 @@ class WorkerAnswer:
         """Media type of the body, in lower case without parameters."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
-    async def head(self) -> None:
-        """Wait for the head. Raises `UPSTREAM_ERRORS`."""
-        while not self.status:
-            await self._wait()
-
     async def readany(self) -> bytes:
         """Return what arrived of the body, nothing at its end. Raises `UPSTREAM_ERRORS`."""
         while not self._parts and not self.ended:
-            await self._wait()
+            await self.wait()
         parts, self._parts, self.unread = self._parts, [], 0
         self.connection.regulate(self)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_up_to(self, limit: int) -> bytes:
         """Return all of the body, or its first `limit` bytes; nothing else is read then. Raises `UPSTREAM_ERRORS`."""
+        if self.ended and self.unread <= limit:
+            return await self.readany()
         parts: list[bytes] = []
         while limit > 0 and (self._parts or not self.ended) and (part := await self.readany()):
             parts.append(part[:limit])
@@ -112,7 +109,8 @@ class WorkerAnswer:
             limit -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _wait(self) -> None:
+    async def wait(self) -> None:
+        """Wait until something arrives. Raises `UPSTREAM_ERRORS`."""
         if self._error is not None:
             raise self._error
         loop = self.connection.loop
@@ -242,7 +240,8 @@ class WorkerClient:
             self._answers[answer] = url
             connection.send(head, body)
             try:
-                await answer.head()
+                while not answer.status:
+                    await answer.wait()
             except OSError as error:
                 answer.close()
                 if not reused or error.errno not in _RESETS:

@@ -94,9 +94,10 @@ def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method
     if record.key is not None:
         tenant = Tenant.of(record.key)
         headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
-    if state.config.requires_keys:
+    requires_keys = state.config.requires_keys
+    if requires_keys:
         headers.popall("Authorization", None)
-    if state.config.requires_keys or "Authorization" in state.own_headers:
+    if requires_keys or "Authorization" in state.own_headers:
         headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
     return headers
@@ -274,7 +275,7 @@ class Exchange:
     def _to_client(self, response: WorkerAnswer) -> Headers:
         """Return the headers of the answer; if the router has keys, they state its limits instead of the worker's."""
         headers = forwarded(response.headers, ANSWER_ONLY)
-        if self.state.access.ring:
+        if self.state.access.has_keys:
             for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:
                 del headers[name]
             headers.update(limit_headers(self.record.account, time.monotonic()))

@@ -101,6 +101,8 @@ def _described(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     content, images = message.get("content"), message.get("images")
+    if not images and not isinstance(content, list):
+        return message
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if isinstance(images, list):
         parts = [*({"type": "image", "source": {"data": data}} for data in images), *parts]
@@ -176,7 +178,7 @@ class RouteRequestReader:
         if isinstance(asked.messages, list):
             given, asked.messages = asked.messages, [_described(message) for message in asked.messages]
             # Workers report blocks with tokens of images, which the router does not know.
-            exact = all(one is other for one, other in zip(given, asked.messages, strict=True))
+            exact = asked.messages == given
         session = session or _name(asked.session_id) or _name(asked.user)
         salt = _name(asked.cache_salt) or ""
         model, output = _name(asked.model), asked.output_tokens
