@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import pytest
 
+from fd_core.config import Limits
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import VictimPolicy
+from fd_core.scheduling.victims import FewestTokens, VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CHOICES, running_of
@@ -16,8 +20,11 @@ from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.scripted import count_bytecodes
+from fd_core.testing.schedulers.scripted import ScriptedRun, count_bytecodes
 
+_SLOWER: Final = 2
+"""How many times as many steps a request may take."""
+_SCHEDULER: Final = SchedulerTarget("continuous", ContinuousBatchingScheduler)
 _ROWS: Final[Case] = {
     "oldest": 0,
     "priorities": "wide",
@@ -50,10 +57,9 @@ class VictimPolicySuite:
     @pytest.mark.parametrize("block_size", [1, 4])
     def test_every_request_completes_when_blocks_are_scarce(self, block_size: int, k: int) -> None:
         """A policy that preempts the same request again and again, or one that is about to end, makes no progress."""
-        target = SchedulerTarget("continuous", ContinuousBatchingScheduler)
         specs = [greedy(f"r{index}", prompt_of(1 + 3 * index % 11, index), 44) for index in range(8)]
         driver = drive(
-            target,
+            _SCHEDULER,
             *specs,
             k=k,
             wrong=0.3,
@@ -65,6 +71,19 @@ class VictimPolicySuite:
         )
         driver.run(2)
         require(driver.auditor.preemptions, "2.2", "no request was preempted, although they exceed the blocks")
+
+    @pytest.mark.law("2.2")
+    @pytest.mark.parametrize("long", [(160, 80), (40, 160)])
+    @pytest.mark.parametrize("short", [(8, 24), (4, 60)])
+    def test_a_long_request_ends_while_short_ones_keep_arriving(
+        self, short: tuple[int, int], long: tuple[int, int]
+    ) -> None:
+        """Compare its steps with those under `cheapest`: one that is preempted is computed again each time."""
+        right, _ = _steps_of_a_long_request(FewestTokens(), long, short, most=1000)
+        steps, admissions = _steps_of_a_long_request(self.policy_class()(), long, short, most=_SLOWER * right)
+        took = f"has not ended after {steps} steps and {admissions} admissions; under `cheapest` it takes {right} steps"
+        what = f"a request of {long[0]} + {long[1]} tokens, while ones of {short[0]} + {short[1]} keep arriving,"
+        require(steps < _SLOWER * right, "2.2", f"{what} {took}")
 
     @pytest.mark.law("2.6")
     def test_cost_is_at_most_linear_in_the_running_requests(self) -> None:
@@ -80,3 +99,35 @@ class VictimPolicySuite:
         policy = self.policy_class()()
         require_bounded(lambda at: policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * at})), 100, "choices")
         require_freed(self.policy_class())
+
+
+def _steps_of_a_long_request(
+    victims: VictimPolicy, long: tuple[int, int], short: tuple[int, int], most: int
+) -> tuple[int, int]:
+    """Return the steps, at most `most`, until a request of prompt and output ends, and how often it was admitted.
+
+    As many short ones as there are slots always wait; the blocks suffice for the long one and two others.
+    """
+    limits = Limits(
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        block_size=4,
+        num_kv_blocks=64,
+        vocab_size=257,
+    )
+    run = ScriptedRun(_SCHEDULER.make, SchedulerSetup(limits=limits, policy=Fcfs(), victims=victims))
+    numbers, short_ones = itertools.count(), 0
+    run.scheduler.add(greedy("long", [7] * long[0], long[1]))
+    admissions = 0
+    for steps in range(1, most + 1):
+        while short_ones < 2 * limits.max_num_seqs:
+            number, short_ones = next(numbers), short_ones + 1
+            run.scheduler.add(greedy(f"short {number}", prompt_of(short[0], number), short[1]))
+        plan, deltas = run.step()
+        admissions += sum(each.request_id == "long" for each in (() if plan is None else plan.admissions))
+        ended = [each.request_id for each in deltas if each.finish_reason is not None]
+        if "long" in ended:
+            return steps, admissions
+        short_ones -= len(ended)
+    return most, admissions

@@ -589,6 +589,25 @@ class KeepsClocksInSixteenBits(FairShare):
         return super().turn(flow) if flow is None else super().turn(flow) % 2**16
 
 
+class FreesTheMostBlocks(VictimPolicy):
+    """Preempts a long request again and again while short ones arrive."""
+
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        return int(np.argmax(running.num_tokens))
+
+
+class FreesTheMostBlocksInTurn(VictimPolicy):
+    """Each time after it has filled one block since."""
+
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        spared = running.preempted_before & (running.num_gained < running.block_size)
+        return int(np.lexsort((running.num_tokens, ~spared))[-1])
+
+
 class CollectsGarbage(FewestTokens):
     noticed_by = "test_it_forgets_requests"
 
