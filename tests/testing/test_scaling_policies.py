@@ -1,5 +1,6 @@
 """The core's scaling policy passes the kit, and each of these wrong ones fails the case that names its fault."""
 
+import math
 import random
 import time
 from pathlib import Path
@@ -277,6 +278,15 @@ class AddsWithoutSlots(LoadPolicy):
         return super().propose(load, now) if load.slots else 2 * load.target
 
 
+class FollowsEachSecond(Proposes):
+    def propose(self, load, now):
+        if load.ready < load.target or not load.ready:
+            return load.target
+        needed = max((load.running + load.waiting) * load.ready / max(load.slots, 1), load.ready * load.kv_usage / 0.9)
+        return max(1, min(math.ceil(needed), 2 * load.target))
+
+
+LULL = "test_workers_stay_in_a_lull_shorter_than_their_start"
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
 
@@ -318,6 +328,7 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (TakesALossForAnOrder, STAYS, (6,)),
         (TakesFewRunningForLittleLoad, STAYS, (1,)),
         (AddsWithoutSlots, STAYS, (0,)),
+        (FollowsEachSecond, LULL, ()),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

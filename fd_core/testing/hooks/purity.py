@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -51,8 +51,34 @@ def _imported_clocks(package: str) -> list[tuple[ModuleType, str, str]]:
 def another_world(shift: int, user: object = None) -> Iterator[None]:
     """Perturb random generators of the process, and its clocks, which go back and forth: a pure policy uses neither.
 
-    Clocks that the package of `user`, such as a class, has imported by name are perturbed as well.
+    Clocks that the package of `user`, such as a class, has imported by name are perturbed as well. Threads that overlap
+    have the world of the first one, until the last one leaves it.
     """
+    with _WORLD.lock:
+        _WORLD.inside += 1
+        if _WORLD.inside == 1:
+            _WORLD.stack.enter_context(_perturbed(shift, user))
+    try:
+        yield
+    finally:
+        with _WORLD.lock:
+            _WORLD.inside -= 1
+            if not _WORLD.inside:
+                _WORLD.stack.close()
+
+
+class _World:
+    """The perturbed process, of which there is one."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.stack = threading.Lock(), 0, ExitStack()
+
+
+_WORLD: Final = _World()
+
+
+@contextmanager
+def _perturbed(shift: int, user: object) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for clock, unit in _CLOCKS.items():
             reading = getattr(time, clock)() + 3600 * unit * shift

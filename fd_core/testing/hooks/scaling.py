@@ -110,6 +110,18 @@ class ScalingPolicySuite:
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
 
     @pytest.mark.law("8")
+    def test_workers_stay_in_a_lull_shorter_than_their_start(self) -> None:
+        """Each minute of an hour has 40 seconds of load; workers that are taken away start again in each of them."""
+        self.follows_load.require()
+        lull = int(_START_SECONDS)
+        counts = run_group(self.new_policy(), ([200] * (60 - lull) + [20] * lull) * 60)[600:]
+        removed, needed = sum(max(0, before - after) for before, after in pairwise(counts)), -(-200 // _SLOTS)
+        what = (
+            f"in an hour with a lull of {lull} seconds each minute, {removed} workers were taken away and started again"
+        )
+        assert removed <= _OVERSHOOT * needed, f"{what}; {needed} are needed at most"
+
+    @pytest.mark.law("8")
     @pytest.mark.parametrize("left", [0, 1, 6])
     def test_the_number_stays_while_workers_that_ended_start_again(self, left: int) -> None:
         """All workers but `left` end at once, twice: none of those that start in their place is taken away."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec
@@ -236,14 +237,17 @@ def text_of(events: Iterable[Event], *kinds: type[Event]) -> str:
 
 def meaning_of(events: list[Event]) -> Meaning:
     """Return the result of a response's events."""
-    arguments = {event.index: "" for event in events if isinstance(event, CallBegun)}
+    begun = [event for event in events if isinstance(event, CallBegun)]
+    repeated = [name for name, count in Counter(event.call_id for event in begun).items() if name and count > 1]
+    require(not repeated, "8.3", f"several calls have the id {repeated[:1]}, by which clients find their results")
+    arguments = {event.index: "" for event in begun}
     for event in events:
         if isinstance(event, ArgumentsDelta):
             arguments[event.index] += event.text
     return Meaning(
         text_of(events, Content),
         text_of(events, ReasoningDelta),
-        [(event.name, arguments[event.index]) for event in events if isinstance(event, CallBegun)],
+        [(event.name, arguments[event.index]) for event in begun],
         ended=sum(isinstance(event, CallEnded) for event in events),
     )
 

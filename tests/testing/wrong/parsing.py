@@ -593,6 +593,14 @@ class IsKeptByACache(GlmTools):
         return (yield from super()._value(tool, key))
 
 
+@breaks("8.3", "calls")
+class NamesCallsByTheirTool(HermesTools):
+    """Two calls of one tool have one id."""
+
+    def begin_call(self, name, call_id=""):
+        super().begin_call(name, f"call_{name}")
+
+
 @breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheTextsOfAnswers(HermesTools):
     texts: ClassVar[set[str]] = set()
