@@ -48,6 +48,12 @@ BROKEN = {
         "o.close = lambda: (file.unlink(missing_ok=True), whole.close())",
         "other_users",
     ),
+    "keeps pieces to the end of the lease": (
+        DISK,
+        "i.close = lambda: ([whole.done(*each) for each in done], whole.close()); done = []; "
+        "i.done = lambda *each: done.append(each)",
+        "done_take_no_room",
+    ),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
     "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),
     "leaks pieces without acknowledgement": (

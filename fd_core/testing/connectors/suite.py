@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -38,7 +39,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.privacy import hidden_from_other_users
+from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.stores import values
 
@@ -301,6 +302,30 @@ class ConnectorSuite:
         require_bounded(use, 64, "leases that are over", "6.1", may_wait=True)
         prefill.close()
         decode.close()
+
+    @pytest.mark.law("6")
+    def test_pieces_that_are_done_take_no_room(self, recipe: Recipe) -> None:
+        """Move many through one lease, and compare the bytes that its ends hold, in memory and in files."""
+        decode, prefill, held = recipe.make(), recipe.make(), list[int]()
+        with ExitStack() as stack, created_paths() as made:
+            stack.callback(decode.close)
+            stack.callback(prefill.close)
+            inbox, outbox = _opened(decode, prefill)
+            stack.callback(inbox.close)
+            stack.callback(outbox.close)
+            tracemalloc.start()
+            stack.callback(tracemalloc.stop)
+            for index in PIECES:
+                there = put(outbox, index, value_of(index, VALUE_BYTES))
+                inbox.take(index, *there)
+                inbox.done(index, there.reference)
+                del there
+                files = sum(path.stat().st_size for path in [*made] if path.is_file())
+                held.append(files + tracemalloc.get_traced_memory()[0])
+        grown, pieces = held[-1] - held[WINDOW], len(PIECES) - WINDOW - 1
+        assert grown < WINDOW * VALUE_BYTES, (
+            f"{pieces} more pieces of {VALUE_BYTES:,} bytes that are done hold {grown:,}"
+        )
 
     @pytest.mark.law("6")
     def test_other_users_of_the_machine_cannot_read_pieces(

@@ -1,11 +1,11 @@
-"""Files, folders, sockets and shared memory of a plugin that other users of the machine may open."""
+"""Files, folders, sockets and shared memory that a plugin creates, and that other users of the machine may open."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -42,16 +42,23 @@ def _watch() -> None:
 
 
 @contextmanager
+def created_paths() -> Iterator[Collection[Path]]:
+    """Yield the files, folders and sockets that the process has created since, which may be gone again."""
+    made: dict[Path, None] = {}
+    with audited(partial(_note, made)):
+        yield made
+
+
+@contextmanager
 def hidden_from_other_users(folder: Path, secret: bytes = b"") -> Iterator[None]:
     """Fail if another user may open what was created within, and is there at the end, with the usual umask of 022.
 
     `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With a
     `secret`, only files that contain it count.
     """
-    made: dict[Path, None] = {}
     before, mask = set(_open_paths()), os.umask(0o022)
     try:
-        with audited(partial(_note, made)):
+        with created_paths() as made:
             yield
         paths = [*made, *(path for path in _open_paths() if path not in before)]
     finally:
