@@ -39,7 +39,8 @@ RULES: Final[Mapping[str, str]] = {
     "id 0 is a token.",
     "2": "A step computes at most `max_num_batched_tokens` tokens, counted where the runner builds its input.",
     "2.1": "The charge of a request is exact: its chunk after the cached prefix, or one plus its actual drafts.",
-    "2.2": "Drafts shrink before a decode is skipped, and decodes are skipped in rotation.",
+    "2.2": "Drafts shrink before a decode is skipped, decodes are skipped in rotation, and prompts get what decodes "
+    "leave.",
     "2.3": "The charge of a request that is preempted or aborted in the same plan is refunded.",
     "2.4": "Block growth, aborts and revocations never need free budget; the smallest legal budget makes progress.",
     "2.5": "A configuration that cannot satisfy the budget is rejected at start with its numbers.",
@@ -48,7 +49,8 @@ RULES: Final[Mapping[str, str]] = {
     "3.1": "Blocks are free, owned or fenced; references equal owners; no free block is in a table.",
     "3.2": "A block leaves `fenced` only when the last step that touches it has an output and no copy, transfer or "
     "storage operation reads or writes it.",
-    "3.3": "Matching a prefix never evicts what it matched.",
+    "3.3": "Matching a prefix never evicts what it matched. The prefix that was used last stays longest, and of each "
+    "one the tail is evicted first.",
     "3.4": "A failed allocation counts fenced blocks that will be freed before another victim is chosen.",
     "3.5": "Only settled positions are hashed, cached or stored; rejected drafts never are.",
     "3.6": "At idle every gauge has its value at start.",

@@ -880,3 +880,53 @@ class LooksForTheOldestRequestInC(Changed):
         for _ in range(4):
             min(map(attrgetter("arrival"), self._requests.values()), default=0)
         return super().plan()
+
+
+@breaks("2.1", "budget:test_requests_that_arrive_one_by_one_run_at_once")
+class AdmitsWhileHalfOfTheBudgetIsLeft(Changed):
+    """To avoid small chunks."""
+
+    def admit(self, builder, step):
+        if builder.budget.left * 2 >= builder.budget.limit:
+            super().admit(builder, step)
+
+
+class _PromptsFirst(planner.Planner):
+    def _decode(self, rows, builder):
+        if not self._prompts(rows):
+            super()._decode(rows, builder)
+            return
+        super()._continue_prefills(rows, builder)
+        decoding = rows[self._slots.num_planned[rows] - self._slots.num_computed[rows] == 1]
+        if builder.budget.left and len(decoding):
+            super()._decode(decoding, builder)
+
+    def _continue_prefills(self, rows, builder):
+        if not self._prompts(rows):
+            super()._continue_prefills(rows, builder)
+
+    def _prompts(self, rows):
+        return (self._slots.num_planned[rows] - self._slots.num_computed[rows] > 1).any()
+
+
+@breaks("2.2", "budget:test_a_text_goes_on_while_prompts_of_several_steps_keep_coming")
+class ComputesPromptsBeforeTexts(Changed):
+    def change(self):
+        self._planner.__class__ = _PromptsFirst
+
+
+@breaks("3.3", "blocks:test_the_tail_of_a_prefix_is_evicted_before_its_head")
+class EvictsTheHeadOfAPrefix(Changed):
+    def change(self):
+        instead(self._pool, "release", lambda _, right, blocks, fence: right(blocks[::-1], fence))
+
+
+@breaks("3.3", "blocks:test_the_prefix_that_was_used_last_stays")
+class EvictsInTheOrderOfTheirFirstUse(Changed):
+    def change(self):
+        def evict(pool, right, count):
+            for block in [block for block in pool._key_of if block in pool._cached]:
+                pool._cached.move_to_end(block)
+            return right(count)
+
+        instead(self._pool, "_evict", evict)

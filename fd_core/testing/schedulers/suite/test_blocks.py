@@ -76,3 +76,32 @@ def test_a_request_that_can_never_run_is_refused_and_holds_nothing(target: Sched
         driver.audit()
     driver.run()
     driver.check_policy()
+
+
+@pytest.mark.law("3.3")
+def test_the_tail_of_a_prefix_is_evicted_before_its_head(target: SchedulerTarget) -> None:
+    """Of a prompt of ten blocks, another prompt evicts two: the other eight are of no use without the first one."""
+    target.require("prefix_caching")
+    prompt = prompt_of(40)
+    driver = drive(target, greedy("first", prompt, 1), max_num_batched_tokens=64)
+    driver.run()
+    driver.submit(greedy("other", prompt_of(30, 500), 1))
+    driver.run()
+    driver.submit(greedy("again", prompt, 1))
+    computed = driver.must_plan().total_tokens
+    require(computed <= 24, "3.3", f"after 2 of its 10 blocks were evicted, {computed} of 40 tokens are computed again")
+    driver.run()
+
+
+@pytest.mark.law("3.3")
+def test_the_prefix_that_was_used_last_stays(target: SchedulerTarget) -> None:
+    target.require("prefix_caching")
+    used, unused = prompt_of(16), prompt_of(16, 300)
+    driver = drive(target, max_num_batched_tokens=64)
+    for name, prompt in (("used", used), ("unused", unused), ("used again", used), ("large", prompt_of(40, 500))):
+        driver.submit(greedy(name, prompt, 1))
+        driver.run()
+    driver.submit(greedy("used once more", used, 1))
+    computed = driver.must_plan().total_tokens
+    require(computed <= 4, "3.3", f"a prompt that was used last is evicted first: {computed} tokens are computed again")
+    driver.run()

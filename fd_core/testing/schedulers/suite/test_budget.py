@@ -72,6 +72,23 @@ def test_more_requests_run_at_once_than_eight_bits_count(target: SchedulerTarget
 
 
 @pytest.mark.law("2.1")
+def test_requests_that_arrive_one_by_one_run_at_once(target: SchedulerTarget) -> None:
+    """The budget and the blocks suffice for all of them, to the last token."""
+    specs = decoding(16, 40)
+    driver = drive(target, max_num_seqs=16, num_kv_blocks=200, max_num_batched_tokens=17)
+    for spec in specs:
+        driver.submit(spec)
+        driver.step()
+    for _ in range(4):
+        driver.step()
+    running = len(driver.auditor.live)
+    if running == 1:
+        lacks("it admits no request while others run")
+    require(running == 16, "2.1", f"of 16 requests that arrive in as many steps and fit, {running} run at once")
+    driver.run()
+
+
+@pytest.mark.law("2.1")
 def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
     target.require("prefix_caching")
     prompt = prompt_of(13)
@@ -165,6 +182,21 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
         driver.step()
     what = "the large prompt got no token in 400 steps, with a new short prompt in each"
     require("large" in driver.texts.tokens, "2.2", what)
+    driver.run()
+
+
+@pytest.mark.law("2.2")
+def test_a_text_goes_on_while_prompts_of_several_steps_keep_coming(target: SchedulerTarget) -> None:
+    """A prompt that is computed in five steps arrives after every six."""
+    driver = drive(target, *decoding(1, 60), num_kv_blocks=64, max_num_batched_tokens=8)
+    until_all_decode(driver, 1)
+    before, steps = len(driver.texts.tokens["r0"]), 48
+    for number in range(steps):
+        if number % 6 == 0:
+            driver.submit(greedy(f"more{number}", prompt_of(40, 10 + number), 1))
+        driver.step()
+    got = len(driver.texts.tokens["r0"]) - before
+    require(2 * got >= steps, "2.2", f"a text got {got} tokens in {steps} steps while prompts keep coming")
     driver.run()
 
 
