@@ -48,6 +48,11 @@ BROKEN = {
         "o.close = lambda: (file.unlink(missing_ok=True), whole.close())",
         "other_users",
     ),
+    "logs pieces that it refuses": (
+        TCP,
+        "import logging; i.take = lambda n, r, f: logging.debug('piece %d is %s', n, f) or whole.take(n, r, f)",
+        "other_users",
+    ),
     "keeps pieces to the end of the lease": (
         DISK,
         "i.close = lambda: ([whole.done(*each) for each in done], whole.close()); done = []; "

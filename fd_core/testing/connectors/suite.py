@@ -39,7 +39,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
+from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.stores import values
 
@@ -328,18 +328,22 @@ class ConnectorSuite:
         )
 
     @pytest.mark.law("6")
-    def test_other_users_of_the_machine_cannot_read_pieces(
+    def test_other_users_of_the_machine_and_readers_of_logs_see_no_pieces(
         self, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         decode, prefill = recipe.make(), recipe.make()
-        with ExitStack() as stack, hidden_from_other_users(tmp_path_factory.getbasetemp()):
+        values = [value_of(index, 1000) for index in (3, 4)]
+        folder = tmp_path_factory.getbasetemp()
+        with ExitStack() as stack, hidden_from_other_users(folder), kept_out_of_logs(*values):
             stack.callback(decode.close)
             stack.callback(prefill.close)
             inbox, outbox = _opened(decode, prefill, value_bytes=1000)
             stack.callback(inbox.close)
             stack.callback(outbox.close)
-            inbox.take(3, *put(outbox, 3, value_of(3, 1000)))
-            put(outbox, 4, value_of(4, 1000))
+            inbox.take(3, *put(outbox, 3, values[0]))
+            put(outbox, 4, values[1])
+            with suppress(ConnectorError):
+                inbox.take(5, b"?", values)
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import ScriptedRun, count_bytecodes
 
 _SLOWER: Final = 2
-"""How many times as many steps a request may take."""
+"""Most steps of a request, as a multiple of those under `cheapest`."""
 _SCHEDULER: Final = SchedulerTarget("continuous", ContinuousBatchingScheduler)
 _ROWS: Final[Case] = {
     "oldest": 0,

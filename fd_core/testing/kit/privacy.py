@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -17,6 +18,8 @@ _OTHERS: Final = 0o077
 _MAY_WRITE: Final = 0o022
 _PATHS: Final = {"os.mkdir": (0,), "os.rename": (1,), "os.link": (1,), "sqlite3.connect": (0,)}
 """Positions of the arguments that name something new, by event."""
+_PART: Final = 8
+"""Bytes of a value that no log shows."""
 _NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
 """Functions that are called with audit events."""
 
@@ -47,6 +50,25 @@ def created_paths() -> Iterator[Collection[Path]]:
     made: dict[Path, None] = {}
     with audited(partial(_note, made)):
         yield made
+
+
+@contextmanager
+def kept_out_of_logs(*values: bytes) -> Iterator[None]:
+    """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped."""
+    records, root, handler = list[str](), logging.getLogger(), logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+    for part in (part for value in values for part in (value[:_PART], value[-_PART:]) if len(part) == _PART):
+        forms = part.hex(), repr(part)[2:-1], part.decode("latin-1")
+        shown = [record for record in records if any(form in record for form in forms)]
+        require(not shown, "8", f"a log shows a part of a key or a value of {len(shown)} calls")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.privacy import hidden_from_other_users
+from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.values import assert_hidden, assert_value, draws, keys_of
@@ -784,16 +784,20 @@ class StoreSuite:
         require_bounded(use, 64, "batches of values that were deleted", "5.5", may_wait=True)
 
     @pytest.mark.law("5.4")
-    def test_other_users_of_the_machine_cannot_read_values(
+    def test_other_users_of_the_machine_and_readers_of_logs_see_no_values(
         self, location: str, make_store: MakeStore, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         """Use a location in which nothing was before, if there is another one."""
         new = make_store(self.elsewhere(location) or location)
-        with hidden_from_other_users(tmp_path_factory.getbasetemp()):
+        values = {key: value_of(key[::-1]) for key in keys_of("random", length=16, count=2)}
+        with hidden_from_other_users(tmp_path_factory.getbasetemp()), kept_out_of_logs(*values, *values.values()):
             new.open(TIMEOUT)
-            new.put([(key, [value_of(key)]) for key in (A, B)], TIMEOUT)
-            new.get([A, B], LIMIT, TIMEOUT)
-        new.delete([A, B], TIMEOUT)
+            new.put([(key, [value]) for key, value in values.items()], TIMEOUT)
+            new.get([*values], LIMIT, TIMEOUT)
+            for call in (new.get, new.longest_prefix):  # which may log failures
+                with contextlib.suppress(StoreError):
+                    call([*values], LIMIT, 0.0)
+        new.delete([*values], TIMEOUT)
 
     @pytest.mark.law("5.5")
     def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:

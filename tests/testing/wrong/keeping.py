@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import fcntl
 import itertools
+import logging
 import os
 import secrets
 import threading
@@ -1136,7 +1137,14 @@ class NumbersValuesIn16Bits(MemoryStore):
         return super().get(keys, limit, timeout)
 
 
-@found_by("test_other_users_of_the_machine_cannot_read_values")
+@found_by("test_other_users_of_the_machine_and_readers_of_logs_see_no_values")
+class LogsItsKeys(MemoryStore):
+    def get(self, keys, limit, timeout):
+        logging.getLogger("store").debug("get of %s", [key.hex() for key in keys])
+        return super().get(keys, limit, timeout)
+
+
+@found_by("test_other_users_of_the_machine_and_readers_of_logs_see_no_values")
 class SharesItsFolderWithOtherUsers(DiskStore):
     def put(self, values, timeout):
         count = super().put(values, timeout)
