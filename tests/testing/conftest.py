@@ -1,8 +1,12 @@
 """Shortens what only correct plugins need, and lets those that share code take turns."""
 
+from collections import Counter
+
 import pytest
 
 from fd_core.testing.kit import growth
+
+MANY = 30
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +18,14 @@ def _two_rounds_for_wrong_plugins(request: pytest.FixtureRequest, monkeypatch: p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave each case of a class with the mark `in_turn` to one of some plugins; `nox -s soak` runs the others."""
+    """Leave each case of a class with the mark `in_turn` to one of some plugins; `nox -s soak` runs the others.
+
+    Tests with few cases run for all plugins.
+    """
+    counts = Counter(item.nodeid.partition("[")[0] for item in items)
     for item in items:
-        mark, callspec = item.get_closest_marker("in_turn"), getattr(item, "callspec", None)
-        if mark is not None and callspec is not None:
+        mark, (test, _, case) = item.get_closest_marker("in_turn"), item.nodeid.partition("[")
+        if mark is not None and case and counts[test] > MANY:
             start = len(item.parent.name + item.function.__name__)
-            if (start + sum(callspec.indices.values())) % mark.args[0]:
+            if (start + sum(item.callspec.indices.values())) % mark.args[0]:
                 item.add_marker(pytest.mark.soak)
