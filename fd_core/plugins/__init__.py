@@ -319,6 +319,10 @@ class PluginOffer:
         cls: type[Any] = self._attempt(self._import)
         return cls
 
+    def make(self, *arguments: Any) -> Any:
+        """Import the class and construct it. Raises `PluginError` if either fails."""
+        return self._attempt(lambda: self._import()(*arguments))
+
     def probe(self) -> Availability:
         """Check if a backend can run here. Raises `PluginError` if the check itself fails."""
         answer: Availability = self._attempt(self._ask)
@@ -329,11 +333,10 @@ class PluginOffer:
         if not (isinstance(cls, type) and issubclass(cls, base)):
             hint = "derive it from that class, or correct the target of the Entry"
             raise PluginContractError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
-        if inspect.isabstract(cls) and self.origin.distribution == _IN_FILE:
-            missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-            raise PluginContractError(
-                f"{self.entry.target} has no {missing}", f"implement it as described in {self.kind.base}"
-            )
+        if inspect.isabstract(cls):
+            missing = " and ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+            hint = f"implement {missing} as described in {self.kind.base}"
+            raise PluginContractError(f"{self.entry.target} does not implement {missing}", hint)
         return cls
 
     def _ask(self) -> Availability:

@@ -114,8 +114,8 @@ def conformance(
     every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
     split at every position. A family of models is compared with transformers, on all backends or on those that
     --backend names. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails
-    or required coverage is missing, 2 if a case or an expected failure matches no test, and 4 if the tests could not be
-    completed.
+    or required coverage is missing, 2 if a setting, or the test of a case or an expected failure does not exist, and 4
+    if the tests could not be completed.
     """
     from fd_core.testing.kit.requirements import EXTRA, FAMILIES_EXTRA, require_packages
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import os
 import re
 import subprocess
@@ -96,9 +95,6 @@ def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Ite
         yield Finding(cause, f"describe {offer.name} in the Entry, in one line", about)
     try:
         cls = offer.load()
-        if inspect.isabstract(cls):
-            missing = " and ".join(sorted(cls.__abstractmethods__))
-            yield Finding(f"{offer.entry.target} does not implement {missing}", f"implement {missing}", about)
         if offer.kind is POSTPROCESS and not (cls.serves and isinstance(cls.serves, tuple)):
             hint = 'set serves = ("torch",), or other frameworks or backends, in the class'
             yield Finding(f"{offer.entry.target} does not set `serves`", hint, about)

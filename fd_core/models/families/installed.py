@@ -38,7 +38,7 @@ def installed_families() -> InstalledFamilies:
     gguf: dict[str, tuple[str, str, Gguf]] = {}
     for name, offer in plugins.offered(MODEL).items():
         try:
-            family = offer.load()()
+            family: Family = offer.make()
         except PluginError as error:
             problems.append(error.message)
             continue

@@ -15,7 +15,7 @@ from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, requested_sizes
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.errors import ConfigError, FdError
+from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, installed_plugins
@@ -39,7 +39,7 @@ def parse_target(text: str, folder: Path) -> Target:
     well. Checkpoints are written below `folder`. Raises `ConfigError` for an unknown field and for an instruction set
     that is not available here.
     """
-    target = _configured(text, folder)
+    target = configured(text, folder)
     isa = environment_of(text).get(_ISA)
     if isa is not None and os.environ.get(_ISA) != isa:
         raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
@@ -58,11 +58,12 @@ def find_target(text: str) -> PluginOffer | None:
 
     Returns None for `auto`, which imports all backends.
     """
-    name = _configured(text, Path()).name
+    name = configured(text, Path()).name
     return None if name == "auto" else installed_plugins().find(BACKEND, name)
 
 
-def _configured(text: str, folder: Path) -> Target:
+def configured(text: str, folder: Path) -> Target:
+    """Return a target whose backend need not exist. Raises `ConfigError` for a setting that does not."""
     settings = {field: value for field, value in _settings_of(text).items() if field != _ISA}
     for field, value in settings.items():
         if not value or field not in EngineConfig.__struct_fields__:
@@ -116,7 +117,14 @@ class Target:
 
     @cached_property
     def backend(self) -> Backend:
-        return self.cls(self.config())
+        """The backend. Raises `PluginError` if it cannot be constructed."""
+        try:
+            return self.cls(self.config())
+        except FdError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise PluginError(f"backend {self.name} cannot be used: {type(error).__name__}: {text}") from error
 
     @cached_property
     def ops(self) -> Ops:

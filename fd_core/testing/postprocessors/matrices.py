@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
-from fd_core.errors import FdError
+from fd_core.errors import FdError, PluginError
 from fd_core.ops.contract import Array, HostCopies, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
@@ -67,6 +67,8 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     settings = dict.fromkeys(filter(None, rest.split(",")))
     named = [each for each in settings if each.startswith("backend=")]
     backend = named[-1].removeprefix("backend=") if named else next((_BACKENDS.get(each, each) for each in served), "")
+    if not backend:
+        raise PluginError(f"postprocessor {name} serves no framework", hint="name some in `serves` of its class")
     rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
     others = () if named else tuple(_found_on(name, _BACKENDS.get(each, each)) for each in served[1:])

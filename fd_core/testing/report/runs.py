@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 import fd_core
-from fd_core.errors import ConfigError, FdError
+from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.plugins import (
     MODEL,
     POSTPROCESS,
@@ -35,7 +35,7 @@ from fd_core.plugins import (
 from fd_core.testing.kit.coverage import CoverageRun, measured_names
 from fd_core.testing.kit.expected import read_expected_failures
 from fd_core.testing.kit.processes import RunEnd, follow
-from fd_core.testing.kit.target import environment_of, find_target
+from fd_core.testing.kit.target import configured, environment_of, find_target
 from fd_core.testing.report.model import (
     INTERRUPTED,
     OF_OTHERS_THAN_SCHEDULERS,
@@ -88,7 +88,7 @@ KITS: Final = (
         "fd_core.testing.postprocessors.suite",
         "--fd-postprocess",
         sections=("matrix", "flight", "device"),
-        find=lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
+        find=lambda text: installed_plugins().find(POSTPROCESS, configured(text, Path()).name),
     ),
     Kit(_PARSERS, "--fd-tool-parser", sections=(*PARSER_SECTIONS, "calls"), find=_found(TOOL_PARSER)),
     Kit(_PARSERS, "--fd-reasoning-parser", sections=(*PARSER_SECTIONS, "reasoning"), find=_found(REASONING_PARSER)),
@@ -165,8 +165,12 @@ def run_suite(
     """Run the suite for each target, one after the other.
 
     An interrupt ends it: the card then has the results so far and an error, and later targets have one without
-    results. Raises `ConfigError` if the options name a case or an expected failure that matches no test.
+    results. Raises `ConfigError` for a setting that does not exist, and if the options name a case or an expected
+    failure that matches no test.
     """
+    for target in targets:
+        with contextlib.suppress(PluginError):  # the card of the target reports it
+            kit.find(target)
     cards: list[Card] = []
     with tempfile.TemporaryDirectory(prefix="fdcore-coverage-") as folder:
         names = list(_measured(kit, targets)) if options.coverage else []

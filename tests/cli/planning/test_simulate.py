@@ -138,7 +138,11 @@ class Beyond(RouterPolicy):
 @pytest.mark.parametrize(
     ("flag", "named", "words"),
     [
-        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (implement it as described in "),
+        (
+            "--scheduling-policy",
+            "mine.py:Nothing",
+            "mine.py:Nothing does not implement rank (implement rank as described in ",
+        ),
         ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
         ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
         ("--scheduling-policy", "mine.py", "for a class in a file use"),

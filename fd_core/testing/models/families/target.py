@@ -110,7 +110,7 @@ class _RecordedConfig(dict[str, Any]):
 def find_family(name: str, seed: int = 0) -> FamilyTarget:
     """Return the family `name`. Raises `PluginError` if it is unknown, or if a package of the kit is missing."""
     require_packages("torch", "transformers", extra=FAMILIES_EXTRA)
-    family: Family = installed_plugins().load(MODEL, name)()
+    family: Family = installed_plugins().find(MODEL, name).make()
     if not family.cases:
         raise PluginError(f"the model family {name} has no cases", hint="add small models to its `cases`")
     return FamilyTarget(name, family, seed)
