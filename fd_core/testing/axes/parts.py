@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -152,8 +153,10 @@ class KitCase:
         def fails(case: Case) -> bool:
             nonlocal found
             now = None if time.monotonic() > deadline else self._failure(subject, case)
-            found = now or found
-            return now is not None
+            if now is None or _kind_of(reason) not in ("", _kind_of(now)):  # what failed may have left something behind
+                return False
+            found = now
+            return True
 
         values = smallest(self.values, self.part.axes, fails, self.part.allowed)
         return (self, reason) if values == self.values else (replace(self, values=values), found)
@@ -167,6 +170,13 @@ class KitCase:
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def _kind_of(reason: str) -> str:
+    """Return the words of a reason before its first value, without the invariant; none of an exception."""
+    if re.match(r"\w+Error: ", reason):
+        return ""
+    return re.split(r"[\d'\"\[({<]", re.sub(r"^law [\d.]+: ", "", reason), maxsplit=1)[0]
 
 
 @cache

@@ -92,6 +92,17 @@ def test_failure_names_the_smallest_case_and_the_command(monkeypatch):
     )
 
 
+def test_failure_is_not_reduced_to_a_case_that_fails_for_what_it_left_behind(monkeypatch):
+    def check(left, case):
+        assert not left, f"{len(left)} values are left"
+        left.append(case)
+        assert not case["post"], "law 5.3: value 3 is lost"
+
+    monkeypatch.setattr(parts, "_REDUCED", set())
+    with pytest.raises(AssertionError, match=r"^rows:rows=65,post=true: law 5\.3: value 3 is lost"):
+        parts.Part("rows", AXES, check).case("rows=65,post=true").check([], "pytest")
+
+
 def test_error_of_a_plugin_is_a_failure_with_its_type(monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", set())
     part = parts.Part("rows", AXES, lambda *_: 1 / 0)
