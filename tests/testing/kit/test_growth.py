@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import random
 import resource
 import threading
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from fd_core.backends.memory import available_memory
-from fd_core.testing.hooks.purity import unchanged_process
+from fd_core.testing.hooks.purity import another_world, unchanged_process
 from fd_core.testing.kit.growth import limited_memory, require_bounded, require_no_stall
 from fd_core.testing.kit.law import InvariantViolated
 
@@ -57,3 +58,14 @@ def test_only_the_thread_of_a_call_stalls_it() -> None:
         other.join()
     with pytest.raises(InvariantViolated, match=r"a step calls time\.sleep"):
         require_no_stall(lambda: time.sleep(0.001), "a step", "1")
+
+
+def test_threads_that_overlap_leave_clocks_and_generators_as_they_were() -> None:
+    first, second, before = another_world(1), another_world(2), (random.getstate(), time.time)
+    for call in (first.__enter__, second.__enter__):
+        call()
+        assert time.time is not before[1]
+    for each in (first, second):
+        assert time.time is not before[1]
+        each.__exit__(None, None, None)
+    assert (random.getstate(), time.time) == before
