@@ -40,8 +40,11 @@ def test_continuous_scheduler_passes(name: str, examples: int) -> None:
     CASES[name].check(find_scheduler("continuous"), examples=examples)
 
 
+OTHER = [name for name in CASES if name not in LATER and name.startswith(("cases:", "pairs:", "signals:"))]
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in LATER and name.startswith(("cases:", "pairs:", "signals:"))]
+    "name", [pytest.param(name, marks=pytest.mark.soak if at % 2 else ()) for at, name in enumerate(OTHER)]
 )
 def test_scheduler_of_another_kind_passes(name: str) -> None:
     CASES[name].check(SchedulerTarget("last slot", TakesTheLastSlot), examples=2)
