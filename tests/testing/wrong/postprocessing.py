@@ -735,7 +735,11 @@ class _Marked(TorchPostprocess):
         return next(self.numbers)
 
 
-@breaks("1.[123]", "matrix")
+@breaks(
+    "1.[123]",
+    "matrix:slots=33,k=1,revoked=one,order=kept,accepted=none,tokens=zero,rejected=empty,steps=1,before=growing,"
+    "memory=reused,held=copies,tables=overwritten,instances=threads,counted=16777216",
+)
 class CountsStepsInFloat32(_Marked):
     pass
 
