@@ -213,6 +213,11 @@ class OnProcessor(CudaBackend):
 
 
 class _Watch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Answer torch as a recording does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.")
         if name.startswith(WAITING_OPERATIONS):
