@@ -199,9 +199,6 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
     ("backend", "words"),
     [
         ("nosuch", "unknown backend"),
-        ("null:speed=9", "is not a setting"),
-        ("null:max_num_seqs=x", "null:max"),
-        ("null:dtype", "is not a setting"),
         ("null:FD_ISA=abacus", "FD_ISA='abacus' is unknown; use one of native"),
     ],
 )
@@ -211,6 +208,21 @@ def test_unusable_backend_is_reported_in_one_line(backend, words):
     output = " ".join(ended.stdout.split())
     assert output.startswith(f"{backend} WAS NOT TESTED: ")
     assert words in output
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["null:speed=9"], "is not a setting"),
+        (["null", "null:max_num_seqs=x"], "null:max"),
+        (["--postprocess", "numpy:dtype"], "is not a setting"),
+    ],
+)
+def test_unknown_setting_is_an_error_of_usage(words, message):
+    ended = CliRunner().invoke(app, ["conformance", *words])
+    assert ended.exit_code == 2
+    assert message in ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
 
 

@@ -141,7 +141,7 @@ class Beyond(RouterPolicy):
         (
             "--scheduling-policy",
             "mine.py:Nothing",
-            "mine.py:Nothing does not implement rank (implement rank as described in ",
+            "mine.py:Nothing does not implement rank (implement rank as ",
         ),
         ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
         ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
