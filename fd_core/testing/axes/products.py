@@ -358,6 +358,7 @@ def check_head(ops: Ops, case: Case) -> None:
     packed = None if case["packed"] is None else str(case["packed"])
     weight = _weight(make, (vocabulary, hidden), {**case, "group": None}) if packed else table
     other = _weight(make, (vocabulary, hidden), {**case, "packed": "Q8_0", "group": None}) if packed else table
+    other = weight if packed == "Q8_0" else other  # a tied head of one format is its table
     biases = [raw(make(vocabulary, scale=0.5))] if case["tied"] == "with a bias" else []
     well = np.ones(rows, np.bool_)
     if case["wild"] and rows > 1:

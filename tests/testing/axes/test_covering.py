@@ -92,7 +92,7 @@ def test_failure_names_the_smallest_case_and_the_command(monkeypatch):
     )
 
 
-def test_failure_is_not_reduced_to_a_case_that_fails_for_what_it_left_behind(monkeypatch):
+def test_failure_is_not_reduced_to_one_that_it_caused(monkeypatch):
     def check(left, case):
         assert not left, f"{len(left)} values are left"
         left.append(case)
