@@ -149,12 +149,13 @@ def parse_case(text: str, axes: Sequence[Axis]) -> Case:
         name, _, value = part.partition("=")
         if name not in by_name:
             raise ConfigError(f"{name!r} is not an axis of the kit", field="--case", hint=f"axes: {', '.join(by_name)}")
-        case[name] = _value(value, by_name[name])
+        rare = [rare[name] for axis in axes for rare in axis.rare if name in rare]
+        case[name] = _value(value, by_name[name], rare)
     return case
 
 
-def _value(text: str, axis: Axis) -> Value:
-    for known in (*axis.values, *(rare[axis.name] for rare in axis.rare)):
+def _value(text: str, axis: Axis, rare: Sequence[Value]) -> Value:
+    for known in (*axis.values, *rare):
         if _text(known) == text:
             return known
     try:

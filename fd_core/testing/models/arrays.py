@@ -186,7 +186,7 @@ _PACKED: Final = {
 }
 
 
-STORED: Final = ("usual", "other minima", "8 bits", "8 bits, other minima", "by columns", "sliced")
+STORED: Final = ("usual", "other minima", "8 bits", "8 bits and other minima", "by columns", "sliced")
 """Forms of packed weights: with minima if usually without, or vice versa; with more bits; as arrays whose columns are
 contiguous, which transposed files yield, or that are columns of wider ones, as shards are. Formats of GGUF have only
 their usual minima and bits."""

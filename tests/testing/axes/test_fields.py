@@ -31,6 +31,7 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
+from fd_core.testing.axes.covering import case_text, default_case, parse_case
 from fd_core.testing.axes.parts import cases_of
 from fd_core.text.parsing.contract import (
     CallForm,
@@ -147,6 +148,14 @@ def fields_of(cls: type) -> list[str]:
         or [field.name for field in dataclasses.fields(cls)]
     )
     return [f"{cls.__name__}.{name}" for name in names]
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_case_of_each_value_can_be_repeated_from_its_text(part):
+    plain = default_case(part.axes)
+    for axis in part.axes:
+        for case in (*({axis.name: value} for value in axis.values), *axis.rare):
+            assert parse_case(case_text({**plain, **case}, part.axes), part.axes) == {**plain, **case}
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())

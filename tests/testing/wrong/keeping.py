@@ -332,8 +332,9 @@ class SearchesAllValues(MemoryStore):
 @found_by("test_closing_during_calls_raises_store_errors_only")
 class LosesItsValuesWhenClosed(MemoryStore):
     def put(self, values, timeout):
-        time.sleep(0.001)  # so that it is usually here when it is closed
-        if self._values is None:
+        is_open = self._values is not None
+        time.sleep(0.05)  # so that it is here when it is closed
+        if is_open and self._values is None:
             raise AttributeError("'NoneType' object has no attribute 'get'")
         return super().put(values, timeout)
 
