@@ -170,7 +170,7 @@ class LauncherSuite:
         """Reserve all cores of a node again and again, after a request for too many of them."""
         cores, held = next(iter(launching.nodes())).cores, []
         there = sum(node.cores for node in launching.nodes())
-        for _ in range(6):
+        for _ in range(10):
             with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
                 launching.start([self.spec("one", group="pair"), self.spec("two", cores=there, group="pair")])
             (process,) = launching.start([self.spec("one", cores=cores)])
