@@ -120,7 +120,7 @@ def test_projects_pass_plugins_check(projects, monkeypatch):
 )
 def test_attention_conforms(projects, framework):
     project, name = projects[PluginKind.BACKEND, framework], name_of(PluginKind.BACKEND, framework)
-    card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "attention")
+    card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "test_attention")
     assert f"{name} passes" in card
     assert "emulated" in card
 

@@ -125,7 +125,7 @@ def choice(server: LiveServer) -> dict[str, Any]:
 RANKS = [
     {},
     pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.soak),
 ]
 
 
