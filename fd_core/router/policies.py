@@ -425,15 +425,12 @@ class CacheAware(RouterPolicy):
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
         config, seen = self.config, context.candidates
         if len(seen) > FEW:
-            requests = seen.requests
-            least, most = (
-                int(requests[requests.argmin()]),
-                int(requests[requests.argmax()]),
-            )  # less than `min` and `max`
+            requests = seen.requests  # of which `argmin` and `argmax` take less than `min` and `max`
+            fewest, most = int(requests[requests.argmin()]), int(requests[requests.argmax()])
         else:
             counts = [each.load.requests for each in seen]
-            least, most = min(counts), max(counts)
-        if most - least > max(config.balance_abs_threshold, config.balance_rel_threshold * most):
+            fewest, most = min(counts), max(counts)
+        if most - fewest > max(config.balance_abs_threshold, config.balance_rel_threshold * most):
             return fewest_tokens(context)
 
         of_hits = config.hit_ratio_weight * _MISSING_WEIGHT * config.cache_block_size

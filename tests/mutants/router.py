@@ -403,6 +403,6 @@ MUTANTS = (
     mutant(
         "load-imbalance-is-ignored",
         "7.2: load and hits are weighed; load alone decides when out of balance",
-        (AFFINITY, "if most - least > max(config", "if False and max(config"),
+        (AFFINITY, "if most - fewest > max(config", "if False and max(config"),
     ),
 )

@@ -52,7 +52,11 @@ def failure_of(suite, policy):
     return ""
 
 
-@pytest.mark.parametrize("policy", WRONG_ORDERS, ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(each, marks=pytest.mark.timing if "_time_of_" in each.noticed_by else ()) for each in WRONG_ORDERS],
+    ids=lambda policy: policy.__name__,
+)
 def test_wrong_scheduling_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(SchedulingPolicySuite, policy)
 

@@ -153,7 +153,8 @@ class KitCase:
         def fails(case: Case) -> bool:
             nonlocal found
             now = None if time.monotonic() > deadline else self._failure(subject, case)
-            if now is None or _kind_of(reason) not in ("", _kind_of(now)):  # what failed may have left something behind
+            # A failure of another kind may come from what the first one left behind.
+            if now is None or _kind_of(reason) not in ("", _kind_of(now)):
                 return False
             found = now
             return True

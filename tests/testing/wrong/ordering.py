@@ -626,7 +626,7 @@ class WaitsForOthers(Fcfs):
 class SearchesItsList(Fcfs):
     """Python's list does so in C, without a bytecode."""
 
-    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
 
     def __init__(self):
         self._waiting = []
