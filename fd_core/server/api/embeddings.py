@@ -304,7 +304,14 @@ async def create_embeddings(request: Request) -> Response:
         data.append(msgspec.Raw(msgspec.json.encode(pooling.Embedding(index=index, embedding=shown))))
         if index % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
-    return json_response(pooling.EmbeddingAnswer(data=data, model=texts.model, usage=texts.usage), headers)
+    answer = pooling.EmbeddingAnswer(
+        id=f"embd-{request.state.request_id}",
+        created=int(time.time()),
+        data=data,
+        model=texts.model,
+        usage=texts.usage,
+    )
+    return json_response(answer, headers)
 
 
 @router.post(

@@ -102,7 +102,10 @@ class Embedding(msgspec.Struct, kw_only=True):
 class EmbeddingAnswer(msgspec.Struct, kw_only=True):
     """The answer of /v1/embeddings."""
 
+    id: str
     object: Literal["list"] = "list"
+    created: int
+    """Unix time, seconds."""
     data: list[Embedding]
     model: str
     usage: PooledUsage

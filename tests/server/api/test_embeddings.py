@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def test_embeddings_match_the_models_hidden_states(server: LiveServer, folder: P
     texts = ["a", "hello there", "x" * 300, *(f"text {index}" for index in range(9))]
     answer = server.post(PATH, {"input": texts}).json
     assert (answer["object"], answer["model"]) == ("list", "tiny")
+    assert answer["id"].startswith("embd-")  # Mistral's client requires one
+    assert abs(answer["created"] - time.time()) < 600
     assert [each["index"] for each in answer["data"]] == list(range(len(texts)))
     for text, each in zip(texts, answer["data"], strict=True):
         np.testing.assert_allclose(each["embedding"], vector(folder, list(text.encode())), atol=1e-5)
