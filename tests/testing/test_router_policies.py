@@ -472,6 +472,27 @@ class LooksAtThePrefixFirst(RouterPolicy):
         return least(context.candidates, lambda each: (-each.hits, each.load.requests), context.random)
 
 
+class TakesNoSessionForOne(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes = {}
+
+    def choose(self, context):
+        home = self._homes.get(context.session)
+        there = (each for each in context.candidates if each.worker.url == home)
+        chosen = next(there, None) or super().choose(context)
+        self._homes[context.session] = chosen.worker.url
+        return chosen
+
+
+class HashesTheFirstBlock(RouterPolicy):
+    uses_prefix = True
+
+    def choose(self, context):
+        first = context.keys[0] if context.keys else b""
+        return max(context.candidates, key=lambda each: zlib.crc32(first + each.worker.url.encode()))
+
+
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
@@ -505,9 +526,11 @@ def without_shrinking(monkeypatch):
         (KeepsSessionsUntilWorkersLeave, FORGETS, ()),
         (CountsPromptsUntilWorkersLeave, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
-        (ServesMixedOnly, SERVES, (True,)),
-        (NeverChoosesTheLast, SERVES, (False,)),
-        (ChoosesAmongTheFirstEight, SERVES, (False,)),
+        (ServesMixedOnly, SERVES, (True, True, 300)),
+        (NeverChoosesTheLast, SERVES, (False, True, 300)),
+        (ChoosesAmongTheFirstEight, SERVES, (False, True, 300)),
+        (TakesNoSessionForOne, SERVES, (False, False, 300)),
+        (HashesTheFirstBlock, SERVES, (False, True, 5)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
         (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
         (HashesUrls, OTHER, ()),
@@ -562,4 +585,4 @@ def test_router_errors_name_the_tested_policy(pair):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: OfAnotherKind
     with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):
-        getattr(suite, SERVES)(pair)
+        getattr(suite, SERVES)(pair, session=True, tokens=300)

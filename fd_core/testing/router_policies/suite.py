@@ -319,7 +319,10 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
-    def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool) -> None:
+    @pytest.mark.parametrize("session", [True, False], ids=["session", "none"])
+    @pytest.mark.parametrize("tokens", [300, 5])
+    def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool, session: bool, tokens: int) -> None:
+        """Requests may lack a session, and a full block of the prompt: none of them may all go to one worker."""
         name = self.policy_class().__name__  # `role` is part of error messages
         config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
         router = Router(config, lambda _: self.policy_class())
@@ -331,8 +334,8 @@ class RouterPolicySuite:
                 router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
         for number in range(_REQUESTS):
-            tokens = np.arange(number, number + 300, dtype=np.int32)
-            request = RouteRequest(tokens, session=f"session {number}")
+            prompt = np.arange(number, number + tokens, dtype=np.int32)
+            request = RouteRequest(prompt, session=f"session {number}" if session else None)
             answer = router.select(request, float(number), draw.random())
             assert isinstance(answer, Selection), answer
             running.append(answer)
@@ -344,7 +347,8 @@ class RouterPolicySuite:
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
         assert sum(one.tally.selected for one in state.workers) == _REQUESTS * len(roles)
         idle = [one.worker.url for one in state.workers if not one.tally.selected]
-        assert not idle, f"of {_REQUESTS} different requests, {idle} served none"
+        what = f"{_REQUESTS} different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
+        assert not idle, f"of {len(state.workers)} workers, {len(idle)}, such as {idle[0]}, served none of {what}"
 
 
 def print_choices() -> None:
