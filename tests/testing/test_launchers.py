@@ -33,14 +33,14 @@ LONG = {cls for number, cls in enumerate(IN_HISTORIES) if number % 4}
     "cls",
     [pytest.param(cls, marks=pytest.mark.soak if cls in LONG else (), id=cls.__name__) for cls in WRONG],
 )
-def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch, tmp_path_factory):
+def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch, tmp_path, tmp_path_factory):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     suite = LauncherSuite()
     suite.patience, suite.launcher_class, suite.devices = 5.0, lambda: cls, FOUR
     launcher = suite.new_launcher()
     test, fixtures = (
         getattr(suite, WRONG[cls]),
-        {"launching": launcher, "capfd": capfd, "tmp_path_factory": tmp_path_factory},
+        {"launching": launcher, "capfd": capfd, "tmp_path": tmp_path, "tmp_path_factory": tmp_path_factory},
     )
     try:
         with pytest.raises((AssertionError, IndexError, LaunchError, pytest.fail.Exception)):

@@ -25,6 +25,7 @@ def main(action: str, *arguments: str) -> None:
     - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for as many seconds as
       the argument;
     - `ignore`: ignore SIGTERM;
+    - `after`: announce itself once there is the file that the argument names;
     - anything else: end by SIGTERM.
     """
     if action == "exit":
@@ -37,11 +38,14 @@ def main(action: str, *arguments: str) -> None:
     if action in ("drain", "ignore"):
         drain = partial(_drain, float(arguments[0])) if action == "drain" else signal.SIG_IGN
         signal.signal(signal.SIGTERM, drain)
+    while action == "after" and not Path(arguments[0]).exists():
+        time.sleep(0.02)
+    of_parent = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace").split("\0")
     shown = {
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("FD_SUITE")},
-        "inherits": "PATH" in os.environ,
+        "lacks": sorted({each.partition("=")[0] for each in of_parent} - {"", *os.environ}),
         "devices": [
             one for name in os.environ if name.endswith("VISIBLE_DEVICES") for one in os.environ[name].split(",") if one
         ],

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,16 @@ class LauncherSuite:
             return "one | first" in shown and "one | the disk is full" in shown
 
         self.until(is_forwarded)
+
+    def test_start_waits_for_no_announcement(self, launching: Launcher, tmp_path: Path) -> None:
+        """Start a process that announces itself later: the ranks of a model wait for the one that starts them."""
+        file = tmp_path / "ready"
+        with ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(launching.start, [self.spec("one", "after", str(file), cores=0)])
+            returned, _ = wait([starting], self.patience)
+            file.touch()
+        assert returned, f"start has not returned after {self.patience:g} seconds: it waits for an announcement"
+        self.seen(starting.result()[0])
 
     def test_a_terminated_process_ends_when_it_wants_to(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "drain", str(self.patience))])
@@ -215,7 +226,7 @@ class _History:
     def check(self) -> None:
         """Compare what each process reports with what happened to it, whatever happened to others of its name."""
         assert self._launchers[0].nodes() == self._nodes, "nodes change with the processes on them"
-        taken, counted = list[tuple[object, ...]](), any(node.devices for node in self._nodes)
+        taken, counted = list[tuple[int, str, object]](), any(node.devices for node in self._nodes)
         for each in self._started:
             spec, process, code = each.spec, each.process, self._codes.get(each)
             assert process.name == spec.name and process.announced() == each.announced
@@ -233,7 +244,8 @@ class _History:
                 assert len(devices) == spec.devices, f"a process with {spec.devices} devices sees {devices}"
                 own = (*devices, *(cores if len(cores) == spec.cores else ()))
                 taken += [(id(each.launcher), process.node, one) for one in own]
-        assert len(taken) == len(set(taken)), "two processes have one core or device"
+        twice = [f"{one} of {node}" for (_, node, one), count in Counter(taken).items() if count > 1]
+        assert not twice, f"two processes have the core or device {twice[0]}"
         for launcher in self._launchers:
             assert launcher.start([]) == ()
             assert launcher.here in (None, *(node.id for node in self._nodes)), f"{launcher.here} is no node"
@@ -302,7 +314,8 @@ class _History:
                 seen = json.loads(announced)
                 assert seen["arguments"] == [*_WORDS, process.address, spec.command[-1]]
                 assert seen["environment"] == {**spec.environment, _COMMON: process.address, **spec.secrets}
-                assert seen["inherits"], "a process lacks the variables of its node"
+                lacks = [each for each in seen["lacks"] if each in os.environ and not each.endswith("VISIBLE_DEVICES")]
+                assert not lacks, f"a process lacks variables of its node: {lacks[:9]}"
                 node = next(node for node in launcher.nodes() if node.id == process.node)
                 assert seen["pid"] == process.pid and node.alive and node.address == process.address
                 shown = repr(spec) + repr(process) + repr(launcher.nodes()) + "".join(seen["command"])

@@ -46,6 +46,25 @@ HELD = "test_nothing_is_held_of_processes_that_ended"
 OUTPUT = "test_output_is_forwarded_and_its_end_is_in_the_reason"
 
 
+@found_by("test_start_waits_for_no_announcement")
+class StartsWhatIsReady(SpawnLauncher):
+    def start(self, specs):
+        started = super().start(specs)
+        while any(process.announced() is None and process.exit_code() is None for process in started):
+            time.sleep(0.02)
+        return started
+
+
+@found_by(ANY_ORDER)
+class PassesKnownVariables(OwnedProcess):
+    """Passes those that a Python process needs, but no proxy, folder of a cache or path of libraries."""
+
+    def __init__(self, *arguments, **named):
+        known = {name: os.environ[name] for name in os.environ if name.startswith(("PATH", "PYTHON", "FD_"))}
+        with mock.patch.dict(os.environ, known, clear=True):
+            super().__init__(*arguments, **named)
+
+
 @found_by(OUTPUT)
 class ReadsTheOutputAtTheEnd(OwnedProcess):
     def _forward(self):
