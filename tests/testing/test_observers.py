@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections import Counter, deque
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from fd_core.runner.observing import Observer
 from fd_core.testing.axes import parts
+from fd_core.testing.hooks import observers
 from fd_core.testing.hooks.observed import OBSERVED
 from fd_core.testing.hooks.observers import ObserverSuite
 from fd_core.testing.kit.requirements import closed
@@ -43,6 +45,30 @@ class KeepsTheLastSteps(Observer):
 class TestLastSteps(ObserverSuite):
     def observer_class(self):
         return KeepsTheLastSteps
+
+
+class WritesPages(Observer):
+    """Opens the next of four files every 64 requests: an observer may wait for a medium."""
+
+    def __init__(self):
+        self.folder, self.lines = TemporaryDirectory(), []
+        self.page = 0
+
+    def observe(self, step):
+        self.lines += [request.request_id for request in step.requests]
+        if len(self.lines) >= 64:
+            Path(self.folder.name, str(self.page % 4)).write_text("\n".join(self.lines))
+            self.page, self.lines = self.page + 1, []
+
+    def close(self):
+        self.folder.cleanup()
+
+
+def test_an_observer_may_open_files_now_and_then(monkeypatch):
+    monkeypatch.setattr(observers, "_ROUND", 256)
+    suite = ObserverSuite()
+    suite.observer_class = lambda: WritesPages
+    suite.test_memory_does_not_grow_with_steps(restarts=False)
 
 
 class CountsByEpoch(Counts):
