@@ -50,25 +50,28 @@ class SchedulingPolicySuite:
     @pytest.mark.parametrize("served", [0, 300])
     @pytest.mark.parametrize("preempted", [False, True])
     @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t0-back", "t1-new", "t1-", "-t0"])
-    @pytest.mark.parametrize("size", [10, 5000])
+    @pytest.mark.parametrize(
+        "sizes", [(10, 10), (5000, 10), (10, 100_000)], ids=["alike", "long", "without_max_tokens"]
+    )
     @pytest.mark.parametrize("aborted", [0, 2])
     def test_request_is_admitted_while_others_keep_arriving(
-        self, aborted: int, size: int, tenants: str, served: int, *, preempted: bool
+        self, aborted: int, sizes: tuple[int, int], tenants: str, served: int, *, preempted: bool
     ) -> None:
         """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once.
 
-        `tenants` are that of the request, and that of the others: t0, one without requests so far, one whose only
-        request ended at the start, each time a new one, or none, which is the empty string. `served` requests of t0
-        have ended before.
+        `sizes` are the tokens of the request's prompt and those that it may generate, as many as the context allows
+        if a client sets no `max_tokens`; those of the others are 10. `tenants` are that of the request, and that of
+        the others: t0, one without requests so far, one whose only request ended at the start, each time a new one,
+        or none, which is the empty string. `served` requests of t0 have ended before.
         """
-        if size > 10 and self.favours_small:
+        if max(sizes) > 10 and self.favours_small:
             lacks(self.favours_small)
         queue, arrivals = Queue(self.policy_class()()), itertools.count()
         tenant, others = tenants.split("-")
 
-        def new(tenant: str, size: int = 10) -> QueuedRequest:
+        def new(tenant: str, prompt: int = 10, most: int = 10) -> QueuedRequest:
             arrival = next(arrivals)
-            request = QueuedRequest(arrival, size, 10, 0, f"new {arrival}" if tenant == "new" else tenant, False)
+            request = QueuedRequest(arrival, prompt, most, 0, f"new {arrival}" if tenant == "new" else tenant, False)
             queue.add(request)
             return request
 
@@ -79,7 +82,7 @@ class SchedulingPolicySuite:
         for _ in range(served):
             queue.end(queue.admit(), 20)
             new("t0")
-        target = new(tenant, size)
+        target = new(tenant, *sizes)
         for _ in range(19):
             new("t0")
         for _ in range(_PATIENCE):
@@ -93,7 +96,8 @@ class SchedulingPolicySuite:
             new(others)
             for _ in range(aborted):
                 queue.abort(new(others))
-        require(False, "2.2", f"a request of {size} tokens waits after {_PATIENCE} admissions of later ones")
+        what = f"a request of {sizes[0]} tokens, which may generate {sizes[1]:,},"
+        require(False, "2.2", f"{what} waits after {_PATIENCE} admissions of later ones of 10 tokens")
 
     @pytest.mark.law("2.2")
     @pytest.mark.fd_cases(SHARES)

@@ -29,6 +29,15 @@ class SmallestFirst(Fcfs):
         return (request.num_tokens, request.arrival)
 
 
+class ShortestOutputFirst(Fcfs):
+    """Within limits, which let thousands pass a request without `max_tokens`."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (request.arrival + request.max_new_tokens // 64, request.arrival)
+
+
 class FavoursOneTenant(FairShare):
     noticed_by = "test_request_is_admitted_while_others_keep_arriving"
 
