@@ -25,6 +25,7 @@ from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.events import Event, joined
+from fd_core.text.parsing.reader import SPACE
 
 TEXTS: Final = {
     "plain": "The quick brown fox jumps over 13 lazy dogs; then it rests",
@@ -33,6 +34,7 @@ TEXTS: Final = {
     "code": "if 1 < 2 and [x] or {y}: `z` \\n 'q' \"r\" &lt;b&gt; &amp;amp; &#39; %41 end",
     "half-markers": "",
     "words": "null, true and 007 end",
+    "wide spaces": "\u3000\u3000It has\u00a0a\u2003space\u3000",
 }
 """Texts by kind; `half-markers` is one of each format."""
 VALUES: Final = {
@@ -102,7 +104,7 @@ ANSWER_AXES: Final = (
     Axis("text", (*TEXTS, "none")),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),
-    Axis("begins", ("text", "prompt", "later_turn", "cut_off_turn"), ("ReasoningParser.prompt_tail",)),
+    Axis("begins", ("text", "prompt", "later_turn", "cut_off_turn", "continued"), ("ReasoningParser.prompt_tail",)),
     *_COMMON,
 )
 EXCUSED: Final[Mapping[str, str]] = {
@@ -110,7 +112,7 @@ EXCUSED: Final[Mapping[str, str]] = {
     "TaggedArguments.after_value": "it is written as the parser declares it",
 }
 """Fields of the contract that no axis varies, with the reason."""
-_SPACES: Final = r"\s*"
+_SPACES: Final = f"[{SPACE}]*"
 """White space around markers, which belongs to them."""
 _MAX_CHARACTERS: Final = 24_000
 _MAX_PUSHES: Final = 20_000
@@ -205,7 +207,7 @@ class _Model:
 
 
 def _spaceless(text: str) -> str:
-    return "".join(text.split())
+    return re.sub(_SPACES, "", text)
 
 
 def shortened(text: str) -> str:
@@ -342,6 +344,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             earlier = f"{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
             before = {"later_turn": f"<|user|>Hi<|assistant|>{head}{earlier}", "cut_off_turn": earlier}
             model.prompt = before.get(str(case["begins"]), "<|user|>Hi<|assistant|>") + head
+            model.prompt += f"{SHOWN.reasoning} It" if case["begins"] == "continued" else ""
         else:
             model.add(head)
         half = _half(target, middle.lstrip()) if case["tail"] == "half-marker" else ""

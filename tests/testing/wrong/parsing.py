@@ -8,6 +8,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -764,7 +765,7 @@ class FindsTheEndOfAnEarlierTurn(QwenReasoning):
         return cls.begin in prompt_tail and cls.end not in prompt_tail
 
 
-@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[False-2]")
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[-False-2]")
 class AppliesGrammarsToReasoning(QwenReasoning):
     """Only asks if the template can switch reasoning off."""
 
@@ -888,6 +889,35 @@ class LooksForAnOpeningOnly(QwenReasoning):
         return cls.begin in prompt_tail and cls.end not in prompt_tail
 
 
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[half-True-2]")
+class LooksForAnOpeningAtTheEnd(QwenReasoning):
+    """A prompt whose reasoning has text, which the model continues, opens none."""
+
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return prompt_tail.rstrip().endswith(cls.begin)
+
+
+@breaks("8.[134]", "answer:begins=continued")
+class ContinuesNoReasoning(QwenReasoning):
+    """The same, but a grammar applies after the reasoning."""
+
+    def __init__(self, prompt_tail):
+        super().__init__(prompt_tail)
+        self._inside = prompt_tail.rstrip().endswith(self.begin)
+
+
+@breaks("8.[134]", "answer:text=wide spaces")
+class StripsEverySpace(QwenReasoning):
+    """White space around markers is that of Unicode, such as the indent of a Chinese paragraph."""
+
+    begun = False
+
+    def emit_content(self, text):
+        super().emit_content(text if self.begun else text.lstrip())
+        self.begun = True
+
+
 @breaks("8.[134]", "answer")
 class KnowsMarkersAsTokens(QwenReasoning):
     """A piece that is a marker ends what was held back as the beginning of one, which is lost."""
@@ -910,6 +940,16 @@ class IgnoresTheCaseOfKeys(QwenCoderTools):
     def key(self):
         key = yield from super().key()
         return None if key is None else key.lower()
+
+
+@breaks("8.3", "calls:test_ended_calls_have_json_arguments_whatever_the_model_writes")
+class TakesNaNForANumber(GlmTools):
+    def _value(self, tool, key):
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        with suppress(ValueError):
+            value = json.loads(value)
+        self.emit_arguments(json.dumps(value) if closed else "")
+        return bool(closed)
 
 
 @breaks("8.3", "calls")

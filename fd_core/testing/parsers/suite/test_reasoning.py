@@ -38,15 +38,19 @@ def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTar
 
 
 @pytest.mark.law("8.3")
+@pytest.mark.parametrize("written", ["", "half"])
 @pytest.mark.parametrize("switched", [True, False])
 @pytest.mark.parametrize("turns", [1, 2])
-def test_reasoning_that_the_prompt_opened_has_begun(target: ParserTarget, turns: int, *, switched: bool) -> None:
-    """A grammar applies only after it, also if the prompt has the reasoning of an earlier turn."""
+def test_reasoning_that_the_prompt_opened_has_begun(
+    target: ParserTarget, turns: int, written: str, *, switched: bool
+) -> None:
+    """A grammar applies only after it, also if the prompt has the reasoning of an earlier turn, or half of this one."""
     for answer in target.answers():
         head = answer.text.partition(SHOWN.reasoning)[0]
         if not target.cls.end or head.strip() not in target.markers:
             lacks("no prompt opens its reasoning")
-        prompt = f"<|user|>Hi<|assistant|>{answer.text}<|user|>Why?<|assistant|>" * (turns - 1) + head
+        half = f"{SHOWN.reasoning} It is" if written else ""
+        prompt = f"<|user|>Hi<|assistant|>{answer.text}<|user|>Why?<|assistant|>" * (turns - 1) + head + half
         begun = target.cls.begins_reasoning(prompt, switched=switched)
         require(begun, "8.3", f"it does not begin with reasoning after the prompt {prompt!r}")
 
