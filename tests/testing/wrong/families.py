@@ -7,7 +7,7 @@ from fd_core.models.families.builtin.gemma import Gemma3
 from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
-from fd_core.models.families.contract import Family, Gguf
+from fd_core.models.families.contract import DenseLayer, Family, Gguf, OutputLayers
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 
 DEFAULTS = "test_absent_fields_have_their_defaults"
@@ -273,3 +273,9 @@ class LlamaInOneExpression(Family):
             window=lambda layer: None,
             activation="hidden_act",
         )
+
+
+@found_by("test_classes_are_those_of_the_reference", "by 'cls' of its states")
+class ClassifiesByTheFirstToken(Llama):
+    def outputs(self, config, architecture):
+        return OutputLayers("cls", (DenseLayer("score"),))

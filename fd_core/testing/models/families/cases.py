@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from fd_core.backends.contract import Model
+from fd_core.engine.vectors import probabilities_of
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import check_tensors
+from fd_core.models.classifier import read_classifier
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.families.contract import Family, RopeSpec, scaled_rope_spec
 from fd_core.models.families.installed import installed_families
@@ -339,6 +341,26 @@ class FamilySuite:
         driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST)
         driver.generate(1)
         _compare(target, driver, expected)
+
+    def test_classes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
+        """Classify the states of texts as the model of the family that `transformers` has for it."""
+        _require_code(target)
+        _require_head(target)
+        folder, classes = target.classifier()
+        if classes is None:
+            lacks("transformers has no model of this architecture that classifies texts")
+        load(_ORACLE, folder)
+        classifier = read_classifier(folder)
+        assert classifier is not None, "the architecture has no output layers, so that it classifies nothing"
+        for tokens in _prompts(target.seed):
+            states, logits = classes([token or 1 for token in tokens])  # 0 fills
+            pooled = {"last": states[-1:], "cls": states[:1], "mean": states.mean(axis=0, keepdims=True)}
+            given = pooled.get(classifier.pooling, states)
+            found = probabilities_of(given.astype("<f4").tobytes(), classifier)
+            right = np.exp(logits - logits.max())
+            off = np.abs(found - right / right.sum()).max() if len(found) == 1 else math.inf
+            what = f"the classes of a text of {len(tokens)} tokens, by {classifier.pooling!r} of its states"
+            assert off <= _ERROR, f"{what}, are off by {off:.3g}; see `outputs`"
 
     def test_a_window_is_short(self, target: FamilyTarget) -> None:
         """Require a case whose windows the kit's contexts exceed, if there are windows."""

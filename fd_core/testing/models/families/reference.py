@@ -21,6 +21,8 @@ Logits = Callable[..., Floats]
 
 Takes the tokens, and the pixels uint8[h, w, 3] of each image, if there are any.
 """
+Classes = Callable[[Sequence[int]], tuple[Floats, Floats]]
+"""Returns the last states of tokens, float32[tokens, H], and the logits of the classes of their text."""
 _GENERATES: Final = "ForCausalLM"
 _SEES: Final = "ForConditionalGeneration"
 """End of the names of models that take images and generate texts."""
@@ -67,6 +69,30 @@ def general_fields() -> set[str]:
     import transformers
 
     return set(transformers.PreTrainedConfig().to_dict())
+
+
+def write_classifier(family: Family, fields: Mapping[str, Any], folder: Path, seed: int) -> Classes | None:
+    """Write a model of the family with three classes, and return its reference; None if `transformers` has none."""
+    import torch
+    import transformers
+
+    name = family.architectures[0].removesuffix(_GENERATES)
+    kind = getattr(transformers, f"{name}ForSequenceClassification", None)
+    if kind is None:
+        return None
+    config = config_of(family, fields)
+    config.num_labels, config.pad_token_id = 3, 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config).eval()
+        model.save_pretrained(folder)
+
+    def classes(tokens: Sequence[int]) -> tuple[Floats, Floats]:
+        with torch.no_grad():
+            found = model(torch.tensor([list(tokens)]), output_hidden_states=True)
+        return found.hidden_states[-1][0].numpy(), found.logits[0].numpy()
+
+    return classes
 
 
 def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, seed: int) -> Logits | None:

@@ -19,7 +19,7 @@ from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, MODEL, installed_plugins
 from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
 from fd_core.testing.kit.target import Target, parse_target
-from fd_core.testing.models.families.reference import Logits, config_of, write_reference
+from fd_core.testing.models.families.reference import Classes, Logits, config_of, write_classifier, write_reference
 
 LONGEST: Final = 64
 """Maximum length of a sequence."""
@@ -55,6 +55,11 @@ class FamilyTarget:
             folder = Path(self._folder.name) / str(len(self._written))
             self._written[key] = folder, write_reference(self.family, fields, folder, self.seed)
         return self._written[key]
+
+    def classifier(self) -> tuple[Path, Classes | None]:
+        """Return the folder of a model that classifies texts, and the reference's states and logits, if it has one."""
+        folder = Path(self._folder.name) / "classes"
+        return folder, write_classifier(self.family, next(iter(self.family.cases.values())), folder, self.seed)
 
     def filled(self, fields: Mapping[str, Any], without: str = "") -> dict[str, Any]:
         """Return the whole config of a model; `transformers` gives the fields that are left out, such as `without`."""
