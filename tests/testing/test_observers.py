@@ -48,7 +48,7 @@ class TestLastSteps(ObserverSuite):
 
 
 class WritesPages(Observer):
-    """Opens the next of four files every 64 requests: an observer may wait for a medium."""
+    """Opens the next of eight files every 64 requests: an observer may wait for a medium."""
 
     def __init__(self):
         self.folder, self.lines = TemporaryDirectory(), []
@@ -57,7 +57,7 @@ class WritesPages(Observer):
     def observe(self, step):
         self.lines += [request.request_id for request in step.requests]
         if len(self.lines) >= 64:
-            Path(self.folder.name, str(self.page % 4)).write_text("\n".join(self.lines))
+            Path(self.folder.name, str(self.page % 8)).write_text("\n".join(self.lines))
             self.page, self.lines = self.page + 1, []
 
     def close(self):
@@ -69,6 +69,12 @@ def test_an_observer_may_open_files_now_and_then(monkeypatch):
     suite = ObserverSuite()
     suite.observer_class = lambda: WritesPages
     suite.test_memory_does_not_grow_with_steps(restarts=False)
+
+
+def test_an_observer_that_writes_all_steps_passes():
+    suite = ObserverSuite()
+    suite.observer_class = lambda: WritesTheRestOfAPage
+    suite.test_what_it_writes_has_the_last_step()
 
 
 class CountsByEpoch(Counts):
@@ -174,6 +180,18 @@ class LeavesAFile(Counts):
     def __init__(self):
         super().__init__()
         self.files.append(Path("/dev/null").open())  # noqa: SIM115
+
+
+class LosesTheRestOfAPage(WritesPages):
+    """Closes without the lines of the last, incomplete page."""
+
+    def close(self):
+        self.lines = []
+
+
+class WritesTheRestOfAPage(WritesPages):
+    def close(self):
+        Path(self.folder.name, "last").write_text("\n".join(self.lines))
 
 
 class KeepsEveryStep(Counts):
@@ -304,6 +322,7 @@ class CountsShortNames(Counts):
         (LeavesAThread, "test_closing_releases_threads_and_files"),
         (LeavesAFile, "test_closing_releases_threads_and_files"),
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
+        (LosesTheRestOfAPage, "test_what_it_writes_has_the_last_step"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
         (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),

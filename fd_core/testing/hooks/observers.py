@@ -13,16 +13,21 @@ from typing import Final
 import msgspec
 import pytest
 
-from fd_core.runner.observing import Observer
+from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.kit.privacy import created_paths
+from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
+_RECORDED: Final = 299
+"""Steps that fill no buffer of a usual size exactly."""
+_MOST_BYTES: Final = 1 << 24
+"""Size of a file that may be that of the steps of a test."""
 _ROUND: Final = 4096
 """Steps, a few times of which fill what an observer keeps up to a limit."""
 
@@ -62,6 +67,21 @@ class ObserverSuite:
         assert after.processes == before.processes, f"processes are left running: {after.processes}"
         assert after.descriptors == before.descriptors, f"descriptors are left open: {after.descriptors}"
         require_freed(self.new_observer)
+
+    @pytest.mark.law("8")
+    def test_what_it_writes_has_the_last_step(self) -> None:
+        """Look for the ids of requests in its files after `close`, if it writes all of them."""
+        names = [f"request {number} of {_RECORDED}" for number in range(_RECORDED)]
+        with created_paths() as files:
+            observer = self.new_observer()
+            for number, name in enumerate(names):
+                observer.observe(SampledStep(0, number, (SampledRequest(name, (7,), 0, 0),)))
+            observer.close()
+        written = b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)
+        if not all(name.encode() in written for name in names[: _RECORDED // 4]):
+            lacks("it writes no file that has the id of each request")
+        lost = [name for name in names if name.encode() not in written]
+        assert not lost, f"after close, its files lack the last {len(lost)} of {_RECORDED} steps"
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("restarts", [False, True])
