@@ -94,6 +94,7 @@ AXES: Final = (
             "a refused value",
             "another connector",
             "another connector that ends later",
+            "another connector that begins later",
             "a lease that ends later",
         ),
     ),
@@ -187,6 +188,8 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
             stack.callback(another.move_all, [lease])
         if case["before"] == "another connector that ends later":
             transfer.another = make(pair.here)
+        if case["before"] == "another connector that begins later":
+            transfer.later = pair.here
         _happens_before(str(case["before"]), transfer)
         if case["thread"]:
             with ThreadPoolExecutor(1) as pool:
@@ -212,6 +215,7 @@ class _Transfer:
         self.case, self.decode, self.prefill = case, decode, prefill
         self._draw = draws(int_of(case, "pieces"))
         self.another: Connector | None = None
+        self.later: Callable[[], Connector] | None = None
         self._over: list[_LeaseUnderTest] = []
         """Leases that were closed before."""
 
@@ -256,6 +260,8 @@ class _Transfer:
                 self._over.append(self.open(95, earlier))
             if self.another is not None:
                 earlier.callback(self.another.close)
+            if (later := self.later) is not None:  # of another engine on this machine, which starts now
+                earlier.callback(lambda: later().close())
             numbers = range(int_of(self.case, "leases"))
             if self.case["opened"] == "inboxes first":
                 inboxes = [self._open_inbox(number, stack) for number in numbers]

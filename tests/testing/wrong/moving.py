@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 from fd_core.disagg.connectors.contract import ConnectorError, PutResult
 from fd_core.disagg.connectors.kv_store import KVStoreConnector
@@ -525,3 +526,18 @@ class HasBuffersFor128Leases(Changed, TCPConnector):
             return memoryview(buffer)[: len(value)]
 
         end.take = take
+
+
+@found_by("before=another connector that begins later")
+class RemovesWhatIsThere(Changed, SharedMemoryConnector):
+    """Takes the memory of open leases, also of another engine, for that of processes that were killed."""
+
+    there: ClassVar = []
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        while self.there:
+            self.there.pop().close()
+
+    def change_inbox(self, end, whole):
+        self.there.append(whole)
