@@ -871,7 +871,9 @@ class StoreSuite:
             found = store.stats(TIMEOUT)
             assert found.limit_bytes == 100_000
             assert found.bytes is not None
-            assert found.bytes <= 100_000
+            assert found.bytes <= 100_000, (
+                f"after {number + 1} values it holds {found.bytes:,} bytes, max_bytes is 100,000"
+            )
             there = store.longest_prefix([*used, key], LIMIT, TIMEOUT)
             assert there == len(used) + 1, f"value {there} of those in use was evicted"
             if used_by != "get":
