@@ -122,6 +122,8 @@ class LauncherSuite:
         try:
             history = _History(self, (launching, other))
             history.run()
+            self.new_launcher().close()  # of another deployment on these nodes
+            history.check()
             history.close(other)
             history.check()
         finally:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 from fd_core.launching import owned, spawn
@@ -63,6 +64,20 @@ class PassesKnownVariables(OwnedProcess):
         known = {name: os.environ[name] for name in os.environ if name.startswith(("PATH", "PYTHON", "FD_"))}
         with mock.patch.dict(os.environ, known, clear=True):
             super().__init__(*arguments, **named)
+
+
+@found_by(ANY_ORDER)
+class EndsWhatItFinds(SpawnLauncher):
+    """Ends processes that an earlier launcher, which may have been killed, has left."""
+
+    there: ClassVar = []
+
+    def __init__(self):
+        super().__init__()
+        if len(self.there) > 1:  # two launchers may begin together
+            for launcher in self.there:
+                launcher.close()
+        self.there.append(self)
 
 
 @found_by(OUTPUT)
