@@ -41,6 +41,14 @@ AXES: Final = (
         rare=(
             {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
             {"context": 70_000, "block_size": 1, "budget": 70_000, "prompt": "longest", "requests": 2},
+            {
+                "context": 33_000,
+                "block_size": 64,
+                "budget": 33_000,
+                "requests": 20,
+                "prompt": "unequal",
+                "incident": "abort_first",
+            },
         ),
     ),
     Axis(
@@ -98,7 +106,7 @@ AXES: Final = (
     Axis("events", (False, True), ("SchedulerSetup.kv_events",), needs="prefix_caching"),
     Axis("timed", (False, True), ("SchedulerSetup.clock",)),
     Axis("requests", (6, 1, 2, 20)),
-    Axis("prompt", ("mixed", "one", "full", "below", "above", "longest"), ("RequestSpec.prompt",)),
+    Axis("prompt", ("mixed", "one", "full", "below", "above", "longest", "unequal"), ("RequestSpec.prompt",)),
     Axis("shared", ("none", "prefix", "same")),
     Axis(
         "images",
@@ -180,6 +188,7 @@ AXES: Final = (
         (
             "none",
             "abort_waiting",
+            "abort_first",
             "abort_loading",
             "abort_running",
             "abort_draining",
@@ -237,6 +246,7 @@ def prompt_lengths(case: Case) -> list[int]:
         "below": lambda index: size * (1 + index % 2) - 1,
         "above": lambda index: size * (1 + index % 2) + 1,
         "longest": lambda index: most,
+        "unequal": lambda index: 1 + 7 * index if index % 2 else most - 8,
     }
     length = kinds[str(case["prompt"])]
     return [min(max(length(index), 1), most) for index in range(int_of(case, "requests"))]
@@ -471,6 +481,7 @@ def _incidents(driver: Driver, kind: str, waiting: list[RequestSpec]) -> Iterato
         requests = driver.auditor.requests
         state = {
             "abort_waiting": "waits",
+            "abort_first": "waits",
             "abort_loading": "loads",
             "abort_running": "runs",
             "abort_draining": "drains",
@@ -482,9 +493,11 @@ def _incidents(driver: Driver, kind: str, waiting: list[RequestSpec]) -> Iterato
             if each.end is None and not each.abort_requested and each.where == state.get(kind)
             if kind != "abort_ending" or (each.occupancy and each.occupancy.num_planned >= each.limit)
         ]
-        if candidates and 3 * len(harmed) < len(requests) + 2:
-            harmed.add(candidates[-1])
-            driver.abort(candidates[-1], candidates[-1])
+        first = kind == "abort_first"  # of the queue, after steps were planned meanwhile
+        if candidates and 3 * len(harmed) < len(requests) + 2 and (turn % 4 == 3 or not first):
+            name = candidates[0 if first else -1]
+            harmed.add(name)
+            driver.abort(name, name)
         if kind == "abort_all" and len(requests) > 2 and not harmed:
             harmed |= {name for name, each in requests.items() if each.end is None}
             driver.abort(*harmed)

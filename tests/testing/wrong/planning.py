@@ -1113,3 +1113,25 @@ class AdmitsWhatWaitsLong(Changed):
     def plan(self):
         self.plans += 1
         return super().plan()
+
+
+@breaks("2.2", "size:context=33000,block_size=64,budget=33000,prompt=unequal,requests=20,incident=abort_first")
+class AdmitsOneLongPromptAtATime(Changed):
+    """The turn of a long prompt does not end if the request is aborted while it waits for blocks."""
+
+    turn = ""
+
+    def admit(self, builder, step):
+        first = self._waiting.first()
+        if first is not None and first.num_tokens > 2048:
+            name = first.spec.request_id
+            if self.turn not in ("", name):
+                return
+            self.turn = name
+        super().admit(builder, step)
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        if self.turn in {delta.request_id for delta in deltas}:
+            self.turn = ""
+        return deltas, effects
