@@ -23,7 +23,7 @@ from fd_core.engine.llm import LLM
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import ProgramForward
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.types import SamplingParams
 
 CASES = (Case("context 256", 32, 1, 256), Case("context 2,048", 32, 1, 2048), Case("context 8,192", 8, 1, 8192))

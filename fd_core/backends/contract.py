@@ -347,10 +347,11 @@ class Backend(abc.ABC):
         """Raise `ConfigError` if `--kv-cache-dtype` names a dtype that the backend's pack does not support."""
         wanted = self.config.kv_cache_dtype
         if wanted != "auto" and wanted not in ops.kv_dtypes:
+            instead = "omit it, or use another --backend, such as cpu"
             raise ConfigError(
-                f"the {self.name} backend stores KV in {ops.dtype}, got {wanted}",
+                f"the {self.name} backend stores KV in {' or '.join([ops.dtype, *ops.kv_dtypes])}, got {wanted}",
                 field="--kv-cache-dtype",
-                hint="omit it, or use another --backend, such as cpu",
+                hint="use int8, which takes about as much memory" if "int8" in ops.kv_dtypes else instead,
             )
 
     def require_attention_backend(self) -> None:

@@ -39,8 +39,9 @@ _DTYPES: Final = {
     **dict.fromkeys(("float", "fp32"), "float32"),
     "bf16": "bfloat16",
 }
+_KV_DTYPES: Final = dict.fromkeys(("fp8_e4m3", "float8_e4m3fn"), "fp8")
 _OTHER_KV_DTYPES: Final = {
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which uses the same memory"),
+    **dict.fromkeys(("fp8_e5m2", "fp8_inc"), "fp8 or int8"),
     **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which stores KV in the type of --dtype"),
 }
 _OTHER_QUANTIZATION: Final = {
@@ -93,8 +94,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     backend: str = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", aliases=_DTYPES)] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
-    kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
-    """`auto` stores keys and values in the dtype of activations, `int8` in 8 bits with scales."""
+    kv_cache_dtype: Annotated[str, OneOf("auto", "int8", "fp8", aliases=_KV_DTYPES, instead=_OTHER_KV_DTYPES)] = "auto"
+    """`auto` stores keys and values in the dtype of activations, `int8` with scales, `fp8` as float8_e4m3fn."""
     attention_backend: Annotated[str, OneOf("auto", "triton", "flashinfer", "torch", instead=_OTHER_ATTENTION)] = "auto"
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.stores.envelope import HEADER_BYTES
-from fd_core.ops.contract import KVShape
+from fd_core.ops.contract import KV_TYPES, KVShape
 
 _HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -32,7 +32,7 @@ class BlockFormat:
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
         """Return the block format, in canonical order, of a pack with `dtype`, see `Ops.dtype`."""
-        return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], shape.block_sizes)
+        return cls(KV_TYPES.get(shape.dtype, _HOST_DTYPES[dtype]), shape.block_sizes)
 
     def view(self, payload: memoryview) -> npt.NDArray[Any]:
         """Return the block in an opened payload, read-only; it shares the payload's memory where that is aligned."""

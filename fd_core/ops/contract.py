@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -40,6 +40,7 @@ from fd_core.types import IntArray
 
 __all__ = [
     "CLAMP",
+    "KV_TYPES",
     "SCALE_BYTES",
     "Activation",
     "Array",
@@ -76,6 +77,8 @@ PlainActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "re
 RecurrentRule = Literal["gate", "delta", "scan"]
 SCALE_BYTES: Final = 4
 """Bytes of the float32 scale after the elements of a quantized key or value."""
+KV_TYPES: Final[Mapping[str, npt.DTypeLike]] = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
+"""Types of exported blocks with 8 bits an element, by `KVShape.dtype`; uint8 holds the bits of FP8."""
 FLOAT_BYTES: Final = 4
 MAX_JOURNAL: Final = 16
 """Limit of tokens whose inputs are stored with a recurrent state, of those that fit into its block."""
@@ -91,7 +94,8 @@ class KVShape:
     block_size: int
     """Tokens in a KV block."""
     dtype: str = "auto"
-    """`auto` for the pack's dtype; `int8` for 8 bits, with a scale per token, KV head, and key or value."""
+    """`auto` for the pack's dtype; `int8` for 8 bits, with a scale per token, KV head, and key or value; `fp8` for
+    float8_e4m3fn without scales."""
     first_kv_head: int = 0
     """Index of the first of these heads among the model's KV heads, which ranks divide."""
     first_layer: int = 0
@@ -131,7 +135,7 @@ class KVShape:
 
     def bytes_per_block(self, itemsize: int) -> int:
         """Bytes of one block over all layers, keys and values; `itemsize` is that of the pack's dtype."""
-        return math.prod(self.block_sizes) * (1 if self.quantized else itemsize)
+        return math.prod(self.block_sizes) * (1 if self.dtype in KV_TYPES else itemsize)
 
 
 class KVCache(abc.ABC):
@@ -157,8 +161,9 @@ class KVCache(abc.ABC):
 
         float32, float16, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array
         is the caller's: it shares no memory with the cache, and is contiguous. For a quantized cache it is int8 [...,
-        nkv, d + 4]: the last four bytes of each key and value are its scale, a little-endian float32. A latent cache
-        has one vector instead of two on axis 2, the rotated part of the key and then the value, each with its scale.
+        nkv, d + 4]: the last four bytes of each key and value are its scale, a little-endian float32. FP8 is uint8 that
+        holds its bits. A latent cache has one vector instead of two on axis 2, the rotated part of the key and then the
+        value, each with its scale.
         """
 
     @abc.abstractmethod
@@ -562,8 +567,8 @@ class Ops(abc.ABC):
     """`float32`, `bfloat16` or `float16`: dtype of activations, unpacked weights, and KV unless its shape overrides it.
     float16 overflows at 65,504: larger values are infinite, which the peaks of the row show, and that request fails."""
     kv_dtypes: Collection[str] = frozenset()
-    """Other dtypes of `KVShape` that `allocate_kv`, `write_kv` and attention support: `int8` or none. A pack that
-    overrides one of these three operations must redefine it."""
+    """Other dtypes of `KVShape` that `allocate_kv`, `write_kv` and attention support: some of `int8` and `fp8`. A
+    pack that overrides one of these three operations must redefine it."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
     table_formats: Collection[str] = frozenset()
@@ -838,6 +843,9 @@ class Ops(abc.ABC):
         A quantized cache stores rint(x / scale) of each element, clipped to ±127, ties to even, and the scale: the
         largest magnitude of that token's key or value in that head, divided by 127 in float32. A head of zeros has
         scale 0. So the stored values of a token depend only on that token, for any chunking of the prompt.
+
+        A cache of FP8 stores the nearest number of float8_e4m3fn, ties to even, and at most 448 in magnitude. Elements
+        that are not finite become NaN.
 
         In a latent cache, `k` is the rotated part of the key [T, 1, d - latent] and `v` the value [T, 1, latent].
         """

@@ -174,7 +174,7 @@ class PackedTensor:
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Dequantize to float32: a product and a sum, each rounded once."""
         out, groups = self.scales.shape
-        values = _FP8_VALUES[self.values.view(np.uint8)] if self.format == FP8 else self.values
+        values = FP8_VALUES[self.values.view(np.uint8)] if self.format == FP8 else self.values
         grouped = values.reshape(out, groups, -1) * self.scales[:, :, np.newaxis]
         if self.minima is not None:
             grouped += self.minima[:, :, np.newaxis]
@@ -236,7 +236,8 @@ def _fp8_values() -> npt.NDArray[np.float32]:
     return signed
 
 
-_FP8_VALUES: Final = _fp8_values()
+FP8_VALUES: Final = _fp8_values()
+"""float32[256]: the numbers of FP8 by their bits."""
 
 Weight = RawTensor | PackedTensor
 """A weight of a linear layer as read from a checkpoint."""

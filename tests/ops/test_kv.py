@@ -5,6 +5,6 @@ from fd_core.testing.suite.kv.test_kv import (  # noqa: F401 -- the cases
     test_blocks_of_another_type_are_refused,
 )
 from fd_core.testing.suite.kv.test_quantized_kv import (  # noqa: F401 -- the cases
-    ops8,
+    kv_dtype,
     test_quantized_blocks_are_restored_bit_for_bit,
 )

@@ -336,7 +336,11 @@ _KV_CACHE: Final = (
     Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", common=True),
     Flag("num_kv_blocks", "Number of blocks in the KV cache."),
     Flag("block_size", "Tokens in one KV block.", "TOKENS"),
-    Flag("kv_cache_dtype", "Data type of the KV cache: auto for the model's, or int8 for half of the memory.", "TYPE"),
+    Flag(
+        "kv_cache_dtype",
+        "Data type of the KV cache: auto for the model's; int8 or fp8 take half of the memory.",
+        "TYPE",
+    ),
     Flag("enable_prefix_caching", "Reuse the KV of prompts with a common prefix."),
     Flag(
         "save_preempted_kv",

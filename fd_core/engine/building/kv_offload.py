@@ -190,7 +190,7 @@ def open_kv_transfer(
     compatibility = KVCompatibility(
         model=hashlib.sha256(rest.encode()).hexdigest(),
         weights=weights,
-        dtype="int8" if shape.quantized else dtype,
+        dtype=dtype if shape.dtype == "auto" else shape.dtype,
         block_size=shape.block_size,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

@@ -101,6 +101,7 @@ class NativeOps(TorchOps):
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     stores_tightly = True
+    kv_dtypes = ("int8",)
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 64
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import (
     CLAMP,
+    KV_TYPES,
     Activation,
     Experts,
     Heads,
@@ -25,7 +26,7 @@ from fd_core.ops.contract import (
     Rope,
     StepInput,
 )
-from fd_core.ops.numpy.kv_int8 import dequantize_kv, dequantize_latent, quantize_kv, quantize_latent
+from fd_core.ops.numpy.kv_8bit import dequantize_kv, dequantize_latent, quantize_kv, quantize_latent
 from fd_core.ops.numpy.recurrence import StateBlocks, recur
 from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.parallel import RankGroup, Stage
@@ -44,16 +45,16 @@ class NumpyLinear:
 
 
 class NumpyKVCache(KVCache):
-    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], or int8[..., d + 4] with scales.
+    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], int8[..., d + 4] with scales, or FP8 bits.
 
-    Latent vectors as float32[layers, 1, num_blocks, block_size, 1, d], or int8[..., d + 8].
+    Latent vectors as float32[layers, 1, num_blocks, block_size, 1, d], int8[..., d + 8], or FP8 bits.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         layers, sides, *rest = shape.block_sizes
-        self._data = np.zeros((layers, sides, num_blocks, *rest), np.int8 if shape.quantized else np.float32)
+        self._data = np.zeros((layers, sides, num_blocks, *rest), KV_TYPES.get(shape.dtype, np.float32))
 
     def layer(self, index: int) -> npt.NDArray[Any]:
         """Return the layer's array, from the second axis on."""
@@ -70,7 +71,7 @@ class NumpyKVCache(KVCache):
 
 
 class NumpyOps(NumpySampling, Ops):
-    """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8."""
+    """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8 or FP8."""
 
     name = "numpy"
     framework = "numpy"
@@ -86,7 +87,7 @@ class NumpyOps(NumpySampling, Ops):
     weight_formats = WEIGHT_FORMATS
     table_formats = WEIGHT_FORMATS
     dequantizes_weights = True
-    kv_dtypes: Collection[str] = ("int8",)
+    kv_dtypes: Collection[str] = ("int8", "fp8")
     latents = True
     recurs = True
     _group: RankGroup | None = None
@@ -187,12 +188,12 @@ class NumpyOps(NumpySampling, Ops):
 
     def write_kv(self, layer: npt.NDArray[Any], k: Floats, v: Floats, kv_slots: IntArray) -> None:
         blocks, offsets = np.divmod(kv_slots, layer.shape[2])
+        dtype = next((name for name, each in KV_TYPES.items() if each == layer.dtype), "auto")
         if len(layer) == 1:
-            packs = layer.dtype == np.int8
-            layer[0, blocks, offsets] = quantize_latent(k, v) if packs else np.concatenate([k, v], axis=-1)
+            layer[0, blocks, offsets] = quantize_latent(k, v, dtype)
             return
         for side, x in enumerate((k, v)):
-            layer[side, blocks, offsets] = quantize_kv(x) if layer.dtype == np.int8 else x
+            layer[side, blocks, offsets] = quantize_kv(x, dtype)
 
     def paged_attention(self, q: Floats, layer: npt.NDArray[Any], heads: Heads, step: StepInput) -> Floats:
         output = np.empty((len(q), heads.num_heads * (heads.latent or heads.head_dim)), np.float32)
@@ -205,10 +206,10 @@ class NumpyOps(NumpySampling, Ops):
             held = layer[:, blocks].reshape(len(layer), -1, heads.num_kv_heads, layer.shape[-1])
             held = held[:, first % block_size :][:, : context - first]
             if heads.latent:
-                k = dequantize_latent(held[0], heads.latent) if layer.dtype == np.int8 else held[0]
+                k = dequantize_latent(held[0], heads.latent)
                 v = k[..., -heads.latent :]
             else:
-                k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
+                k, v = dequantize_kv(held)
             ends = None if step.ends is None else step.ends[tokens, None]
             output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first, ends=ends)
         return output

@@ -14,14 +14,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from fd_core.ops.contract import SCALE_BYTES, Array, Heads, KVCache, KVShape, StepInput
 from fd_core.types import IntArray
 
-_HOST_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16, torch.int8: np.int8}
+_HOST_DTYPES = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.float16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+}
 _BITS = {each: torch.int16 if each == torch.bfloat16 else each for each in _HOST_DTYPES}
 """Torch dtypes and numpy dtypes of the same size."""
+_STORED = {"int8": torch.int8, "fp8": torch.uint8}
+"""By `KVShape.dtype`."""
 
 
 class TorchLayer(NamedTuple):
     """One layer's keys and values, each [num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales.
 
+    uint8 holds the bits of FP8.
     Of a latent cache, `keys` are the whole vectors, with two scales if quantized, and `values` their ends.
     """
 
@@ -29,16 +38,11 @@ class TorchLayer(NamedTuple):
     values: Array
     block_size: int
 
-    @property
-    def quantized(self) -> bool:
-        """True if keys and values have scales."""
-        return bool(self.keys.dtype == torch.int8)
-
 
 class TorchKVCache(KVCache):
     """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales.
 
-    Latent vectors as [layers, 1, num_blocks * block_size, 1, d], or int8 [..., d + 8].
+    Latent vectors as [layers, 1, num_blocks * block_size, 1, d], or int8 [..., d + 8]. uint8 holds the bits of FP8.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, device: Any) -> None:
@@ -48,7 +52,7 @@ class TorchKVCache(KVCache):
         sizes = (layers, sides, num_blocks * block_size, *rest)
         try:
             # Zeros, because attention multiplies masked values by 0, which does not suppress a NaN.
-            self._data = torch.zeros(sizes, dtype=torch.int8 if shape.quantized else dtype, device=device)
+            self._data = torch.zeros(sizes, dtype=_STORED.get(shape.dtype, dtype), device=device)
         except RuntimeError as error:
             needed = shape.bytes_per_block(dtype.itemsize) * num_blocks
             raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
@@ -92,21 +96,27 @@ class TorchKVCache(KVCache):
         return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)
 
 
-def quantize_heads(x: Array) -> Array:
-    """Quantize keys or values [T, nkv, d] for the cache, int8 [T, nkv, d + 4]."""
+def quantize_heads(x: Array, dtype: Any = torch.int8) -> Array:
+    """Convert keys or values [T, nkv, d] for the cache: int8 [T, nkv, d + 4], or uint8 [T, nkv, d] with FP8 bits."""
     wide = x.float()
+    if dtype == torch.uint8:  # without the clamp, some releases of torch store NaN
+        return (wide.clamp(-448, 448) + wide * 0).to(torch.float8_e4m3fn).view(dtype)
     scale = wide.abs().amax(dim=-1, keepdim=True) / 127
     steps = (wide / torch.where(scale == 0, 1.0, scale)).round().clamp(-127, 127).to(torch.int8)
     return torch.cat((steps, scale.view(torch.int8)), dim=-1)
 
 
 def _dequantize_heads(packed: Array, dtype: Any) -> Array:
+    if packed.dtype == torch.uint8:
+        return packed.view(torch.float8_e4m3fn).to(dtype)
+    if packed.dtype == dtype:
+        return packed
     scale = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (packed[..., :-SCALE_BYTES] * scale).to(dtype)
 
 
 def _dequantize_latents(packed: Array, latent: int, dtype: Any) -> Array:
-    end = latent + SCALE_BYTES
+    end = latent + (SCALE_BYTES if packed.dtype == torch.int8 else 0)
     return torch.cat([_dequantize_heads(part, dtype) for part in (packed[..., :-end], packed[..., -end:])], dim=-1)
 
 
@@ -185,12 +195,11 @@ class TorchAttentionPlan:
             slots = torch.where(group.keys >= heads.first_key(group.positions[:, 0]), slots, slots[:, -1:]).flatten()
         keys = layer.keys.index_select(0, slots)
         if heads.latent:
-            keys = _dequantize_latents(keys, heads.latent, q.dtype) if layer.quantized else keys
+            keys = keys if keys.dtype == q.dtype else _dequantize_latents(keys, heads.latent, q.dtype)
             values = keys[..., -heads.latent :]
         else:
             values = layer.values.index_select(0, slots)
-            if layer.quantized:
-                keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
+            keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
         grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)

@@ -74,7 +74,7 @@ class TorchOps(TorchSampling, Ops):
 
     name = "torch"
     framework = "torch"
-    kv_dtypes: Collection[str] = ("int8",)
+    kv_dtypes: Collection[str] = ("int8", "fp8")
     encodes = True
     chunks = True
     any_experts = True
@@ -221,8 +221,8 @@ class TorchOps(TorchSampling, Ops):
 
     def write_kv(self, layer: TorchLayer, k: Array, v: Array, kv_slots: Array) -> None:
         slots = kv_slots.long()
-        if layer.quantized:
-            k, v = quantize_heads(k), quantize_heads(v)
+        if layer.keys.dtype != k.dtype:
+            k, v = (quantize_heads(x, layer.keys.dtype) for x in (k, v))
         layer.keys[..., : k.shape[-1]].index_copy_(0, slots, k)
         layer.values.index_copy_(0, slots, v)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Heads, KVCache, KVShape, Ops, Rope
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
@@ -108,7 +108,7 @@ _KV: Final = (
     ),
     Axis("layers", (2, 1, 5), ("KVShape.num_layers",)),
     Axis("layer", ("last", "first")),
-    Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
+    Axis("kv_dtype", ("auto", "int8", "fp8"), ("KVShape.dtype",)),
     Axis("values", ("normal", "zeros", "one large", "tiny", "growing")),
     Axis("order", ("random", "ascending", "descending", "last blocks")),
 )
@@ -137,7 +137,7 @@ def check_kv(ops: Ops, case: Case) -> None:
     inputs.check_unchanged()
     after = cache.export_blocks(every)
     for side, right in enumerate((x[:, :kv_heads], x[:, kv_heads:])):
-        kept = quantize_kv(right) if cache.shape.quantized else _bits_of(right, expected)
+        kept = _bits_of(right, expected) if shape.dtype == "auto" else quantize_kv(right, shape.dtype)
         expected[slots // size, index, side, slots % size] = kept
     # Axes of the cache: block, layer, key or value, position, head, element.
     expected[:, index].swapaxes(1, 2)[undefined] = after[:, index].swapaxes(1, 2)[undefined]

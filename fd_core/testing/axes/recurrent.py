@@ -54,7 +54,7 @@ _AXES: Final = (
     Axis("conv_bias", (False, True), ("Recurrent.conv_bias",)),
     Axis("options", (True, False), ("Recurrent.skip", "Recurrent.time_limits")),
     Axis("blocks", (1, 3)),
-    Axis("kv_dtype", ("auto", "int8")),
+    Axis("kv_dtype", ("auto", "int8", "fp8")),
     Axis("moved", (False, True)),
     Axis("composed", (False, True), needs="paged_kv"),
     Axis("again", (False, True)),

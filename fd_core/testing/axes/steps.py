@@ -89,7 +89,7 @@ AXES: Final = (
     ),
     Axis("stored", ("F32", "BF16", "F16"), needs="checkpoints"),
     Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
-    Axis("kv_dtype", ("auto", "int8"), ("EngineConfig.kv_cache_dtype",)),
+    Axis("kv_dtype", ("auto", "int8", "fp8"), ("EngineConfig.kv_cache_dtype",)),
     Axis(
         "adapters",
         (0, 1, 2, 8),
@@ -497,7 +497,7 @@ def unlike(target: Target, case: Case) -> tuple[Target, Case]:
 
 def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
     """Return the engine of a case with requests numbered from `first`."""
-    kept = {"kv_cache_dtype": "int8"} if case["kv_dtype"] == "int8" else {}
+    kept = {"kv_cache_dtype": str(case["kv_dtype"])} if case["kv_dtype"] != "auto" else {}
     kept |= {"quantization": str(case["weights"])} if case["weights"] != "auto" else {}
     target = target.changed(**kept) if kept else target
     adapters = _adapters(target, case)

@@ -32,6 +32,8 @@ The logits of the kit's models have a standard deviation of about 4; bfloat16 mo
 float16 by an eighth of that of bfloat16, activations of 8 bits by a fortieth, and a token routed to another expert
 by more.
 """
+KV_MARGIN: Final[Mapping[str, float]] = {"auto": 0.0, "int8": 0.1, "fp8": 0.5}
+"""By how much a key or value between two steps moves a logit, though both packs store KV in that dtype."""
 
 _ALONE: Final[Mapping[str, Any]] = {
     "max_num_seqs": 1,
@@ -52,8 +54,7 @@ _TRIALS: Final = 24
 
 def margin_of(target: Target) -> float:
     """Return the maximum lead of the oracle's best logit over a greedy token of the target."""
-    # With int8 KV in both packs, a key or value between two of its 255 steps moves a logit by up to 0.1.
-    return MARGIN[target.precision] if target.kv_dtype == "auto" else max(MARGIN[target.precision], 0.1)
+    return max(MARGIN[target.precision], KV_MARGIN[target.kv_dtype])
 
 
 def _logits_of(
@@ -189,13 +190,13 @@ class Judge:
     @property
     def margin(self) -> float:
         """Maximum lead of the oracle's best logit over a greedy token of the target."""
-        precision, quantized = self.target.precision, self.target.kv_dtype == "int8"
+        precision, steps = self.target.precision, KV_MARGIN[self.target.kv_dtype]
         if precision == "float32":
             return margin_of(self.target)
-        # Rounded activations also move more keys and values between two of the 255 steps. The margin of packed weights
+        # Rounded activations also move more keys and values by a step. The margin of packed weights
         # is wide already.
         slack = max(1.0, self._slack / 2) if precision == "packed" else self._slack
-        return slack * (MARGIN[precision] + (0.1 if quantized else 0.0))
+        return slack * (MARGIN[precision] + steps)
 
     @property
     def score_margin(self) -> float:

@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Array, Heads, Ops, PenaltyInput, Rope, SampleInput, StepInput
-from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.contract import KV_TYPES, Array, Heads, Ops, PenaltyInput, Rope, SampleInput, StepInput
+from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.weights import FP4_HALVES, FP8, MXFP4, UNIT_SPAN, WEIGHT_FORMATS, PackedTensor, RawTensor
 from fd_core.types import IntArray
 
@@ -160,11 +160,32 @@ def raw(values: npt.NDArray[Any]) -> RawTensor:
 
 def float32_of(held: npt.NDArray[Any]) -> Floats:
     """Convert exported KV of any pack to float32; uint16 holds the bits of bfloat16."""
-    if held.dtype == np.int8:
+    if held.dtype in KV_TYPES.values():
         return dequantize_kv(held)
     if held.dtype == np.uint16:
         return (held.astype(np.uint32) << 16).view(np.float32)
     return held.astype(np.float32, copy=False)
+
+
+KV_STEP: Final[Mapping[str, float]] = {"auto": 0.0, "int8": 1e-2, "fp8": 0.0}
+"""By how much a sum in another order moves a key or value between two of its 255 steps, relative to the largest one.
+
+Steps of FP8 depend on the number: see `but_for_a_step`.
+"""
+
+
+def but_for_a_step(found: Floats, expected: Floats, dtype: str) -> Floats:
+    """Return keys or values of a cache of FP8 moved by one step of theirs towards the expected ones; others as found.
+
+    Raises `AssertionError` if more differ than those that a sum in another order moves between two steps.
+    """
+    if dtype != "fp8":
+        return found
+    differ = found != expected
+    assert differ.sum() < 16 + 0.25 * differ.size, f"{differ.sum()} of {differ.size} elements of FP8 differ"
+    step = np.maximum(np.maximum(np.abs(found), np.abs(expected)) / 8, 2.0**-9)
+    moved: Floats = expected + np.sign(found - expected) * np.maximum(np.abs(found - expected) - step, 0)
+    return moved
 
 
 _PACKED: Final = {

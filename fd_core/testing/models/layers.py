@@ -23,7 +23,7 @@ from fd_core.ops.contract import (
     PlainActivation,
     Rope,
 )
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_sizes
@@ -245,8 +245,8 @@ class LayerOn:
             first = max(0, self.heads.first_key(context - tokens)) // g.block_size
             free[table[first : -(-(context - tokens) // g.block_size)]] = False
         history[free] = np.nan  # as a failed request leaves blocks, until a token is written
-        if self.cache.shape.quantized:
-            history = quantize_kv(history)
+        if g.kv_dtype != "auto":
+            history = quantize_kv(history, g.kv_dtype)
         elif ops.dtype == "bfloat16":
             history = (history.view(np.uint32) >> 16).astype(np.uint16)
         elif ops.dtype == "float16":

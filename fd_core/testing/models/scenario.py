@@ -373,10 +373,7 @@ def fill_with_nan(cache: KVCache) -> None:
     """Leave NaN in every block, as requests whose KV is NaN do when they end."""
     blocks = np.arange(cache.num_blocks, dtype=np.int32)
     data = cache.export_blocks(blocks)
-    if data.dtype == np.int8:  # the last four bytes are a float32 scale
-        data[..., -4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.int8)
-    else:
-        data[...] = 0x7FC0 if data.dtype == np.uint16 else np.nan
+    data.view(np.uint8)[...] = 0xFF  # in every dtype, also of scales
     cache.import_blocks(blocks, data)
 
 

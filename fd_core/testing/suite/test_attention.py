@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import Heads, KVShape, Ops
-from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.kit.growth import count_elements, cpu_seconds
@@ -106,8 +106,7 @@ def attend(
     _, _, v = heads_on(ops, np.concatenate(contents))
     ops.write_kv(layer, k, v, ops.from_host(earlier.kv_slots))
     found = ops.paged_attention(heads_on(ops, q)[0], layer, heads, on_device(ops, step))
-    if cache.shape.quantized:
-        keys, contents = ([dequantize_kv(quantize_kv(each)) for each in side] for side in (keys, contents))
+    keys, contents = ([dequantize_kv(quantize_kv(each, kv_dtype)) for each in side] for side in (keys, contents))
     # A score of 128 has 16 bits after the point.
     tolerance = max(TOLERANCE[ops.dtype], 2e-4) if offset else None
     assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows), tolerance)

@@ -248,7 +248,7 @@ def arrays_of(model: object, ops: object) -> Iterator[Any]:
             left += gc.get_referents(each)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_cache_takes_the_memory_of_its_shape(
     ops: Ops, require: Callable[..., None], head_dim: int, kv_dtype: str
@@ -256,7 +256,7 @@ def test_cache_takes_the_memory_of_its_shape(
     """An engine divides the free memory by `KVShape.bytes_per_block`, which padded heads would exceed."""
     require("primitives", "kv_transfer")
     if kv_dtype not in ("auto", *ops.kv_dtypes):
-        lacks("it has no 8-bit cache")
+        lacks(f"it has no {kv_dtype} cache")
     shape, count = KVShape(2, 2, head_dim, block_size=16, dtype=kv_dtype), 512
     cache = ops.allocate_kv(shape, count)
     taken = sum(dict(map(storage_of, arrays_of(cache, ops))).values())

@@ -96,8 +96,9 @@ def assert_close(
 ) -> None:
     """Compare the logits of a row; `share` scales the allowed mean error."""
     error = np.abs(np.stack(row.logits) - expected)
-    # In 8 bits, an element of KV between two steps moves a logit as float16 does.
-    key = "float16" if target.precision == "float32" and target.kv_dtype == "int8" else target.precision
+    # An element of KV between two steps moves a logit as float16 does, or as bfloat16 if it is FP8.
+    steps = {"int8": "float16", "fp8": "bfloat16"}
+    key = steps.get(target.kv_dtype, "float32") if target.precision == "float32" else target.precision
     assert np.isfinite(error).all()
     assert error.max() < largest[key]
     assert error.mean() < share * MEAN_ERROR[key] * expected.std()

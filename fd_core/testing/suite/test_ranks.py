@@ -135,7 +135,7 @@ def check_ranks(
         ("llama-linear-rope", 3, "gloo", 0, "int8"),
         ("qwen3-moe", 4, "shared_memory", 0, "auto"),
         ("gemma3", 4, "shared_memory", 0, "auto"),
-        ("ernie-moe", 2, "gloo", 0, "int8"),
+        ("ernie-moe", 2, "gloo", 0, "fp8"),
     ],
 )
 def test_ranks_compute_what_the_oracle_computes(

@@ -159,12 +159,18 @@ def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
     y.copy_(functional.linear(x, weight, None if part.bias is None else part.bias.to(x.dtype)))
 
 
+def _bits(cache: Array) -> Array:
+    """Return keys or values, FP8 as uint8, because few operations of torch take FP8."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
 def scatter_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     """Write k and v [T, nkv, d] to slots int32[T]; may be captured."""
     slots = kv_slots.long()
     for x, cache, scales in ((k, layer.keys, layer.key_scales), (v, layer.values, layer.value_scales)):
         if scales is None:
-            cache.index_copy_(0, slots, x)
+            bits = _bits(cache)
+            bits.index_copy_(0, slots, x if bits is cache else quantize_heads(x, bits.dtype))
             continue
         packed = quantize_heads(x)
         cache.index_copy_(0, slots, packed[..., :-SCALE_BYTES])
@@ -180,16 +186,17 @@ def widened_layer(
     With 8 bits, only the blocks of the step are widened, which synchronizes with the device; likewise, the two parts of
     latent keys are joined.
     """
-    if not layer.quantized and not heads.latent:
+    if layer.keys.dtype == dtype and not heads.latent:
         return TorchLayer(layer.keys, layer.values, layer.block_size), heads, step
     size = layer.block_size
     # Entries beyond a context are undefined.
     named = step.block_tables.clamp(0, len(layer.keys) // size - 1)
     blocks, places = named.unique(return_inverse=True)
     slots = (blocks.long()[:, None] * size + torch.arange(size, device=blocks.device)).flatten()
-    sides = (layer.keys[slots], layer.key_scales), (layer.values[slots], layer.value_scales)
+    sides = (layer.keys, layer.key_scales), (layer.values, layer.value_scales)
+    held = ((_bits(side)[slots].view(side.dtype), scales) for side, scales in sides)
     keys, values = (
-        (side if scales is None else side.float() * scales[slots][..., None]).to(dtype) for side, scales in sides
+        (side if scales is None else side.float() * scales[slots][..., None]).to(dtype) for side, scales in held
     )
     if heads.latent:
         keys = torch.cat((keys, values), dim=-1)

@@ -160,7 +160,7 @@ def _bytes_of(host: Array) -> npt.NDArray[np.uint8]:
 
 
 class CudaLayer(NamedTuple):
-    """One layer's keys and values, each [slots, nkv, d] without gaps, and their scales if they are int8.
+    """One layer's keys and values, each [slots, nkv, d] without gaps, and their scales if they are int8, not FP8.
 
     Scales are separate, so that 8-bit heads are aligned to 16 bytes. Of a latent cache, values are the latent ones
     [slots, 1, latent], and keys only the rotated parts before them [slots, 1, d - latent].
@@ -205,6 +205,8 @@ class CudaKVCache(TorchKVCache):
         scales, elements = parts[: len(scaled)], parts[len(scaled) :][::-1]
         canonical = [*chain.from_iterable(zip(elements, scales, strict=True))] if scales else elements
         self._copies = BlockCopies(canonical, shape.block_size, cuda)
+        if shape.dtype == "fp8":
+            elements = [each.view(torch.float8_e4m3fn) for each in elements]
         factors = [each.view(torch.float32).squeeze(-1) for each in scales]
         # Keys and values are the two sides, or the two widths of a latent cache.
         arrays = (each[:, side] for each in (*elements, *factors) for side in range(sides))

@@ -83,7 +83,6 @@ class CudaOps(TorchOps):
     name = "torch"
     weight_formats = WEIGHT_FORMATS
     table_formats = frozenset()
-    kv_dtypes = ("int8",)
     encodes = True
     chunks = True
     any_experts = True
@@ -110,6 +109,8 @@ class CudaOps(TorchOps):
         self._graphs: DeviceGraphs | None = None
         self._rehearses = False
         self._collectives: TorchCollectives | None = None
+        # Triton converts float8_e4m3fn only where the device does.
+        self.kv_dtypes = ("int8", "fp8") if cuda.multiplies_fp8 else ("int8",)
 
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
         if self.compilations is None:
@@ -243,7 +244,7 @@ class CudaOps(TorchOps):
             return kernel(q, layer, *composed.rows_of_chunks(step, heads, layer.block_size))
         directed = forwards and not heads.chunked
         planned = self._kernels.planned_attention
-        lacking = layer.quantized or heads.sinks is not None or heads.latent or not directed
+        lacking = layer.keys.dtype != q.dtype or heads.sinks is not None or heads.latent or not directed
         if planned is not None and step.host is not None and not lacking:
             return planned(q, layer, heads, step)
         if kernel is None or not directed:

@@ -70,7 +70,7 @@ class Batch:
         self.q, k, v = (torch.from_numpy(array).to(dtype) for array in (q, k, v))
         ops.write_kv(self.layer, k, v, torch.from_numpy(everywhere))
         for side in (self.layer.key_scales, self.layer.value_scales) if kv == "int8" else self.layer[:2]:
-            side[slots:] = torch.nan
+            side[slots:].view(torch.uint8).fill_(0xFF)  # NaN in every type
 
     def step(self, *rows: int) -> StepInput:
         """Return the step, or one of some rows only."""
@@ -151,14 +151,14 @@ def test_heads_share_latent_vectors(heads: tuple[int, int, int], latent: int, kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 @pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
 def test_latent_vectors_in_16_bits(dtype: Any, kv: str) -> None:
     Batch([(1, 9), (1, 600), (20, 50)], (4, 1, 40), latent=24, kv=kv, dtype=dtype).check(attention())
 
 
 def test_latent_attention_composed_of_torch_operations() -> None:
-    for kv in ("auto", "int8"):
+    for kv in ("auto", "int8", "fp8"):
         Batch([(1, 9), (1, 30), (20, 50)], (4, 1, 40), latent=24, kv=kv).check(
             make_ops().alone(replace(PLAIN, attention=None)).paged_attention
         )
@@ -199,7 +199,7 @@ def test_every_geometry(heads: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 @pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
 def test_every_type_of_elements(dtype: Any, kv: str) -> None:
     """Compare with the oracle, which computes in float32."""

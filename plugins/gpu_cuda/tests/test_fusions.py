@@ -135,38 +135,40 @@ def heads_of(nh: int, nkv: int, d: int, rotary: int = 0, interleaved: bool = Fal
     return Heads(nh, nkv, d, 0.1, rope, *((norm_of(d, 5), norm_of(d, 6)) if norms else (None, None)))
 
 
-def layer_of(heads: Heads, dtype: Any, slots: int, quantized: bool) -> CudaLayer:
+def layer_of(heads: Heads, dtype: Any, slots: int) -> CudaLayer:
     """A layer whose every element is 7."""
     shape = slots, heads.num_kv_heads, heads.head_dim
-    keys, values = (torch.full(shape, 7, dtype=torch.int8 if quantized else dtype) for _ in range(2))
-    return CudaLayer(keys, values, 4, *(torch.full(shape[:2], 7.0) for _ in range(2 * quantized)))
+    keys, values = (torch.full(shape, 7.0).to(dtype) for _ in range(2))
+    return CudaLayer(keys, values, 4, *(torch.full(shape[:2], 7.0) for _ in range(2 * (dtype == torch.int8))))
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["", "8 bits"])
+@pytest.mark.parametrize("kv", [None, torch.int8, torch.float8_e4m3fn], ids=["", "8 bits", "fp8"])
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normalized_turned_and_stored(name: str, dtype: Any, quantized: bool) -> None:
+def test_heads_are_normalized_turned_and_stored(name: str, dtype: Any, kv: Any) -> None:
     heads = heads_of(**HEADS[name])
     blocks = np.random.default_rng(3).permutation(1500).astype(np.int32)
     tables = np.stack([np.resize(blocks[begin:], 1001) for begin in (0, 400, 499)])
     step = on_device(TorchOps(), step_input([(1, 4001), (2, 9), (1, 1)], 4, tables))
     qkv = random(dtype, 4, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
-    ours, theirs = (layer_of(heads, dtype, 6000, quantized) for _ in range(2))
+    ours, theirs = (layer_of(heads, kv or dtype, 6000) for _ in range(2))
     found, expected = rotate_and_store(qkv, ours, heads, step), plain_rotate_and_store(qkv, theirs, heads, step)
     assert_steps(found, expected, 4)
     exact = dtype == torch.float32 and heads.q_norm is None  # sums of norms have another order
     assert not exact or torch.equal(found, expected)
     for each in (ours.keys, ours.values):
-        assert (each != 7).flatten(1).any(1).nonzero()[:, 0].tolist() == sorted(step.kv_slots.tolist())
+        assert (each.float() != 7).flatten(1).any(1).nonzero()[:, 0].tolist() == sorted(step.kv_slots.tolist())
     for one, other in zip(ours, theirs, strict=True):
         if other is None or isinstance(other, int):
             assert one == other
         elif exact or other is theirs.values or other is theirs.value_scales:
-            assert torch.equal(one, other)
+            assert torch.equal(one.float(), other.float())
+        elif other.dtype == torch.float8_e4m3fn:
+            torch.testing.assert_close(one.float(), other.float(), rtol=1 / 7, atol=2.0**-9)  # a step
         elif other.dtype == torch.int8:
             # Halfway between two steps; and the interpreter cuts bfloat16 off, which is two more.
             assert int((one.int() - other.int()).abs().max()) <= (3 if dtype == torch.bfloat16 else 1)
-        elif quantized:
+        elif kv == torch.int8:
             torch.testing.assert_close(one, other, rtol=4 * ROUNDING[dtype], atol=0)
         else:
             assert_steps(one, other, 4)

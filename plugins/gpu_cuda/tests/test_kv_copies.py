@@ -23,6 +23,7 @@ SHAPES = {
     "float32": (torch.float32, KVShape(2, 3, 10, 5)),
     "bfloat16": (torch.bfloat16, KVShape(3, 1, 7, 1)),  # a row of 14 bytes
     "float16": (torch.float16, KVShape(2, 2, 6, 3)),
+    "fp8": (torch.bfloat16, KVShape(2, 3, 10, 2, dtype="fp8")),
     "int8": (torch.bfloat16, KVShape(2, 3, 10, 2, dtype="int8")),
     "latent": (torch.bfloat16, KVShape(2, 1, 13, 3, latent=8)),
     "latent int8": (torch.bfloat16, KVShape(2, 1, 13, 3, dtype="int8", latent=8)),

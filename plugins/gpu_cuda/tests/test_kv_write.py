@@ -32,7 +32,7 @@ def written(ops: Any, shape: KVShape, k: Any, v: Any, slots: Any, write: Any = N
 
 
 @pytest.mark.parametrize("write", [write_kv, None], ids=["kernel", "composition"])
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize(("nkv", "d"), [(1, 64), (3, 80), (8, 128), (2, 256), (3, 7)])
 def test_blocks_match_the_oracle_bit_for_bit(nkv: int, d: int, dtype: str, write: Any) -> None:
     """For all magnitudes, with heads of zeros and with values halfway between two steps."""
@@ -42,6 +42,8 @@ def test_blocks_match_the_oracle_bit_for_bit(nkv: int, d: int, dtype: str, write
     k[3], v[5, 0], v[6, :, 1:] = 0, 0, 0
     k[7] = (rng.integers(-127, 127, (nkv, d)) + 0.5).astype(np.float32)
     k[7, :, 0] = 127
+    k[8] = (rng.integers(-20, 20, (nkv, d)) / 2.0**10).astype(np.float32)  # multiples of 2^-9 and between two
+    k[9], k[10, :, :3] = (rng.integers(128, 272, (nkv, d)) / 8).astype(np.float32), (-0.0, 464.0, -1e9)
     slots = rng.permutation(BLOCKS * SIZE)[:tokens].astype(np.int32)
     shape = KVShape(2, nkv, d, SIZE, dtype)
     expected = written(NumpyOps(), shape, k, v, slots)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fd_core.ops.contract import KVShape, Norm
-from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.testing.models.arrays import on_device, raw, sample_input
 from tests.ops.native.layers import Geometry, LayerOn
 

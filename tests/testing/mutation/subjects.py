@@ -36,7 +36,7 @@ _ROUTING: Final = ("tests/testing/test_router_policies.py", "-k", "TestPoliciesO
 _SCHEDULER: Final = ("--pyargs", "fd_core.testing.schedulers.suite", "--fd-scheduler=continuous")
 SUBJECTS: Final = {
     "backend": Subject(
-        tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_int8")),
+        tuple(f"fd_core.ops.numpy.{name}" for name in ("ops", "sampling", "kv_8bit")),
         (
             (*_CASES, "--fd-quick"),
             (*_BACKEND, "--fd-quick", "--deselect", "fd_core/testing/suite/test_cases.py"),

@@ -11,7 +11,7 @@ import numpy as np
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
 from fd_core.ops.contract import Ops
-from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 
 FD_CONTRACT = CONTRACT_VERSION
@@ -75,7 +75,7 @@ class BlockedSumsOps(NumpyOps):
             first, end = int(step.query_start[row]), int(step.query_start[row + 1])
             held = layer[:, step.block_tables[row, : -(-context // layer.shape[2])]]
             held = held.reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
-            k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
+            k, v = dequantize_kv(held)
             output[first:end] = _online_attention(q[first:end], k, v, heads)
         return output
 

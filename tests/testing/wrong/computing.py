@@ -10,7 +10,7 @@ import numpy as np
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.errors import ConfigError
-from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
@@ -248,7 +248,7 @@ class WeighsScoresWithoutTheirPeak:
         output = super().paged_attention(q, layer, heads, step)
         for row, context in enumerate(step.context_len.tolist()):
             held = layer[0, step.block_tables[row, : -(-context // layer.shape[2])]]
-            keys = (dequantize_kv(held) if layer.dtype == np.int8 else held).reshape(-1, *held.shape[2:3], q.shape[-1])
+            keys = dequantize_kv(held).reshape(-1, *held.shape[2:3], q.shape[-1])
             own = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             grouped = q[own].reshape(-1, heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, q.shape[-1])
             peaks = np.einsum("qhgd,lhd->qhgl", grouped, keys[:context]).max(axis=-1) * np.float32(heads.scale)
@@ -371,7 +371,7 @@ class SharesThePeakOfATile:
             own = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             held = layer[:, step.block_tables[row, : -(-context // layer.shape[2])]]
             held = held.reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
-            k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
+            k, v = dequantize_kv(held)
             grouped = q[own].reshape(len(q[own]), heads.num_kv_heads, -1, heads.head_dim)
             scores = np.einsum("qhgd,lhd->hgql", grouped, k, optimize=True) * np.float32(heads.scale)
             scores = scores if heads.softcap is None else softcap(scores, heads.softcap)

@@ -12,7 +12,7 @@ import numpy as np
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullCache
 from fd_core.ops.compilations import CompilationStats
-from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.warm_up import WarmUpRow
 from tests.testing.wrong.fault import wrong, wrong_in
@@ -93,7 +93,7 @@ class WeighsWhatFollowsAContext:
 
     def paged_attention(self, q, layer, heads, step):
         output = super().paged_attention(q, layer, heads, step)
-        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        held = dequantize_kv(layer)
         for row, context in enumerate(step.context_len.tolist()):
             rest = held[1, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
             output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()

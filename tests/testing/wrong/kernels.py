@@ -10,7 +10,7 @@ import numpy as np
 
 from fd_core.ops.contract import HostCopies, Norm
 from fd_core.ops.numpy import recurrence
-from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -1637,7 +1637,7 @@ class AddsTheMaskToCappedScores(NumpyOps):
         output = super().paged_attention(q, layer, heads, step)
         if heads.softcap is None:
             return output
-        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        held = dequantize_kv(layer)
         for row, context in enumerate(step.context_len.tolist()):
             rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
             output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
@@ -1648,7 +1648,7 @@ class AddsTheMaskToCappedScores(NumpyOps):
 class MultipliesTheKeyBeforeTheWindowByZero(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
         output = super().paged_attention(q, layer, heads, step)
-        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        held = dequantize_kv(layer)
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(step.query_start[row], step.query_start[row + 1])
             before = context - (tokens.stop - tokens.start) - (heads.window or context)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fd_core.config.layer_groups import LayerGroups
 from fd_core.ops.contract import (
+    KV_TYPES,
     Activation,
     Array,
     KVShape,
@@ -23,7 +24,6 @@ from fd_core.ops.contract import (
     RecurrentRule,
     Rope,
 )
-from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes import pools, products, routing, sampling
@@ -224,7 +224,7 @@ def _layer(ops: Ops, size: Size, experts: int = 0, kv_dtype: str = "auto") -> La
 def _kept(ops: Ops, layer: LayerOn) -> int:
     """Bytes of one token's keys, or values, in the cache."""
     shape = layer.cache.shape
-    return shape.num_kv_heads * shape.stored_head * (1 if shape.quantized else _width(ops))
+    return shape.num_kv_heads * shape.stored_head * (1 if shape.dtype in KV_TYPES else _width(ops))
 
 
 def _queries_keys_values(ops: Ops, layer: LayerOn) -> Array:
@@ -272,7 +272,7 @@ def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
 def _exported(ops: Ops, layer: LayerOn) -> Array:
     """Return the content of the cache as float32 on the device."""
     held = layer.cache.export_blocks(_blocks(layer))
-    floats = dequantize_kv(held) if held.dtype == np.int8 else float32_of(held)
+    floats = float32_of(held)
     return ops.from_host(floats.reshape(len(floats), -1).copy())
 
 
@@ -499,10 +499,10 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("rope", partial(_rope, interleaved=False))
     yield OpCheck("rope", partial(_rope, interleaved=True), "interleaved", asks=("interleaved_rope",))
     yield OpCheck("write_kv", _write_kv)
-    yield OpCheck("write_kv", partial(_write_kv, kv_dtype="int8"), "int8", kv_dtype="int8")
     yield OpCheck("paged_attention", _attention, asks=("paged_kv",))
-    narrow = partial(_attention, kv_dtype="int8")
-    yield OpCheck("paged_attention", narrow, "int8", asks=("paged_kv",), kv_dtype="int8")
+    for kv in KV_TYPES:
+        yield OpCheck("write_kv", partial(_write_kv, kv_dtype=kv), kv, kv_dtype=kv)
+        yield OpCheck("paged_attention", partial(_attention, kv_dtype=kv), kv, asks=("paged_kv",), kv_dtype=kv)
     for method in ("export_blocks", "import_blocks"):
         yield OpCheck(method, partial(_transfer, method=method), exact=True, asks=("kv_transfer",))
     yield OpCheck("moe", _moe, asks=("moe",))

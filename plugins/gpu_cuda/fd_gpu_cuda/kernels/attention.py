@@ -267,7 +267,7 @@ def attend_tile(
             more = tl.dot(turned, tl.trans(keys.to(q.dtype)), input_precision="ieee")
             scores = tl.fma(more, tl.broadcast_to(key_scale[None, :], more.shape), scores)
         else:
-            scores = tl.dot(turned, tl.trans(keys), scores, input_precision="ieee")
+            scores = tl.dot(turned, tl.trans(keys.to(q.dtype)), scores, input_precision="ieee")
     else:
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if quantized:
@@ -291,8 +291,7 @@ def attend_tile(
             values = (values.to(tl.float32) * value_scale[:, None]).to(tl.float16)
         else:
             weights *= value_scale[None, :]
-            values = values.to(q.dtype)
-    sums = tl.dot(weights.to(q.dtype), values, sums * shrink[:, None], input_precision="ieee")
+    sums = tl.dot(weights.to(q.dtype), values.to(q.dtype), sums * shrink[:, None], input_precision="ieee")
     return higher, total, sums
 
 

@@ -3,7 +3,7 @@
 One program computes some heads of one kind, queries, keys or values, of one token. It holds them in registers as two
 tiles, the first and the second elements of the rotated pairs, so no element moves between threads. All is computed in
 float32 and rounded at the same points as in the separate operations: after a norm, and after the rotation. `write_kv`
-is the last part alone: keys and values in the pack's dtype, or in 8 bits with a scale.
+is the last part alone: keys and values in the pack's dtype, or in 8 bits: with a scale, or in FP8.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def store_kv(
         scale = kv_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1))
         x = kv_steps(x, scale)
         tl.store(scales_at + place, scale, mask=live)
+    elif cache_at.dtype.element_ty == tl.float8e4nv:
+        x = fp8_numbers(x)
     tl.store(cache_at + place[:, None] * width + column[None, :], x.to(cache_at.dtype.element_ty), mask=inside)
 
 
@@ -85,6 +87,21 @@ def kv_steps(x, scale):
     steps = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale)[:, None], x.shape))
     # Round to nearest even: adding 1.5 * 2^23 leaves no fraction bits.
     return tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, -127.0), 127.0)
+
+
+@triton.jit
+def fp8_numbers(x):
+    """Round float32 to numbers of float8_e4m3fn, ties to even, at most the largest; NaN unless finite.
+
+    Stores need no further rounding, which differs between devices and the interpreter.
+    """
+    # Three bits of mantissa of 23 remain; below 2^-6, the smallest exponent, multiples of 2^-9.
+    size = tl.minimum(tl.abs(x), 448.0)
+    code = size.to(tl.int32, bitcast=True)
+    rounded = ((code + 0x7FFFF + ((code >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    rounded = tl.where(size < 0.015625, (size + 24576.0) - 24576.0, rounded)
+    code = rounded.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return code.to(tl.float32, bitcast=True) + x * 0.0
 
 
 _ELEMENTS = 1024
@@ -151,13 +168,16 @@ def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
 
 @triton.jit
 def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: tl.constexpr):
-    """Write keys or values to their slots [lines] in the cache, in 8 bits if there are scales."""
+    """Write keys or values to their slots [lines] in the cache."""
     if scales_at is not None:
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
         scale = kv_scale(largest, tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1))
         a = kv_steps(a, scale)
         b = kv_steps(b, scale)
         tl.store(scales_at + place, scale, mask=known)
+    elif cache_at.dtype.element_ty == tl.float8e4nv:
+        a = fp8_numbers(a)
+        b = fp8_numbers(b)
     _store_pairs(cache_at + place * width, known, first, second, a, b, width)
 
 
