@@ -1,6 +1,6 @@
 """Calculate the least time of a step on an H100 and an H200, as the expectation before anything is measured.
 
-    python benchmarks/gpu_roofline.py [--context 1024] [--prefill 2048]
+    python benchmarks/gpu_roofline.py [--context 1024] [--prefill 2048] [--kv-cache-dtype fp8]
     python benchmarks/gpu_roofline.py --measured benchmarks/results/gpu_{llama*,kernels}.json
 
 The first writes benchmarks/results/gpu_roofline.md and .json. The second compares measurements by `gpu_first_hour.py`
@@ -33,6 +33,7 @@ from harness.roofline import (
     work_of,
 )
 
+from fd_core.ops.contract import KV_TYPES
 from fd_core.simulation.costs.calculating import ARCHITECTURES, ModelShape
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,21 +50,22 @@ longer of moving its bytes and multiplying, at the maker's rates, and what launc
 
 - Decodes see {context:,} tokens. Weights are read once, keys and values once, logits written and read once.
 - Of experts, those that are hit are read, expected where routing is uniform: of 128, 8 for one token, 112 for 32.
-- `fp8` and `int4` are the weights of layers; embedding, output projection, KV and attention stay in bfloat16.
+- `fp8` and `int4` are the weights of layers; embedding, output projection and attention stay in bfloat16. KV is
+  stored as {kv}.
 - Launches: {dense} a dense layer, {experts} one with experts, {outside} outside. A decode is one graph: {graph:g} us,
   and {node:g} us a kernel. A prefill is launched by the host, {eager:g} us a kernel, ahead of the device. These three
   were measured on an H100."""
 HEADINGS = ("step", "weights", "moved", "operations", "launches", "floor", "tokens/s", "binds")
 
 
-def calculated(name: str, how: str, step: Step, chip: Chip) -> dict[str, Any]:
+def calculated(name: str, how: str, step: Step, chip: Chip, kv: str = "auto") -> dict[str, Any]:
     """Return one line as plain values: the work, the floor, and whether model and KV fit into the memory."""
     model, weights = shape(name), form(how)
-    work = work_of(model, weights, step)
+    work = work_of(model, weights, step, kv)
     floor = floor_of(work, step, weights, chip)
     numbers = asdict(work) | {"bytes": work.bytes, "operations": work.operations}
     times = {"memory_s": floor.memory, "compute_s": floor.compute, "gaps_s": floor.gaps, "host_s": floor.host}
-    held = held_bytes(model, weights, step.rows * step.context)
+    held = held_bytes(model, weights, step.rows * step.context, kv)
     answers = {"floor_s": floor.seconds, "tokens_per_s": floor.rate, "binds": floor.binds}
     room = {"held_bytes": held, "fits": held < chip.base.memory}
     return {"model": name, "format": how, "decode": step.decode} | asdict(step) | numbers | times | answers | room
@@ -83,13 +85,13 @@ def form(name: str) -> Format:
     return FORMATS[name]
 
 
-def every_line(chip: Chip, context: int, prefill: int) -> Iterator[dict[str, Any]]:
+def every_line(chip: Chip, context: int, prefill: int, kv: str = "auto") -> Iterator[dict[str, Any]]:
     """Yield the lines of one chip, model by model."""
     steps = [*(Step(rows, 1, context) for rows in BATCHES), Step(1, prefill, prefill)]
     for name in MODELS:
         for how in SHOWN_FORMATS:
             for step in steps:
-                yield calculated(name, how, step, chip)
+                yield calculated(name, how, step, chip, kv)
 
 
 def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
@@ -113,12 +115,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def page(lines: Mapping[str, Sequence[Mapping[str, Any]]], context: int) -> str:
+def page(lines: Mapping[str, Sequence[Mapping[str, Any]]], context: int, kv: str = "auto") -> str:
     """Return the roofline as Markdown."""
     launching = next(iter(CHIPS.values())).launching
     text = [
         PREAMBLE.format(
             context=context,
+            kv="bfloat16" if kv == "auto" else kv,
             dense=LAUNCHES_DENSE,
             experts=LAUNCHES_EXPERTS,
             outside=LAUNCHES_OUTSIDE_LAYERS,
@@ -243,6 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1024, help="tokens that a decode sees")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prefill")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *KV_TYPES), default="auto")
     parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="show these measurements instead")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     chosen = parser.parse_args(arguments)
@@ -258,9 +262,12 @@ def main(arguments: list[str] | None = None) -> None:
         (chosen.results / "gpu_measured.md").write_text(text, encoding="utf-8")
         print(text)
         return
-    found = {name: list(every_line(chip, chosen.context, chosen.prefill)) for name, chip in CHIPS.items()}
+    found = {
+        name: list(every_line(chip, chosen.context, chosen.prefill, chosen.kv_cache_dtype))
+        for name, chip in CHIPS.items()
+    }
     data = {"chips": {name: asdict(chip) for name, chip in CHIPS.items()}, "steps": found}
-    write(chosen.results / "gpu_roofline", data, page(found, chosen.context))
+    write(chosen.results / "gpu_roofline", data, page(found, chosen.context, chosen.kv_cache_dtype))
 
 
 if __name__ == "__main__":

@@ -168,20 +168,20 @@ class Floor:
         return max(parts, key=lambda name: parts[name])
 
 
-def kv_token_bytes(model: ModelShape) -> int:
-    """Return the bytes of one token's keys and values over all layers."""
-    return KVShape(model.layers, model.kv_heads, model.head_dim, block_size=1).bytes_per_block(ITEM)
+def kv_token_bytes(model: ModelShape, kv: str = "auto") -> int:
+    """Return the bytes of one token's keys and values over all layers, in a dtype of `KVShape`."""
+    return KVShape(model.layers, model.kv_heads, model.head_dim, 1, kv).bytes_per_block(ITEM)
 
 
-def held_bytes(model: ModelShape, how: Format, tokens: int) -> float:
+def held_bytes(model: ModelShape, how: Format, tokens: int, kv: str = "auto") -> float:
     """Return the bytes of all weights, and of keys and values of `tokens` tokens."""
     tables = model.head_weights * (1 if model.tied else 2)
     routers = model.layers * model.hidden * model.experts
     layers = model.parameters - tables - routers
-    return layers * how.weight + tables * ITEM + routers * WIDE + tokens * kv_token_bytes(model)
+    return layers * how.weight + tables * ITEM + routers * WIDE + tokens * kv_token_bytes(model, kv)
 
 
-def work_of(model: ModelShape, how: Format, step: Step) -> Work:
+def work_of(model: ModelShape, how: Format, step: Step, kv: str = "auto") -> Work:
     """Return the least work of a step, with one row of logits for each request."""
     router = model.hidden * model.experts
     read = model.attention_weights + model.experts_hit(step.tokens) * model.expert_weights
@@ -192,7 +192,7 @@ def work_of(model: ModelShape, how: Format, step: Step) -> Work:
     layer = LAUNCHES_EXPERTS if model.experts else LAUNCHES_DENSE
     return Work(
         weights=model.layers * (read * how.weight + router * WIDE) + head * ITEM,
-        kv=kv_tokens * kv_token_bytes(model),
+        kv=kv_tokens * kv_token_bytes(model, kv),
         logits=2 * WIDE * step.rows * model.vocab_size,
         products=2 * step.tokens * model.layers * active,
         wide_products=2 * step.rows * model.head_weights + model.layers * (2 * step.tokens * router + attended),

@@ -34,27 +34,30 @@ class Case:
 
 SMOLLM2_135M = Case(9, 3, 64)
 LLAMA_3_8B = Case(32, 8, 128)
+LLAMA_3_8B_FP8 = Case(32, 8, 128, kv="fp8")
 QWEN2_7B = Case(28, 4, 128)
 QWEN3_30B = Case(32, 4, 128, kv="int8")
 GEMMA_2_9B = Case(16, 8, 256, window=4096, softcap=50.0)
 DEEPSEEK_V3 = Case(128, 1, 576, latent=512)
 MINICPM3 = Case(40, 1, 288, latent=256)
 LATENT_INT8 = Case(16, 1, 576, kv="int8", latent=512)
+LATENT_FP8 = Case(16, 1, 576, kv="fp8", latent=512)
 LATENT_EXACT = Case(16, 1, 576, torch.float32, latent=512)
 SAMPLE = (
     (LLAMA_3_8B, "decode prompt"),
     (QWEN3_30B, "prompt"),
     (GEMMA_2_9B, "prompt"),
     (DEEPSEEK_V3, "decode"),
+    (LLAMA_3_8B_FP8, "decode"),
 )
 """Cases and steps."""
 
 
 def every_case() -> list[Case]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    shapes = product((1, 4, 8), (64, 80, 96, 128, 192, 256), dtypes, ("auto", "int8"))
+    shapes = product((1, 4, 8), (64, 80, 96, 128, 192, 256), dtypes, ("auto", "int8", "fp8"))
     plain = [Case(8 * shared, 8, width, dtype, kv) for shared, width, dtype, kv in shapes]
-    latent = [DEEPSEEK_V3, MINICPM3, LATENT_INT8, LATENT_EXACT]
+    latent = [DEEPSEEK_V3, MINICPM3, LATENT_INT8, LATENT_FP8, LATENT_EXACT]
     others = [SMOLLM2_135M, QWEN2_7B, GEMMA_2_9B]
     return latent + plain + others + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
 
@@ -97,7 +100,7 @@ def instruction(capability: int, case: Case, *, prefill: bool) -> str:
 def main(capability: int) -> None:
     compiler = Compiler(capability).install()
     attend: Any = PagedAttention(torch.device("cpu"), MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
-    every = [(case, "decode prompt") for case in every_case()]
+    every = [(case, "decode prompt") for case in every_case() if case.kv != "fp8" or capability >= 89]
     for case, kinds in every if everything() else SAMPLE:
         shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv, latent=case.latent)
         layer = CudaKVCache(shape, BLOCKS, case.dtype, Processor()).layer(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -142,9 +143,8 @@ def layer_of(heads: Heads, dtype: Any, slots: int) -> CudaLayer:
     return CudaLayer(keys, values, 4, *(torch.full(shape[:2], 7.0) for _ in range(2 * (dtype == torch.int8))))
 
 
-@pytest.mark.parametrize("kv", [None, torch.int8, torch.float8_e4m3fn], ids=["", "8 bits", "fp8"])
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv"), [*product(DTYPES, (None, torch.int8)), (torch.bfloat16, torch.float8_e4m3fn)])
 def test_heads_are_normalized_turned_and_stored(name: str, dtype: Any, kv: Any) -> None:
     heads = heads_of(**HEADS[name])
     blocks = np.random.default_rng(3).permutation(1500).astype(np.int32)

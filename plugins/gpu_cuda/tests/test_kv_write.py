@@ -51,12 +51,20 @@ def test_blocks_match_the_oracle_bit_for_bit(nkv: int, d: int, dtype: str, write
 
 
 @pytest.mark.parametrize("write", [write_kv, None], ids=["kernel", "composition"])
-def test_scale_of_nan_and_inf_is_not_finite(write: Any) -> None:
+def test_nan_and_inf_are_stored_as_nan(write: Any) -> None:
     k = np.ones((3, 2, 64), np.float32)
     k[0, 0, 5], k[1, 1, 7] = np.nan, np.inf
+    fp8 = written(make_ops(), KVShape(2, 2, 64, SIZE, "fp8"), k, k, np.arange(3, dtype=np.int32), write)
+    np.testing.assert_array_equal((fp8[0, 1, 0, :3] & 127) == 127, ~np.isfinite(k))  # NaN with either sign
     blocks = written(make_ops(), KVShape(2, 2, 64, SIZE, "int8"), k, k, np.arange(3, dtype=np.int32), write)
     scales = np.ascontiguousarray(blocks[0, 1, 0, :3, :, -4:]).view("<f4")[..., 0]
     np.testing.assert_array_equal(np.isfinite(scales), [[False, True], [True, False], [True, True]])
+
+
+def test_fp8_needs_a_device_that_converts_it() -> None:
+    ada = Processor()
+    ada.multiplies_fp8 = True
+    assert [make_ops(device).kv_dtypes for device in (ada, Processor())] == [("int8", "fp8"), ("int8",)]
 
 
 def test_heads_are_read_in_place_from_one_product() -> None:

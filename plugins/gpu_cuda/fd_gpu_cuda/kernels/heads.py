@@ -68,7 +68,7 @@ def store_kv(
         x = kv_steps(x, scale)
         tl.store(scales_at + place, scale, mask=live)
     elif cache_at.dtype.element_ty == tl.float8e4nv:
-        x = fp8_numbers(x)
+        x = fp8_of(x)
     tl.store(cache_at + place[:, None] * width + column[None, :], x.to(cache_at.dtype.element_ty), mask=inside)
 
 
@@ -90,18 +90,21 @@ def kv_steps(x, scale):
 
 
 @triton.jit
-def fp8_numbers(x):
-    """Round float32 to numbers of float8_e4m3fn, ties to even, at most the largest; NaN unless finite.
+def fp8_of(x):
+    """Convert float32 to float8_e4m3fn, ties to even, at most the largest; NaN unless finite.
 
-    Stores need no further rounding, which differs between devices and the interpreter.
+    By its bits, because conversions differ between devices and the interpreter.
     """
-    # Three bits of mantissa of 23 remain; below 2^-6, the smallest exponent, multiples of 2^-9.
     size = tl.minimum(tl.abs(x), 448.0)
     code = size.to(tl.int32, bitcast=True)
-    rounded = ((code + 0x7FFFF + ((code >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    rounded = tl.where(size < 0.015625, (size + 24576.0) - 24576.0, rounded)
-    code = rounded.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
-    return code.to(tl.float32, bitcast=True) + x * 0.0
+    # Three bits of mantissa of 23 remain; exponents begin at -6 instead of -126.
+    bits = ((code + 0x7FFFF + ((code >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 these are multiples of 2^-9: adding 2^-9 of 1.5 * 2^23 leaves that many bits.
+    steps = (size + 24576.0).to(tl.int32, bitcast=True) - 0x46C00000
+    bits = tl.where(size < 0.015625, steps, bits)
+    bits = tl.where(x * 0.0 == 0.0, bits, 127)
+    bits |= (x.to(tl.int32, bitcast=True) >> 24) & 128
+    return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 _ELEMENTS = 1024
@@ -176,8 +179,8 @@ def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: t
         b = kv_steps(b, scale)
         tl.store(scales_at + place, scale, mask=known)
     elif cache_at.dtype.element_ty == tl.float8e4nv:
-        a = fp8_numbers(a)
-        b = fp8_numbers(b)
+        a = fp8_of(a)
+        b = fp8_of(b)
     _store_pairs(cache_at + place * width, known, first, second, a, b, width)
 
 
