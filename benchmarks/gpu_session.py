@@ -38,6 +38,7 @@ FORMS = (
     "gpu_cuda:dtype=float16",
     "gpu_cuda:quantization=int8",
     "gpu_cuda:kv_cache_dtype=int8",
+    "gpu_cuda:kv_cache_dtype=fp8",
     "gpu_cuda:attention_backend=torch",
 )
 

@@ -47,7 +47,7 @@ SAMPLE = ("Gemma 3 4B", "ERNIE 4.5")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def launch(model: Model, dtype: torch.dtype) -> None:
+def launch(model: Model, dtype: torch.dtype, *, fp8: bool) -> None:
     """Make every launch of a layer."""
     x, y = torch.empty(3, model.hidden, dtype=dtype), torch.empty(3, model.hidden, dtype=dtype)
     norm, head_norm = (Norm(torch.empty(width), 1e-6) for width in (model.hidden, model.d))
@@ -70,6 +70,8 @@ def launch(model: Model, dtype: torch.dtype) -> None:
     rotate_and_store(qkv, CudaLayer(*slots, 16), heads, step)
     scales = torch.empty(2, 64, model.kv_heads)
     rotate_and_store(qkv, CudaLayer(*slots.to(torch.int8), 16, *scales), heads, step)
+    if fp8:
+        rotate_and_store(qkv, CudaLayer(*slots.to(torch.float8_e4m3fn), 16), heads, step)
 
 
 def main(capability: int) -> None:
@@ -82,7 +84,7 @@ def main(capability: int) -> None:
             pairs = "" if model.interleaved else SIXTEEN_BYTES  # neighbours are read one by one
             compiler.wanted = dict.fromkeys(("_add_norm", "_gate", "_add_ranks"), SIXTEEN_BYTES)
             compiler.wanted["_rotate_and_store"] = pairs
-            launch(model, dtype)
+            launch(model, dtype, fp8=capability >= 89)
     print("\n".join(compiler.failures))
 
 
