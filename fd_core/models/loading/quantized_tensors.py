@@ -49,7 +49,8 @@ _NOT_WEIGHTS: Final = tuple(
     input_scale input_scale_ub input_zero_point output_scale k_scale v_scale q_scale
     """.split()
 )
-"""Static scales of activations and KV, which are ignored: this engine computes dynamic ones per row and block."""
+"""Static scales of activations and KV, which are ignored: this engine computes dynamic ones per row and block,
+and FP8 KV has none."""
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]

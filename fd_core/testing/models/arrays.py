@@ -183,7 +183,7 @@ def but_for_a_step(found: Floats, expected: Floats, dtype: str) -> Floats:
         return found
     differ = found != expected
     assert differ.sum() < 16 + 0.25 * differ.size, f"{differ.sum()} of {differ.size} elements of FP8 differ"
-    step = np.maximum(np.maximum(np.abs(found), np.abs(expected)) / 8, 2.0**-9)
+    step = np.maximum(np.maximum(np.abs(found), np.abs(expected)) / 8, 1 / 512)
     moved: Floats = expected + np.sign(found - expected) * np.maximum(np.abs(found - expected) - step, 0)
     return moved
 
