@@ -29,6 +29,7 @@ class Interpreted(Processor):
     name = "Triton's interpreter"  # type: ignore[assignment]  # a property of `Cuda`
     multiprocessors = 8  # type: ignore[assignment]  # as above
     shared_memory_per_block = 227 * 1024  # type: ignore[assignment]  # as above
+    multiplies_fp8 = True  # type: ignore[assignment]  # as above
 
     def capture(self, compute: Callable[[], None]) -> Replay:
         """Compute again for a replay: a recording of torch's operations would lack the kernels."""

@@ -96,7 +96,7 @@ def test_ranks_are_added_in_order_and_rounded_once(ranks: int, count: int, dtype
 
 def test_empty_steps_launch_nothing_and_keep_their_shapes() -> None:
     heads = Heads(4, 2, 64, 0.1, Rope(torch.ones(8, 32), torch.zeros(8, 32)))
-    layer = layer_of(heads, torch.float32, 8, quantized=False)
+    layer = layer_of(heads, torch.float32, 8)
     step = on_device(TorchOps(), step_input([(1, 1)], 4, np.zeros((1, 1), np.int32)))
     empty = torch.empty(0, 576)
     assert add_norm(empty, norm_of(576, 0), empty).shape == (0, 576)

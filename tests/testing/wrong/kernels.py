@@ -392,6 +392,26 @@ class DequantizesTwoThousandTokensOfAContext(NumpyOps):
         return super().paged_attention(q, packed, heads, step)
 
 
+@shown_by("kv", kv_dtype="fp8")
+class CutsOffFp8(NumpyOps):
+    """Bits beyond the mantissa of FP8 are dropped, not rounded."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        if layer.dtype == np.uint8:
+            k, v = ((np.ascontiguousarray(x).view(np.uint32) & 0xFFF00000).view(np.float32) for x in (k, v))
+        super().write_kv(layer, k, v, kv_slots)
+
+
+@shown_by("kv", kv_dtype="fp8", values="one large")
+class LosesLargeFp8(NumpyOps):
+    """Magnitudes beyond the largest number of FP8 become NaN."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        if layer.dtype == np.uint8:
+            k, v = (np.where(np.abs(x) > 448, np.float32(np.nan), x) for x in (k, v))
+        super().write_kv(layer, k, v, kv_slots)
+
+
 @shown_by("kv", kv_dtype="int8", kv_heads=8)
 class SharesTheScaleOfHeads(NumpyOps):
     """One scale for all heads of a token."""
