@@ -267,9 +267,10 @@ class CudaBackend(OnCuda):
         # A draft model is loaded later, and is smaller.
         if self._model is None:
             self._model, self._ops = model, ops
-            self._note_composed(model, ops)
         if self._providers is not None:
             self._try_providers(self._providers, model, ops)
+        if model is self._model:
+            self._note_composed(model, ops)
         return model
 
     def _note_composed(self, model: Model, ops: Ops) -> None:
@@ -280,7 +281,7 @@ class CudaBackend(OnCuda):
         from fd_gpu_cuda.ops import CudaOps
 
         if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
-            ops.composed = composed_parts(model.spec, self.config.block_tokens, model.max_positions)
+            ops.composed = composed_parts(model.spec, ops.kernels, self.config.block_tokens, model.max_positions)
             if ops.composed:
                 logger.warning("slow, because composed of torch operations: %s", self._composed_names(ops))
 

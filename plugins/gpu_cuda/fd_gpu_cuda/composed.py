@@ -16,6 +16,7 @@ from fd_core.models.families.spec import DecoderSpec, MoeSpec
 from fd_core.ops.contract import FLOAT_BYTES, MAX_JOURNAL, Array, Heads, HostStep, Recurrent, StepInput
 from torch.nn import functional
 
+from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 
@@ -27,12 +28,12 @@ class ComposedPart(NamedTuple):
     """False if it needs lengths on the host, so that decodes are not replayed."""
 
 
-def composed_parts(spec: DecoderSpec, block_size: int, longest: int) -> tuple[ComposedPart, ...]:
+def composed_parts(spec: DecoderSpec, kernels: Kernels, block_size: int, longest: int) -> tuple[ComposedPart, ...]:
     """Return the parts of a model that are composed for contexts of up to `longest` tokens."""
     blocks = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
     chunks = {each.window or 0 for each in spec.attention if each.chunked and (each.window or 0) < longest}
     parts = {
-        ComposedPart("recurrent layers", captured=False): bool(spec.recurrent),
+        ComposedPart("recurrent layers", captured=False): bool(spec.recurrent) and kernels.recur is None,
         ComposedPart("attention in both directions", captured=False): not spec.causal,
         ComposedPart("encoders of images", captured=True): spec.images is not None,
         ComposedPart("attention within chunks", not any(each % block_size for each in chunks)): bool(chunks),

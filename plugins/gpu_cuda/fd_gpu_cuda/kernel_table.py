@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from fd_core.config import EngineConfig
-from fd_core.ops.contract import SCALE_BYTES, Activation, Array, Experts, Heads, StepInput
+from fd_core.ops.contract import SCALE_BYTES, Activation, Array, Experts, Heads, Recurrent, StepInput
 from fd_core.ops.torch.attention import TorchLayer, quantize_heads
 from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.runner.postprocess.torch_matrix import write_token_matrix
@@ -132,7 +132,8 @@ class Kernels:
     """Adds the adapters' terms of x to y, see `Ops.lora`, by each token's slot; None loops over adapters."""
     planned_attention: AttentionKernel | None = None
     """Attention of steps with metadata on the host; never captured, no 8-bit KV."""
-
+    recur: Callable[[Array, Recurrent, CudaLayer, StepInput], Array] | None = None
+    """`Ops.recur`; None loops over the tokens, and is never captured."""
     add_ranks: Callable[[Array], Array] | None = None
     """`fd_core.ops.torch.group.add_in_rank_order`."""
 

@@ -125,6 +125,11 @@ class CudaOps(TorchOps):
     def compilation_stats(self) -> CompilationStats | None:
         return None if self.compilations is None else self.compilations.stats()
 
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels in use."""
+        return self._kernels
+
     def use(self, kernels: Kernels) -> None:
         """Compute with other kernels from now on; called before `configure`."""
         self._kernels = kernels
@@ -252,6 +257,8 @@ class CudaOps(TorchOps):
         return kernel(q, layer, heads, step)
 
     def recur(self, x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> Array:  # type: ignore[override]  # as `attention_inputs`
+        if self._kernels.recur is not None:
+            return self._kernels.recur(x, recurrent, layer, step)
         return composed.recur(x, recurrent, layer, step, self.from_host)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:

@@ -23,11 +23,24 @@ import torch
 from fd_core.backends.probing import missing
 from fd_core.errors import PluginError
 from fd_core.models.decoder import Attention, DecoderModel, Mlp, Moe, Recurrence
-from fd_core.ops.contract import Array, Heads, HostStep, KVCache, KVShape, Lora, PenaltyInput, SampleInput, StepInput
-from fd_core.ops.weights import LowRank
+from fd_core.ops.contract import (
+    MAX_JOURNAL,
+    Array,
+    Heads,
+    HostStep,
+    KVCache,
+    KVShape,
+    Lora,
+    PenaltyInput,
+    Recurrent,
+    SampleInput,
+    StepInput,
+)
+from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.types import IntArray
 
+from fd_gpu_cuda.composed import DeviceStates
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels, expanded_product
 from fd_gpu_cuda.kv_cache import CudaLayer
@@ -241,6 +254,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str, ranks: int = 1) -> tupl
             rounds=True,
         ),
         Operation("experts", "mixtures of experts", _triton("experts", mixture), rounds=True),
+        Operation("recur", "recurrent layers", _triton("recurrent", attrgetter("recur"))),
         *([Operation("add_ranks", "sums of ranks", _triton("norms", attrgetter("add_ranks")))] if ranks > 1 else []),
         Operation("lora", "adapters", _triton("lora", lambda lora: lora.lora_addition())),
         Operation(
@@ -484,9 +498,14 @@ class ModelTrial:
         seen = []
         for layer in self._model.decoder.layers:
             attention = layer.attention
-            if isinstance(attention, Recurrence) or (form := _form(layer)) in seen:
+            form = _form(attention.recurrent if isinstance(attention, Recurrence) else layer)
+            if form in seen:
                 continue
             seen.append(form)
+            if isinstance(attention, Recurrence):
+                if ops.kernels.recur is not None:
+                    yield from self._of_recurrence(ops, attention.recurrent)
+                continue
             window = attention.heads.window
             for kind, rows in kinds_of_steps(self._model.max_positions, window):
                 where = kind if window is None else f"{kind}, window {window}"
@@ -543,6 +562,29 @@ class ModelTrial:
         if model.decoder.head is not None:
             head = (norm, model.decoder.head, step.logits_rows, model.decoder.softcap)
             yield Compared("logits", ops.logits(z.clone(), *head), plain.logits(z.clone(), *head))
+
+    def _of_recurrence(self, ops: CudaOps, recurrent: Recurrent) -> Iterator[Compared]:
+        """Compare two steps of some rows, and the states after each; the second one replays a journal."""
+        plain, model = self._plain, self._model
+        state, journal = recurrent.sizes
+        shape = replace(model.kv_shape(1), num_layers=1, dtype=self._kv_dtype, state=state, journal=journal)
+        size = -(-shape.least_block_size(ITEM_BYTES[ops.dtype], MAX_JOURNAL) // 16) * 16
+        prompts, more = (min(19, model.max_positions - 5), 3, 1), (1, 5, 2)
+        rows = [(tokens, before + tokens) for before, tokens in zip(prompts, more, strict=True)]
+        last, num_blocks = random_step(plain, rows, size, model.vocab_size, self._random)
+        first, _ = random_step(plain, [(each, each) for each in prompts], size, model.vocab_size, self._random)
+        caches = [plain.allocate_kv(replace(shape, block_size=size), num_blocks).layer(0) for _ in range(2)]
+        blocks = last.block_tables.new_tensor(range(num_blocks)).long()
+        for kind, step in (("prompts", first), ("the tokens after them", last)):
+            step = replace(step, block_tables=last.block_tables, host=None)
+            x = self._normal(len(step.positions), recurrent.inputs)
+            y, expected = (
+                pack.recur(x.clone(), recurrent, layer, step) for pack, layer in zip((ops, plain), caches, strict=True)
+            )
+            yield Compared(f"a recurrence over {kind}", y, expected)
+            (consumed, state, _), expected = (DeviceStates(layer, recurrent).read(blocks) for layer in caches)
+            yield Compared(f"the tokens in the states of {kind}", consumed, expected[0])
+            yield Compared(f"the states of {kind}", state, expected[1])
 
     def _adapted(self, ops: Any, step: StepInput, x: Array) -> Array:
         """Return the terms of two fixed adapters of different ranks for x; some tokens have none."""

@@ -79,6 +79,8 @@ def overwritten_too_early(code: str) -> list[str]:
     """
     loaded, found = set[str](), []
     for line in code.splitlines():
+        if made := re.match(r"\s*(%[\w#]+)(:\d+)? = ", line):
+            loaded.discard(made[1])  # blocks next to each other reuse names
         if "barrier" in line:
             loaded.clear()
         elif load := re.search(r"= tt[.]load (%[\w#]+).* : !tt[.]ptr<", line):

@@ -18,6 +18,7 @@ from fd_core.config import EngineConfig  # noqa: E402 - only where torch is inst
 from fd_core.errors import PluginError  # noqa: E402
 from fd_core.models.decoder import DecoderModel  # noqa: E402
 from fd_core.models.families.latent.deepseek import DeepSeekV2  # noqa: E402
+from fd_core.models.families.recurrent.lfm import Lfm2  # noqa: E402
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402
 from fd_core.ops.parallel import Parallel  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
@@ -30,6 +31,7 @@ from test_steps import LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels  # noqa: E402
+from fd_gpu_cuda.kernels.recurrent import recur  # noqa: E402
 from fd_gpu_cuda.providers import (  # noqa: E402
     ModelTrial,
     Operation,
@@ -41,6 +43,7 @@ from fd_gpu_cuda.providers import (  # noqa: E402
 )
 
 Models = Callable[[str], DecoderModel]
+FAMILIES = {"latent": (DeepSeekV2, "yarn"), "recurrent": (Lfm2, next(iter(Lfm2.cases)))}
 
 
 class Device(Processor):
@@ -55,9 +58,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     def of(case: str) -> DecoderModel:
         if case not in made:
             folder = tmp_path_factory.mktemp(case)
-            if case == "latent":
-                named = {"architectures": [*DeepSeekV2.architectures], "vocab_size": 97}
-                write_config({**SIZES, **DeepSeekV2.defaults, **DeepSeekV2.cases["yarn"], **named}, folder, seed=3)
+            if case in FAMILIES:
+                family, name = FAMILIES[case]
+                named = {"architectures": [*family.architectures], "vocab_size": 97}
+                write_config({**SIZES, **family.defaults, **SIZES, **family.cases[name], **named}, folder, seed=3)
             else:
                 write_checkpoint(case, folder)
             backend = OnProcessor(EngineConfig(model=str(folder)))
@@ -79,13 +83,13 @@ def table_with(field: str, make: Callable[[], Any]) -> Providers:
             "what is tried" if each.name == field else each.name,
             (
                 *((Provider("double", make),) if each.name == field else ()),
-                Provider("plain", lambda name=each.name: getattr(PLAIN, name)),
+                *((Provider("plain", lambda name=each.name: getattr(PLAIN, name)),) if each.name != "recur" else ()),
             ),
             composition=None if each.name == "attention" else getattr(PLAIN, each.name),
             of_logits=each.name == "sampling",
         )
         for each in fields(Kernels)
-        if getattr(PLAIN, each.name) is not None
+        if each.name == field or getattr(PLAIN, each.name) is not None
     ]
     return Providers(operations)
 
@@ -194,6 +198,25 @@ def test_failing_provider_is_replaced_before_the_model_is_loaded(
     assert message in line
     assert len(line) < 500
     assert providers.kernels == PLAIN
+
+
+def keeping_no_states(x: Any, recurrent: Any, layer: Any, step: Any) -> Any:
+    return recur(x, recurrent, layer._replace(keys=layer.keys.clone()), step)
+
+
+@pytest.mark.parametrize(
+    ("double", "why"),
+    [
+        (recur, ""),
+        (lambda x, *step: recur(x * 1.01, *step), "a recurrence over prompts: maximum error "),
+        (keeping_no_states, "the states of prompts: "),
+    ],
+)
+def test_wrong_recurrence_is_replaced(double: Any, why: str, models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    providers = table_with("recur", lambda: double)
+    with caplog.at_level(logging.WARNING):
+        assert settled(models("recurrent"), providers).recur is (None if why else recur)
+    assert why in "".join(caplog.messages)
 
 
 def spilling_write(k: Any, v: Any, layer: Any, kv_slots: Any) -> None:
