@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from fd_core.models.families.spec import DecoderSpec, MoeSpec
+from fd_core.models.families.spec import DecoderSpec
 from fd_core.ops.contract import FLOAT_BYTES, MAX_JOURNAL, Array, Heads, HostStep, Recurrent, StepInput
 from torch.nn import functional
 
@@ -30,14 +30,12 @@ class ComposedPart(NamedTuple):
 
 def composed_parts(spec: DecoderSpec, kernels: Kernels, block_size: int, longest: int) -> tuple[ComposedPart, ...]:
     """Return the parts of a model that are composed for contexts of up to `longest` tokens."""
-    blocks = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
     chunks = {each.window or 0 for each in spec.attention if each.chunked and (each.window or 0) < longest}
     parts = {
         ComposedPart("recurrent layers", captured=False): bool(spec.recurrent) and kernels.recur is None,
         ComposedPart("attention in both directions", captured=False): not spec.causal,
         ComposedPart("encoders of images", captured=True): spec.images is not None,
         ComposedPart("attention within chunks", not any(each % block_size for each in chunks)): bool(chunks),
-        ComposedPart("experts without a gate", captured=True): any(not each.gated for each in blocks),
     }
     return tuple(part for part, needed in parts.items() if needed)
 

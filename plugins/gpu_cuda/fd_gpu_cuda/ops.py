@@ -306,7 +306,7 @@ class CudaOps(TorchOps):
 
         Without the kernel every expert runs on every token, because a capture cannot depend on the routing.
         """
-        if self._kernels.experts is not None and experts.ungated is None:
+        if self._kernels.experts is not None:
             return self._kernels.experts(x, experts, activation, self.shared(x, experts, activation))
         if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)

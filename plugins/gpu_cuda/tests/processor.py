@@ -174,7 +174,7 @@ def plain_experts(x: Array, experts: Experts, activation: Activation, shared: Ar
     both = torch.einsum("teh,eoh->teo", given, gate_up.unflatten(0, (-1, experts.gate_up.out)))
     if experts.gate_up.bias is not None:
         both += experts.gate_up.bias.unflatten(0, (-1, experts.gate_up.out)).to(x.dtype)
-    inner = TorchOps().gate(both, activation)
+    inner = TorchOps().gate(both, activation) if experts.ungated is None else TorchOps().activate(both, experts.ungated)
     each = torch.einsum("tei,ehi->teh", inner, down.unflatten(0, (-1, experts.down.out)))
     if experts.down.bias is not None:
         each += experts.down.bias.unflatten(0, (-1, experts.down.out)).to(x.dtype)

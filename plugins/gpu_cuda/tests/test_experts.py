@@ -106,6 +106,17 @@ def test_other_activations(activation: Any, experts: tuple[Experts, Experts]) ->
     near(make_ops().moe(torch.from_numpy(x), experts[1], activation), NumpyOps().moe(x, experts[0], activation))
 
 
+@pytest.mark.parametrize("activation", ["relu2", "relu", "quick_gelu", pytest.param("gelu", marks=AT_LENGTH)])
+def test_experts_without_a_gate(activation: Any) -> None:
+    x, results = tokens(20), []
+    for ops in (NumpyOps(), make_ops()):
+        parts, make = block(ops, count=6, top_k=2), Values(4)
+        ups = [[weight("int4" if activation == "relu2" else None, INNER, HIDDEN, make)] for _ in range(6)]
+        given = replace(parts, gate_up=ops.prepare_experts(ups, gated=False), ungated=activation)
+        results.append(np.asarray(ops.to_host(ops.moe(ops.from_host(x), given, "silu"))))
+    np.testing.assert_allclose(*results, rtol=0, atol=2e-5 * np.abs(results[0]).max())
+
+
 @pytest.mark.parametrize(
     "favoured",
     [

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from fd_core.ops.contract import Activation, Array, Experts
+from fd_core.ops.contract import Activation, Array, Experts, PlainActivation
 
 from fd_gpu_cuda.kernel_table import ExpertsKernel
 from fd_gpu_cuda.kernels.entry import cdiv, kernel, next_power_of_2
-from fd_gpu_cuda.kernels.norms import gated
+from fd_gpu_cuda.kernels.norms import activated, gated
 from fd_gpu_cuda.kernels.products import (
     EVERY_TILE,
     MOST_TOKENS,
@@ -214,26 +214,33 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         if experts.weighs_inputs:
             inputs, order = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), (*pairs[:2], 1)
             weights = torch.ones_like(weights)
-        inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
-        multiply(inputs, gate_up, order, inner, activation)
+        inner = x.new_empty(len(pairs[0]), gate_up.out // (1 if experts.ungated else 2))
+        multiply(inputs, gate_up, order, inner, experts.ungated or activation, gated=experts.ungated is None)
         each = create(len(pairs[0]), down.out)
-        multiply(inner, down, pairs, each, None)
+        multiply(inner, down, pairs, each)
         y = x.new_empty(len(x), down.out)
         grid = len(x), cdiv(down.out, _COLUMNS)
         _add_up[grid](each, weights, shared, y, down.out, top_k=experts.top_k, tile=_COLUMNS)
         return y
 
     def multiply(
-        x: Array, weight: StackedExperts, pairs: tuple[Array, Array, int], y: Array, activation: Activation | None
+        x: Array,
+        weight: StackedExperts,
+        pairs: tuple[Array, Array, int],
+        y: Array,
+        activation: Activation | PlainActivation | None = None,
+        *,
+        gated: bool = False,
     ) -> None:
         """Multiply rows by the weight of their pair's expert; `pairs` is the result of `order_by_expert`, and top_k.
 
-        With an activation: rows of tokens [T, in], or of pairs with a top_k of 1, to activated rows [P, out / 2] by
-        expert. Without: rows [P, in] by expert to rows [P, out] of the pairs in the order of tokens.
+        With an activation: rows of tokens [T, in], or of pairs with a top_k of 1, to activated rows [P, out] by expert,
+        or [P, out / 2] if gate and up are `gated`. Without: rows [P, in] by expert to rows [P, out] of the pairs in the
+        order of tokens.
         """
         operand, (order, counts, top_k) = operands(x, weight.weight), pairs
         form = tuple(operand.form.items())
-        key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
+        key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation, gated)
         tiles = [grouped_tile(len(order), weight.experts, operand, device)]
         if key not in compiled:
             # Tiles for other numbers of pairs are compiled at the first product, not while requests are served.
@@ -241,7 +248,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
             every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
             tiles = [*dict.fromkeys(every), *tiles]
         given = *operand.arrays, weight.bias, order, counts, y, y.stride(0), weight.experts, weight.out, *operand.sizes
-        choice = {"activation": activation, "top_k": top_k, "size": next_power_of_2(weight.experts)}
+        choice = {"activation": activation, "is_gated": gated, "top_k": top_k, "size": next_power_of_2(weight.experts)}
         for tile in tiles:
             grid = (cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
             cutting = {"n": tile.outputs, "m": tile.pairs}
@@ -258,7 +265,7 @@ def _multiply_pairs(
     experts, out, inputs, groups,
     bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
     has_minima: tl.constexpr, group: tl.constexpr, span: tl.constexpr, even: tl.constexpr, activation: tl.constexpr,
-    top_k: tl.constexpr, size: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+    is_gated: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     every = tl.arange(0, size)
@@ -277,9 +284,10 @@ def _multiply_pairs(
         pair = tl.load(order_at + place)
         output = tl.program_id(0) * n + tl.arange(0, n)
         line = tl.minimum(output, out - 1)
-        if activation is not None:
+        if is_gated:
             # Gate and up of one element are adjacent in the tile.
             line = line % 2 * (out // 2) + line // 2
+        if activation is not None:
             x_row, y_row = (pair // top_k).to(tl.int64), place.to(tl.int64)
         else:
             x_row, y_row = place.to(tl.int64), pair.to(tl.int64)
@@ -305,11 +313,13 @@ def _multiply_pairs(
             total += tl.load(bias_at + line).to(tl.float32)[None, :]
         result = total.to(y_at.dtype.element_ty)
         width = out
-        if activation is not None:
+        if is_gated:
             gate, up = tl.split(tl.reshape(result, (m, n // 2, 2)))
             result = gated(gate.to(tl.float32), up.to(tl.float32), activation, y_at.dtype.element_ty)
             output = tl.program_id(0) * (n // 2) + tl.arange(0, n // 2)
             width = out // 2
+        elif activation is not None:
+            result = activated(result.to(tl.float32), activation, y_at.dtype.element_ty)
         at = y_at + y_row[:, None] * y_stride + output[None, :]
         tl.store(at, result, mask=present[:, None] & (output[None, :] < width))
 

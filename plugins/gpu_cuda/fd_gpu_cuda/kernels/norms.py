@@ -40,12 +40,18 @@ def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, til
 
 @triton.jit
 def activated(x, activation: tl.constexpr, element: tl.constexpr):
-    """Return activation(x) of float32, rounded as the separate operation does before a product."""
+    """Return activation(x) of float32, rounded as the separate operation does before a product; NaN remains."""
     if activation == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif activation == "gelu_tanh":
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif activation == "quick_gelu":
+        x = x / (1.0 + tl.exp(-1.702 * x))
+    elif activation == "relu":
+        x = tl.where(x < 0.0, 0.0, x)
+    elif activation == "relu2":
+        x = tl.where(x < 0.0, 0.0, x * x)
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x.to(element)
