@@ -17,7 +17,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.checkpoints import write_checkpoint, write_config
+from test_families import FAMILIES, config_of
 
 from fd_gpu_cuda.backend import CudaBackend
 
@@ -90,17 +91,22 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
             "block_size": 32,
         },
     ),
+    ("Qwen3Next", {"block_size": 64, **NGRAM}),
 ]
-"""Checkpoints and settings. Each generates texts, also with log-probabilities of prompts, and embeddings."""
+"""Checkpoints or families, and settings. Each generates texts, also with log-probabilities, and embeddings."""
 
 
 @pytest.mark.parametrize(("case", "settings"), SERVED if everything() else SERVED[3:4], ids=str)
 def test_nothing_compiles_while_requests_are_served(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    folder = write_checkpoint(case, tmp_path / "model")
+    folder = tmp_path / "model"
+    if case in FAMILIES:
+        write_config(config_of(case, vocab_size=258), folder, seed=1)
+    else:
+        write_checkpoint(case, folder)
     seed = SERVED.index((case, settings))
     if settings is ITSELF:
         settings = {"speculative": {**ITSELF["speculative"], "model": str(folder)}}
-    for number, rank in enumerate((4, 8, 20)):
+    for number, rank in enumerate((4, 8, 20)) if "lora" in str(settings) else ():
         write_adapter(folder, tmp_path / "adapters" / f"adapter{number}", seed=number, rank=rank)
     words = json.dumps(settings).replace("{folder}", str(tmp_path / "adapters"))
     found = answer("count_compilations.py", str(folder), words, str(seed), cache=tmp_path)

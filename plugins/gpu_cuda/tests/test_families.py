@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.models.texts import run
 from fd_core.types import Image, RequestSpec, SamplingParams
-from processor import OnProcessor, Processor, make_ops, nothing_waits
+from processor import PLAIN, OnProcessor, Processor, make_ops, nothing_waits
 from safetensors.numpy import load_file, save_file
 
 from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.kernels import recurrent as kernels
 from fd_gpu_cuda.ops import CudaOps
 
 FAMILIES = {type(family).__name__: family for family in installed_families().architectures.values()}
@@ -114,9 +116,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[Processor]:
     monkeypatch.setattr(CudaBackend, "make_ops", make)
     recur = CudaOps.recur
 
-    def unwaiting(*given: Any) -> Any:
+    def unwaiting(ops: CudaOps, *given: Any) -> Any:
+        if ops.kernels.recur is not None:  # in the interpreter
+            return recur(ops, *given)
         with nothing_waits(monkeypatch):
-            return recur(*given)
+            return recur(ops, *given)
 
     monkeypatch.setattr(CudaOps, "recur", unwaiting)
     return made
@@ -164,6 +168,27 @@ def test_composed_models_keep_their_texts(
     assert (devices[0].replays > 0) == replayed
     assert found == texts(tmp_path, "reference", **changes)[0]
     assert (stats.drafts.proposed > 0) == ("speculative" in changes)
+
+
+def test_decodes_of_recurrent_layers_are_replayed_with_drafts(
+    devices: list[Processor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay computes again, because recordings do not include kernels in the interpreter."""
+
+    def capture(processor: Processor, compute: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            processor.replays += 1
+            compute()
+
+        return replay
+
+    monkeypatch.setattr(Processor, "capture", capture)
+    monkeypatch.setattr("processor.PLAIN", replace(PLAIN, recur=kernels.recur))
+    write_config(config_of("Lfm2", vocab_size=258), tmp_path, seed=2)
+    changes = {"speculative": NGRAM, "block_size": 16, "num_kv_blocks": 80}
+    found, stats = texts(tmp_path, **changes)
+    assert devices[0].replays > 0 and stats.drafts.proposed > 0
+    assert found == texts(tmp_path, "reference", **changes)[0]
 
 
 def write_mtp(name: str, folder: Path) -> None:

@@ -15,6 +15,7 @@ from extent import AT_LENGTH  # noqa: E402
 from fd_core.ops.contract import KVShape, Norm, Recurrent, RecurrentRule, StepInput  # noqa: E402
 from fd_core.testing.axes.recurrent import RECURRENT  # noqa: E402
 from fd_core.testing.models.arrays import Values, on_device, step_input  # noqa: E402
+from launches import counted  # noqa: E402
 from processor import PLAIN, Processor  # noqa: E402
 
 from fd_gpu_cuda.kernels.recurrent import recur  # noqa: E402
@@ -66,7 +67,9 @@ class Layer:
             host.kv_slots[first : first + more] = SIZE * self.cache.spare_block
             x.append(self.inputs[request, start - more : upto])
         step: StepInput = replace(on_device(OPS, host), uniform=width > 0)
-        y = OPS.recur(OPS.from_host(np.concatenate(x)), self.recurrent, self.cache.layer(0), step)
+        given = OPS.from_host(np.concatenate(x))
+        with counted() as self.launches:
+            y = OPS.recur(given, self.recurrent, self.cache.layer(0), step)
         return [y[end - (upto - start) : end] for (_, start, upto), end in zip(rows, host.query_start[1:], strict=True)]
 
 
@@ -84,6 +87,15 @@ def test_bits_depend_neither_on_chunks_nor_on_other_rows_nor_on_padding(rule: Re
     found += layer.compute((0, 17, 19), width=3)
     found += layer.compute((1, 12, 15), (0, 19, TOKENS))[1:]
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("rule", ["scan", "gate"])
+def test_launches_do_not_depend_on_the_tokens(rule: RecurrentRule) -> None:
+    layer = Layer(rule)
+    for tokens in (1, 5):
+        layer.compute((0, 0, tokens))
+        names = ["_convolve", "_walk_rows", "_norm_and_keep"] if rule == "scan" else ["_convolve", "_norm_and_keep"]
+        assert layer.launches == [f"triton {name}" for name in names]
 
 
 def test_padding_writes_no_state() -> None:

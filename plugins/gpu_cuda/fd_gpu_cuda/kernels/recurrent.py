@@ -23,10 +23,11 @@ from fd_gpu_cuda.kv_cache import CudaLayer
 _CHANNELS = 1024
 """Channels of a program of a convolution."""
 _COLUMNS = 8
-"""Columns of a matrix in one program, which is one warp: sums over its rows need no barrier."""
-_NORMED = 2048
+_CELLS = 1024
+"""Limits of the part of a matrix in one program, which is one warp: sums over its rows need no barrier."""
+_NORMED = 1024
 """Outputs that a program normalizes, unless those of one norm are more."""
-_STEP_ARGUMENTS = ["x_stride", "table_stride", "rows", "width", "spare"]
+_STEP_ARGUMENTS = ["table_stride", "rows", "width", "spare"]
 _UNALIGNED = ["query_start_at", "context_at", "kv_slots_at", "tables_at"]
 
 
@@ -58,8 +59,8 @@ def recur(x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> 
     else:
         z = torch.empty((rows * drafts + tokens, z_width), dtype=torch.float32, device=x.device)
         y = torch.empty((tokens, of.outputs), dtype=torch.float32, device=x.device)
-    parts = cdiv(channels, _CHANNELS)
-    _convolve[(rows + tokens, parts + bool(heads))](
+    parts = cdiv(channels, _CHANNELS) + bool(heads)
+    _convolve[(rows + tokens, parts)](
         *inputs, of.conv, of.conv_bias, of.decay, of.time_bias, z, missing, *words, *places, *of.time_limits, *numbers,
         z_width=z_width, heads=heads, h=next_power_of_2(heads or 1), n=_CHANNELS, **layout,
     )  # fmt: skip
@@ -67,11 +68,12 @@ def recur(x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> 
         keys, values = of.key_heads * of.key_dim, of.outputs
         firsts = (0, keys, 2 * keys) if of.rule == "delta" else (values + keys, values, 0)
         sizes = {"key_dim": of.key_dim, "value_dim": of.value_dim, "heads": heads, "shared": heads // of.key_heads}
-        tile = {"d": next_power_of_2(of.key_dim), "n": _COLUMNS, "num_warps": 1}
-        _walk_rows[(rows, heads, cdiv(of.value_dim, _COLUMNS))](
+        d = next_power_of_2(of.key_dim)
+        n = min(max(_CELLS // (d * (1 + scaled)), 1), _COLUMNS)  # addresses of scaled words take registers
+        _walk_rows[(rows, heads, cdiv(of.value_dim, n))](
             z, missing, y, of.skip, *words, *places, *numbers, of.key_dim**-0.5,
             z_width=z_width, first_query=firsts[0], first_key=firsts[1], first_value=firsts[2],
-            **sizes, **tile, **layout,
+            d=d, n=n, num_warps=1, **sizes, **layout,
         )  # fmt: skip
     groups = heads if of.rule == "delta" else of.key_heads
     normed = of.outputs // groups if groups else 1
@@ -79,10 +81,10 @@ def recur(x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> 
     g = max(min(_NORMED // d, next_power_of_2(groups or 1)), 1)
     weight, eps = weight_and_eps(of.norm)
     programs = rows + (0 if y is None else tokens)
-    _norm_and_keep[(programs, max(cdiv(journal, _CHANNELS), cdiv(groups, g)))](
+    _norm_and_keep[(programs, max(parts, cdiv(groups, g)))](
         *inputs, y, out, weight, eps, missing, *words, *places, *numbers,
-        groups=groups, normed=normed, shared=weight is None or weight.numel() == normed, g=g, d=d, n=_CHANNELS,
-        num_warps=4 if g * d <= _NORMED else 8, **layout,
+        parts=parts, groups=groups, normed=normed, shared=weight is None or weight.numel() == normed,
+        g=g, d=d, n=_CHANNELS, num_warps=4 if g * d <= _NORMED else 8, **layout,
     )  # fmt: skip
     return out
 
@@ -122,13 +124,9 @@ def _entry(tables_at, table_stride, row, position, block_size: tl.constexpr):
 
 
 @triton.jit
-def _input(x_at, x_stride, token, column, mask, channels: tl.constexpr, outputs: tl.constexpr, rule: tl.constexpr):
-    """Return the inputs of a token in the journal's form."""
-    line = x_at + token.to(tl.int64) * x_stride
-    if rule == "delta":
-        column = tl.where(column < channels, column, column + outputs)
-    if rule == "scan":
-        column += outputs
+def _input(x_at, x_stride, token, column, shift, mask, channels: tl.constexpr, rule: tl.constexpr):
+    """Return the inputs of a token in the journal's form, of which these columns are `shift` columns later in x."""
+    line = x_at + token.to(tl.int64) * x_stride + shift
     found = tl.load(line + column, mask=mask, other=0.0).to(tl.float32)
     if rule == "gate":
         found *= tl.load(line + 2 * channels + column, mask=mask, other=0.0).to(tl.float32)
@@ -138,13 +136,13 @@ def _input(x_at, x_stride, token, column, mask, channels: tl.constexpr, outputs:
 @triton.jit
 def _input_at(
     x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at, block, position, begin, start, missing,
-    column, mask,
+    column, shift, mask,
     side: tl.constexpr, head: tl.constexpr, state: tl.constexpr, journal: tl.constexpr, taps: tl.constexpr,
-    channels: tl.constexpr, outputs: tl.constexpr, rule: tl.constexpr,
+    channels: tl.constexpr, rule: tl.constexpr,
 ):  # fmt: skip
     """Return the inputs at a position of a row: of this step, or from the journal or the state before it."""
     if position >= start:
-        found = _input(x_at, x_stride, begin + position - start, column, mask, channels, outputs, rule)
+        found = _input(x_at, x_stride, begin + position - start, column, shift, mask, channels, rule)
     elif start > 0:
         back = position - start + tl.maximum(missing, 0)
         word = tl.where(back >= 0, state + back * journal, 1 + (back + taps - 1) * channels)
@@ -173,6 +171,7 @@ def _convolve(
     taps: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, rule: tl.constexpr, block_size: tl.constexpr,
 ):  # fmt: skip
     """Convolve the tokens that a row replays, or one token of the step; the last tile has the scalars of heads."""
+    shift: tl.constexpr = outputs if rule == "scan" else 0
     token = tl.program_id(0) - rows
     tile = tl.program_id(1)
     row = tl.program_id(0)
@@ -223,8 +222,8 @@ def _convolve(
             for tap in tl.static_range(taps):
                 each = _input_at(
                     x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
-                    block, position + (tap - taps + 1), begin, start, missing, column, mask,
-                    side, head, state, journal, taps, channels, outputs, rule,
+                    block, position + (tap - taps + 1), begin, start, missing, column, shift, mask,
+                    side, head, state, journal, taps, channels, rule,
                 )  # fmt: skip
                 y += tl.load(weights_at + tap * channels + column, mask=mask, other=0.0) * each
             if rule == "gate":
@@ -241,14 +240,14 @@ def _convolve(
             if rule == "delta":
                 b = _input_at(
                     x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
-                    block, position, begin, start, missing, scalar, real,
-                    side, head, state, journal, taps, channels, outputs, rule,
+                    block, position, begin, start, missing, scalar, outputs, real,
+                    side, head, state, journal, taps, channels, rule,
                 )  # fmt: skip
                 scalar += heads
             a = _input_at(
                 x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
-                block, position, begin, start, missing, scalar, real,
-                side, head, state, journal, taps, channels, outputs, rule,
+                block, position, begin, start, missing, scalar, outputs, real,
+                side, head, state, journal, taps, channels, rule,
             )  # fmt: skip
             time = _softplus(a + tl.load(time_bias_at + lane, mask=real, other=0.0))
             time = tl.where(time < least_time, least_time, tl.where(time > most_time, most_time, time))  # NaN remains
@@ -261,6 +260,19 @@ def _convolve(
             tl.store(at + heads, kept, mask=real)
         position += 1
         place += 1
+
+
+@triton.jit
+def _token_at(
+    z_at, line, own, of_query, of_key, of_value, real_key, real,
+    z_width: tl.constexpr, channels: tl.constexpr, heads: tl.constexpr,
+):  # fmt: skip
+    """Return a convolved token's query, key and value of a head, and the two scalars of the head."""
+    z = z_at + line * z_width
+    q = tl.load(z + of_query, mask=real_key, other=0.0)
+    k = tl.load(z + of_key, mask=real_key, other=0.0)
+    v = tl.load(z + of_value, mask=real, other=0.0)
+    return q, k, v, tl.load(z + channels + own), tl.load(z + channels + heads + own)
 
 
 @kernel(do_not_specialize=_STEP_ARGUMENTS, do_not_specialize_on_alignment=_UNALIGNED)
@@ -305,15 +317,21 @@ def _walk_rows(
         of_query = first_query + own // shared * key_dim + key
         of_key = first_key + own // shared * key_dim + key
         of_value = first_value + own * value_dim + column
+        replayed = row.to(tl.int64) * drafts + missing
+        own_line = rows.to(tl.int64) * drafts + begin
+        next_q, next_k, next_v, next_share, next_kept = _token_at(
+            z_at, tl.where(missing > 0, replayed - missing, own_line), own, of_query, of_key, of_value, real_key, real,
+            z_width, channels, heads,
+        )  # fmt: skip
         for position in range(start - missing, upto):
-            token = begin + position - start
-            line = tl.where(position < start, row * drafts + position - start + missing, rows * drafts + token)
-            z = z_at + line.to(tl.int64) * z_width
-            q = tl.load(z + of_query, mask=real_key, other=0.0)
-            k = tl.load(z + of_key, mask=real_key, other=0.0)
-            v = tl.load(z + of_value, mask=real, other=0.0)
-            share = tl.load(z + channels + own)
-            matrix *= tl.load(z + channels + heads + own)
+            q, k, v, share, kept = next_q, next_k, next_v, next_share, next_kept
+            # One token ahead, so that the matrix does not wait for it.
+            ahead = tl.minimum(position + 1, upto - 1) - start
+            next_q, next_k, next_v, next_share, next_kept = _token_at(
+                z_at, tl.where(ahead < 0, replayed, own_line) + ahead, own, of_query, of_key, of_value, real_key, real,
+                z_width, channels, heads,
+            )  # fmt: skip
+            matrix *= kept
             if rule == "delta":
                 q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
                 k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
@@ -326,6 +344,7 @@ def _walk_rows(
                 y += tl.load(skip_at + own) * v
             at_end = position + 1
             if position >= start:
+                token = begin + position - start
                 tl.store(y_line + token.to(tl.int64) * outputs, y, mask=real)
                 if (at_end == settled) | ((at_end % block_size == 0) & (at_end < settled)):
                     # The last state goes to the entries of all later tokens as well.
@@ -341,8 +360,8 @@ def _norm_and_keep(
     x_at, x_stride, y_at, out_at, norm_at, eps, missing_at,
     keys_at, values_at, key_scales_at, value_scales_at,
     query_start_at, context_at, kv_slots_at, tables_at, table_stride, rows, width, spare,
-    groups: tl.constexpr, normed: tl.constexpr, shared: tl.constexpr, g: tl.constexpr, d: tl.constexpr,
-    n: tl.constexpr,
+    parts: tl.constexpr, groups: tl.constexpr, normed: tl.constexpr, shared: tl.constexpr, g: tl.constexpr,
+    d: tl.constexpr, n: tl.constexpr,
     side: tl.constexpr, head: tl.constexpr, state: tl.constexpr, journal: tl.constexpr, drafts: tl.constexpr,
     taps: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, rule: tl.constexpr, block_size: tl.constexpr,
 ):  # fmt: skip
@@ -371,9 +390,12 @@ def _norm_and_keep(
     else:
         begin, end, start = _tokens_of(row, query_start_at, context_at, kv_slots_at, spare)
         missing = tl.load(missing_at + row)
-        if (missing >= 0) & (begin < end) & (part * n < journal):
-            column = part * n + tl.arange(0, n)
-            convolved = column < channels
+        if (missing >= 0) & (begin < end) & (part < parts):
+            convolved = part * n < channels
+            first: tl.constexpr = outputs if rule == "scan" else 0
+            column = tl.where(convolved, part * n, channels) + tl.arange(0, n)
+            mask = column < tl.where(convolved, channels, journal)
+            shift = tl.where(convolved, first, outputs)
             block = row.to(tl.int64) * 0
             if start > 0:
                 block = _entry(tables_at, table_stride, row, start - 1, block_size)
@@ -384,26 +406,27 @@ def _norm_and_keep(
             # The latest state first: only the earliest one may replace that which was read.
             while at_end > start:
                 entry = (at_end - 1) // block_size
-                for tap in tl.static_range(taps - 1):
-                    value = _input_at(
-                        x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
-                        block, at_end + (tap - taps + 1), begin, start, missing, column, convolved,
-                        side, head, state, journal, taps, channels, outputs, rule,
-                    )  # fmt: skip
-                    tl.debug_barrier()
-                    for each in range(entry, last + 1):
-                        to = _entry(tables_at, table_stride, row, each * block_size, block_size)
-                        word = 1 + tap * channels + column
-                        at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, word, side, head)
-                        tl.store(at, value, mask=convolved)
+                if convolved:
+                    for tap in tl.static_range(taps - 1):
+                        value = _input_at(
+                            x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
+                            block, at_end + (tap - taps + 1), begin, start, missing, column, shift, mask,
+                            side, head, state, journal, taps, channels, rule,
+                        )  # fmt: skip
+                        tl.debug_barrier()
+                        for each in range(entry, last + 1):
+                            to = _entry(tables_at, table_stride, row, each * block_size, block_size)
+                            word = 1 + tap * channels + column
+                            at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, word, side, head)
+                            tl.store(at, value, mask=mask)
                 for each in range(entry, last + 1):
                     to = _entry(tables_at, table_stride, row, each * block_size, block_size)
                     for draft in range(kept):
                         token = begin + at_end - start + draft
-                        value = _input(x_at, x_stride, token, column, column < journal, channels, outputs, rule)
+                        value = _input(x_at, x_stride, token, column, shift, mask, channels, rule)
                         word = state + draft * journal + column
                         at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, word, side, head)
-                        tl.store(at, value, mask=column < journal)
+                        tl.store(at, value, mask=mask)
                     if part == 0:
                         at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, to * 0, side, head)
                         tl.store(at, at_end.to(tl.float32, bitcast=True))
