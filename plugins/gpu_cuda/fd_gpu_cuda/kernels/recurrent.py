@@ -392,10 +392,9 @@ def _norm_and_keep(
         missing = tl.load(missing_at + row)
         if (missing >= 0) & (begin < end) & (part < parts):
             convolved = part * n < channels
-            first: tl.constexpr = outputs if rule == "scan" else 0
             column = tl.where(convolved, part * n, channels) + tl.arange(0, n)
             mask = column < tl.where(convolved, channels, journal)
-            shift = tl.where(convolved, first, outputs)
+            shift = tl.where(convolved, outputs if rule == "scan" else 0, outputs)
             block = row.to(tl.int64) * 0
             if start > 0:
                 block = _entry(tables_at, table_stride, row, start - 1, block_size)
