@@ -25,6 +25,16 @@ SIDE_BY_SIDE = ("-n", f"{WORKERS}", "--dist", "loadfile", "--no-loadscope-reorde
 they were collected: tests/conftest.py puts the slow ones first."""
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Environment of tests side by side. Threads of torch and numpy would wait for processors that other tests have, which
+takes half as much processor time again."""
+
+
+def side_by_side(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    """Run tests in several processes."""
+    session.run("pytest", *SIDE_BY_SIDE, *arguments, env=ONE_THREAD | (env or {}))
+
+
 def fresh_seed() -> int:
     """Return a seed for a long run; nox prints the command with it, which repeats the run."""
     return random.SystemRandom().randrange(2**32)
@@ -115,14 +125,14 @@ def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
     install_suite(session)
     if session.posargs:
-        session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
+        side_by_side(session, *session.posargs)
     else:
-        session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT)
+        side_by_side(session, "-m", DEFAULT)
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # Kernels and other framework code of a plugin need packages that its own session lacks.
         session.install("-e", "plugins/gpu_cuda[kernels]")
         with session.chdir("plugins/gpu_cuda"):
-            session.run("pytest", *SIDE_BY_SIDE)
+            side_by_side(session)
 
 
 @nox.session
@@ -157,7 +167,7 @@ def newest(session: nox.Session) -> None:
     wanted = [*DIRECT["dependencies"], *extras["otel"], *extras["conformance"], *extras["test"]]
     names = {Requirement(each).name for each in wanted} - {"fd-core"}
     session.install("--upgrade", "--upgrade-strategy", "eager", *sorted(names))
-    session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT, *session.posargs)
+    side_by_side(session, "-m", DEFAULT, *session.posargs)
 
 
 @nox.session
@@ -165,7 +175,7 @@ def oldest(session: nox.Session) -> None:
     """The core's tests with the oldest releases of its dependencies but torch, as uv resolves them."""
     session.install(*DIRECT["optional-dependencies"]["cpu"], "uv>=0.5")
     session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]", *PLUGIN_TESTS)
-    session.run("pytest", *SIDE_BY_SIDE, "-m", DEFAULT, *session.posargs)
+    side_by_side(session, "-m", DEFAULT, *session.posargs)
 
 
 @nox.session
@@ -190,7 +200,7 @@ def paddle(session: nox.Session) -> None:
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle]", "-e", "plugins/xpu[test]", "-e", "plugins/metax[test]")
     tests = "tests/ops", "tests/models", "tests/backends", "tests/engine/test_layer_groups.py"
-    session.run("pytest", *SIDE_BY_SIDE, *tests, *session.posargs)
+    side_by_side(session, *tests, *session.posargs)
 
 
 @nox.session
@@ -198,7 +208,7 @@ def onnx(session: nox.Session) -> None:
     """The onnx pack and its backend, with ONNX Runtime."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,onnx]")
-    session.run("pytest", *SIDE_BY_SIDE, "tests/ops", "tests/engine/test_layer_groups.py", *session.posargs)
+    side_by_side(session, "tests/ops", "tests/engine/test_layer_groups.py", *session.posargs)
 
 
 @nox.session
@@ -377,7 +387,7 @@ def soak(session: nox.Session) -> None:
     if not session.posargs:
         # The default run draws a third of the examples.
         properties = "hypothesis and not soak and not guide and not timing"
-        session.run("pytest", *SIDE_BY_SIDE, "-m", properties, seed, env={"FD_TEST_EXAMPLES": "all"})
+        side_by_side(session, "-m", properties, seed, env={"FD_TEST_EXAMPLES": "all"})
 
 
 @nox.session
@@ -386,7 +396,7 @@ def kernels(session: nox.Session) -> None:
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "-e", "plugins/gpu_cuda[kernels,test]")
     with session.chdir("plugins/gpu_cuda"):
-        session.run("pytest", *SIDE_BY_SIDE, "--timeout=3000", *session.posargs, env={"FD_GPU_ALL": "1"})
+        side_by_side(session, "--timeout=3000", *session.posargs, env={"FD_GPU_ALL": "1"})
 
 
 @nox.session
