@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SEED = int(os.environ.get("FD_TEST_SEED", "0"))
 SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
 """Hypothesis draws one of so many examples that a test asks for; `nox -s soak` draws all of them."""
 LEAST = 8
+MANY = 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,6 +59,7 @@ def pytest_collection(session: pytest.Session) -> None:
                 importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that hold slow tests: workers side by side then end at about the same time.
 
@@ -69,6 +72,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
     if SHARE > 1:
         _draw_fewer_examples(items)
+        _take_turns(items)
+
+
+def _take_turns(items: list[pytest.Item]) -> None:
+    """Leave most cases of tests with the mark `in_turn` to `nox -s soak`; the others have every value of a parameter.
+
+    Of a class with the mark, tests with few cases run in all of them.
+    """
+    counts = Counter(item.nodeid.partition("[")[0] for item in items)
+    for item in items:
+        mark, (test, _, case) = item.get_closest_marker("in_turn"), item.nodeid.partition("[")
+        if mark is not None and case and (mark in item.own_markers or counts[test] > MANY):
+            start = len(item.parent.name + item.function.__name__)
+            if (start + sum(item.callspec.indices.values())) % mark.args[0]:
+                item.add_marker(pytest.mark.soak)
 
 
 def _draw_fewer_examples(items: list[pytest.Item]) -> None:

@@ -92,6 +92,7 @@ def require_accepted(engine: Engine) -> None:
     ids=[*PACKS, "small budget", "no prefix cache"],
 )
 @pytest.mark.law("4")
+@pytest.mark.in_turn(2)
 def test_settings_do_not_change_texts(model: Path, drafting: Settings, changes: Settings) -> None:
     with engine_of(model, **{"dtype": "float32", **drafting, **changes}) as engine:
         for _ in range(2):  # from the cache of prefixes, too

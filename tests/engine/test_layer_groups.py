@@ -101,6 +101,7 @@ PACKS: Final[dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.law("4")
+@pytest.mark.in_turn(3)
 def test_texts_do_not_change_where_blocks_are_scarce(model: tuple[Path, LayerGroups], pack: str, caching: bool) -> None:
     folder, groups = model
     scarce: dict[str, Any] = {"num_kv_blocks": crowded(groups), "enable_prefix_caching": caching}
@@ -114,6 +115,7 @@ def test_texts_do_not_change_where_blocks_are_scarce(model: tuple[Path, LayerGro
 
 @pytest.mark.parametrize("pack", ["reference", "cpu", "cpu, torch"])
 @pytest.mark.law("4")
+@pytest.mark.in_turn(2)
 def test_texts_with_8_bit_kv_do_not_change(model: tuple[Path, LayerGroups], pack: str) -> None:
     """In the same steps, because 8 bits show rounding errors of sums in another order."""
     folder, groups = model

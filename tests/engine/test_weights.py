@@ -407,6 +407,7 @@ def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
     ],
     ids=str,
 )
+@pytest.mark.in_turn(2)
 def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
     engine, texts = engine_of(folder / "one", **settings), Texts()
     for spec in SPECS:

@@ -25,6 +25,23 @@ class TestInstalledFamilies(FamilySuite):
     def targets(self, config):
         return [find_family(name) for name in installed_plugins().offered(MODEL)]
 
+    # These take the most time, for what families do by shared code; each family has other tests.
+    @pytest.mark.in_turn(2)
+    def test_no_field_is_ignored(self, target):
+        super().test_no_field_is_ignored(target)
+
+    @pytest.mark.in_turn(2)
+    def test_ropes_are_those_of_the_reference(self, target):
+        super().test_ropes_are_those_of_the_reference(target)
+
+    @pytest.mark.in_turn(2)
+    def test_narrow_weights_stay_near_float32(self, target, case, form):
+        super().test_narrow_weights_stay_near_float32(target, case, form)
+
+    @pytest.mark.in_turn(2)
+    def test_adapters_equal_merged_weights(self, target, case, backend):
+        super().test_adapters_equal_merged_weights(target, case, backend)
+
 
 CONVERTED_AS = {
     "internlm3": ("llama", {}),
