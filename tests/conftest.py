@@ -76,16 +76,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _take_turns(items: list[pytest.Item]) -> None:
-    """Leave most cases of tests with the mark `in_turn` to `nox -s soak`; the others have every value of a parameter.
+    """Leave most cases of tests with the mark `in_turn` to `nox -s soak`.
 
-    Of a class with the mark, tests with few cases run in all of them.
+    Of two parameters, the others have every value of each. Of a class with the mark, tests with few cases run in all.
     """
     counts = Counter(item.nodeid.partition("[")[0] for item in items)
+    numbers: dict[tuple[str, str], dict[int, int]] = {}
     for item in items:
         mark, (test, _, case) = item.get_closest_marker("in_turn"), item.nodeid.partition("[")
         if mark is not None and case and (mark in item.own_markers or counts[test] > MANY):
-            start = len(item.parent.name + item.function.__name__)
-            if (start + sum(item.callspec.indices.values())) % mark.args[0]:
+            turn = len(item.parent.name + item.function.__name__)
+            for name, value in item.callspec.params.items():
+                known = numbers.setdefault((test, name), {})
+                turn += known.setdefault(id(value), len(known))
+            if turn % mark.args[0]:
                 item.add_marker(pytest.mark.soak)
 
 

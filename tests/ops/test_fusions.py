@@ -71,6 +71,7 @@ def composed(name: str) -> list[npt.NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("name", thorough_but(GEOMETRIES, *QUICK))
+@pytest.mark.in_turn(2)
 def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], name: str) -> None:
     geometry, abilities = GEOMETRIES[name]
     require(*abilities)

@@ -30,6 +30,7 @@ def fuzzed() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+@pytest.mark.in_turn(2)
 def test_random_requests_are_answered_as_documented(
     operation: schemathesis.APIOperation, mode: GenerationMode, fuzzed: LiveServer
 ) -> None:

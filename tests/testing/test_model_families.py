@@ -42,6 +42,14 @@ class TestInstalledFamilies(FamilySuite):
     def test_adapters_equal_merged_weights(self, target, case, backend):
         super().test_adapters_equal_merged_weights(target, case, backend)
 
+    @pytest.mark.in_turn(2)
+    def test_ranks_share_the_model(self, target, case):
+        super().test_ranks_share_the_model(target, case)
+
+    @pytest.mark.in_turn(2)
+    def test_stages_divide_the_layers(self, target, case):
+        super().test_stages_divide_the_layers(target, case)
+
 
 CONVERTED_AS = {
     "internlm3": ("llama", {}),

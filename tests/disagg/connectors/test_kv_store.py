@@ -21,6 +21,7 @@ def values_in(folder):
     return {found.name for found in folder.rglob("*") if found.is_file() and found.name != "usage"}
 
 
+@pytest.mark.in_turn(2)
 class TestThroughDisk(ConnectorSuite):
     connector = "kv_store"
     examples = 8

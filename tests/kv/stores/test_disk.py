@@ -111,6 +111,7 @@ def not_root(folder: Path):
         folder.chmod(0o700)
 
 
+@pytest.mark.in_turn(2)
 class TestDiskStore(StoreSuite):
     @pytest.fixture
     def location(self, tmp_path):

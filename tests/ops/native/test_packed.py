@@ -157,6 +157,7 @@ def test_every_format_is_close_to_dequantized_weights(native, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "int8"])
+@pytest.mark.in_turn(2)
 def test_row_is_bitwise_equal_in_any_batch(native, kind):
     ops, x = native(threads=2), rows_of(71, 512)
     weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
