@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fd_core.errors import ConfigError
@@ -65,30 +64,35 @@ def covering_cases(
     rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
     open_pairs = [pair for pair in _all_pairs(axes) if allowed({**plain, **dict(pair)})]
     rng.shuffle(open_pairs)
-    left, partners = dict.fromkeys(open_pairs), _partners_of(open_pairs)
+    bits = {(axis.name, value): 1 << index for index, (axis, value) in enumerate(_all_values(axes))}
+    partners = dict.fromkeys(bits, 0)
+    for one, other in open_pairs:
+        partners[one] |= bits[other]
+        partners[other] |= bits[one]
     cases = [plain]
-    _close(plain, left, partners)
-    while left:
-        first = next(iter(left))
+    _close(plain, bits, partners)
+    for first in open_pairs:
+        if not partners[first[0]] & bits[first[1]]:
+            continue
         fixed, case = dict(first), {**plain, **dict(first)}
         for axis in rng.sample(axes, len(axes)):
             if axis.name in fixed:
                 continue
-            settings = fixed.items()
-            gains = {value: sum(map(partners[axis.name, value].__contains__, settings)) for value in axis.values}
+            settings = sum(bits[setting] for setting in fixed.items())
+            gains = {value: (partners[axis.name, value] & settings).bit_count() for value in axis.values}
             values = rng.sample(axis.values, len(axis.values)) if mixed else axis.values
             for value in sorted(values, key=lambda value: -gains[value]):
                 if value == case[axis.name] or allowed({**case, axis.name: value}):
                     case[axis.name] = fixed[axis.name] = value
                     break
-        _close(case, left, partners)
+        _close(case, bits, partners)
         cases.append(case)
     return _values_first(cases) + [{**plain, **rare} for axis in axes for rare in axis.rare]
 
 
 def count_until_every_value(axes: Sequence[Axis], cases: Sequence[Case]) -> int:
     """Return how many of the first cases together have every value of the axes that any case has, without rare ones."""
-    common = {(axis.name, value) for axis in axes for value in axis.values}
+    common = {(axis.name, value) for axis, value in _all_values(axes)}
     left = {value for case in cases for value in case.items()} & common
     for count, case in enumerate(cases):
         if not left:
@@ -190,19 +194,12 @@ def _completed(pair: Case, axes: Sequence[Axis], allowed: Allowed) -> Case | Non
     return case if allowed(case) else None
 
 
-def _partners_of(pairs: Iterable[_Pair]) -> dict[_Setting, set[_Setting]]:
-    found: dict[_Setting, set[_Setting]] = defaultdict(set)
-    for one, other in pairs:
-        found[one].add(other)
-        found[other].add(one)
-    return found
+def _all_values(axes: Sequence[Axis]) -> Iterator[tuple[Axis, Value]]:
+    return ((axis, value) for axis in axes for value in axis.values)
 
 
-def _close(case: Case, left: dict[_Pair, None], partners: Mapping[_Setting, set[_Setting]]) -> None:
-    """Remove the pairs that a case has."""
-    for pair in _pairs_of(case):
-        if pair in left:
-            del left[pair]
-            one, other = pair
-            partners[one].remove(other)
-            partners[other].remove(one)
+def _close(case: Case, bits: Mapping[_Setting, int], partners: dict[_Setting, int]) -> None:
+    """Remove the pairs that a case has from the bits of the open partners of each setting."""
+    held = sum(bits[setting] for setting in case.items())
+    for setting in case.items():
+        partners[setting] &= ~held
