@@ -35,12 +35,13 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
 )
 from fd_core.kv.stores.contract import FailureReason, KVStore, StoreError
+from fd_core.plugins import CONNECTOR, installed_plugins
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.stores import values
 
 WINDOW = 4
@@ -114,8 +115,6 @@ class ConnectorSuite:
 
     def connector_class(self) -> type[Connector]:
         """Return the class of the connector; override for a class that no plugin registers."""
-        from fd_core.plugins import CONNECTOR, installed_plugins
-
         return installed_plugins().load(CONNECTOR, self.connector)
 
     @pytest.fixture
@@ -134,6 +133,7 @@ class ConnectorSuite:
             session.addfinalizer(session.stash[_FAR].close)
         side, warm = session.stash[_FAR], session.stash[_WARM]
         if recipe.cls not in warm:
+            constructed(CONNECTOR, recipe.cls, recipe.make).close()
             warm.add(recipe.cls)
             with suppress(ConnectorError):
                 for peer in ("prefill", "decode"):

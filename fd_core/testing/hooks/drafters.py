@@ -19,13 +19,14 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
+from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, null_ops
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.schedulers.scripts import whole_text
 
@@ -57,13 +58,15 @@ class DrafterSuite:
 
     def drafter_class(self) -> type[Drafter]:
         """Return the class of the drafter; override for a class that no plugin registers."""
-        from fd_core.plugins import DRAFTER, installed_plugins
-
         return installed_plugins().load(DRAFTER, self.drafter)
 
     def subject(self) -> DrafterUnderTest:
         """Return the drafter with its options."""
         return DrafterUnderTest(self.drafter_class(), self.options, private=self.private.reason is None)
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(DRAFTER, self.drafter, lambda: self.subject().new(2, 4))
 
     @pytest.mark.law("1.9", "8")
     @pytest.mark.fd_cases(DRAFTED)

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 import pytest
 
+from fd_core.plugins import OBSERVER, installed_plugins
 from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
@@ -20,7 +21,7 @@ from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.privacy import created_paths
-from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
@@ -42,13 +43,15 @@ class ObserverSuite:
 
     def observer_class(self) -> type[Observer]:
         """Return the class of the observer; override for a class that no plugin registers."""
-        from fd_core.plugins import OBSERVER, installed_plugins
-
         return installed_plugins().load(OBSERVER, self.observer)
 
     def new_observer(self) -> Observer:
         """Create the observer as an engine does."""
         return self.observer_class()()
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(OBSERVER, self.observer, self.new_observer).close()
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(OBSERVED)

@@ -12,12 +12,14 @@ import pytest
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
+from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter
 from fd_core.testing.hooks.drafted import DrafterUnderTest, null_ops
 from fd_core.testing.hooks.heads import PlayedRunner, WatchedDrafter, scripted_head
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
+from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.types import RequestSpec
 
@@ -40,13 +42,15 @@ class ReadingDrafterSuite:
 
     def drafter_class(self) -> type[Drafter]:
         """Return the class of the drafter; override for a class that no plugin registers."""
-        from fd_core.plugins import DRAFTER, installed_plugins
-
         return installed_plugins().load(DRAFTER, self.drafter)
 
     def subject(self) -> DrafterUnderTest:
         """Return the drafter with its options."""
         return DrafterUnderTest(self.drafter_class(), self.options)
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(DRAFTER, self.drafter, lambda: self.subject().new(2, 4))
 
     @contextmanager
     def engine(self, k: int = 3, **settings: Any) -> Iterator[tuple[Engine, WatchedDrafter]]:

@@ -15,12 +15,13 @@ import pytest
 
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
+from fd_core.plugins import SCALING_POLICY, installed_plugins
 from fd_core.router.workers import ROLES, Role
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
 _SLOTS = 16
 """Slots of a worker."""
@@ -42,8 +43,6 @@ class ScalingPolicySuite:
 
     def policy_class(self) -> type[ScalingPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
-        from fd_core.plugins import SCALING_POLICY, installed_plugins
-
         return installed_plugins().load(SCALING_POLICY, self.policy)
 
     def options(self) -> Mapping[str, Any]:
@@ -53,6 +52,10 @@ class ScalingPolicySuite:
     def new_policy(self) -> ScalingPolicy:
         """Create the policy as a deployment does for one group."""
         return self.policy_class()(MappingProxyType(dict(self.options())))
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(SCALING_POLICY, self.policy, self.new_policy)
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(SCALING)

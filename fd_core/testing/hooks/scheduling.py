@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -15,7 +16,7 @@ from fd_core.testing.hooks.orders import CANDIDATES, ORDERS, SHARES, Queue, retu
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import cpu_seconds, require_bounded
 from fd_core.testing.kit.law import require
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
@@ -37,9 +38,11 @@ class SchedulingPolicySuite:
 
     def policy_class(self) -> type[SchedulingPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
-        from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
-
         return installed_plugins().load(SCHEDULING_POLICY, self.policy)
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(SCHEDULING_POLICY, self.policy, lambda: self.policy_class()())
 
     @pytest.mark.law("2.2", "8")
     @pytest.mark.fd_cases(ORDERS)

@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 
 from fd_core.config import Limits
+from fd_core.plugins import VICTIMS, installed_plugins
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -18,6 +19,7 @@ from fd_core.testing.hooks.orders import CHOICES, running_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
+from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import ScriptedRun, count_bytecodes
@@ -43,9 +45,11 @@ class VictimPolicySuite:
 
     def policy_class(self) -> type[VictimPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
-        from fd_core.plugins import VICTIMS, installed_plugins
-
         return installed_plugins().load(VICTIMS, self.policy)
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(VICTIMS, self.policy, lambda: self.policy_class()())
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(CHOICES)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
 
-from fd_core.errors import FdError
+from fd_core.errors import FdError, PluginError
 
 if TYPE_CHECKING:
     from fd_core.config.envelope import OperatingEnvelope
@@ -48,6 +49,10 @@ _HELD: Final = "fd_held"
 """Property of a report: part and values of a case that passed."""
 _NOT_TESTED: Final = "not tested: "
 """Beginning of the reasons of `fd_core.testing.kit.requirements.lacks`."""
+_CONSTRUCTED: Final = pytest.StashKey[dict[type, PluginError | None]]()
+"""Classes of tests whose plugin was constructed, or the error."""
+_REPORTED: Final = pytest.StashKey[set[str]]()
+"""Reasons why plugins under test cannot be used that a test failed with."""
 _EXPECTED: Final = pytest.StashKey[str]()
 """Line that lists a test as an expected failure."""
 
@@ -280,12 +285,52 @@ def rules_of(item: pytest.Item) -> tuple[str, ...]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Fail a test of a kit that leaves settings of the process changed; cases are checked one by one."""
-    if not getattr(item, "obj", item).__module__.startswith("fd_core.testing.") or case_of(item) is not None:
-        return (yield)
-    from fd_core.testing.hooks.purity import unchanged_process
+    with _reported_once(item.config):
+        if not _is_of_kit(item) or case_of(item) is not None:
+            return (yield)
+        from fd_core.testing.hooks.purity import unchanged_process
 
-    with unchanged_process():
+        with unchanged_process():
+            return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Construct the plugin of a class of tests before the first one."""
+    with _reported_once(item.config):
+        cls = getattr(item, "cls", None)
+        if cls is not None and _is_of_kit(item) and hasattr(cls, "construct"):
+            known = item.config.stash.setdefault(_CONSTRUCTED, {})
+            if cls not in known:
+                known[cls] = None
+                try:
+                    item.instance.construct()
+                except PluginError as error:
+                    known[cls] = error
+            if (fault := known[cls]) is not None:
+                raise fault
         return (yield)
+
+
+def _is_of_kit(item: pytest.Item) -> bool:
+    return bool(getattr(item, "obj", item).__module__.startswith("fd_core.testing."))
+
+
+@contextlib.contextmanager
+def _reported_once(config: pytest.Config) -> Iterator[None]:
+    """Skip a test whose plugin cannot be used, if a test failed for that reason before."""
+    try:
+        yield
+    except PluginError as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        names = {str(frame.f_globals.get("__name__")) for frame, _ in frames} - {__name__}
+        reported = config.stash.setdefault(_REPORTED, set())
+        if not any(name.startswith("fd_core.testing.") for name in names):
+            raise
+        if str(error) in reported:
+            pytest.skip(f"not constructed: {error}")
+        reported.add(str(error))
+        raise
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.errors import FdError, PluginError
 
 if TYPE_CHECKING:
     from fd_core.ops.contract import Ops
+    from fd_core.plugins import Kind
 
+_Plugin = TypeVar("_Plugin")
 
 EXTRA: Final = "fd-core[conformance]"
 FAMILIES_EXTRA: Final = "fd-core[families]"
@@ -21,11 +25,28 @@ PACKAGES: Final = ("pytest", "hypothesis")
 
 def require_packages(*more: str, extra: str = EXTRA) -> None:
     """Raise `PluginError`, with the name of the extra, if a package of the kit, or one of `more`, is missing."""
-    from fd_core.errors import PluginError
-
     for package in (*PACKAGES, *more):
         if find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{extra}'")
+
+
+def constructed(
+    kind: Kind[_Plugin], name: str, make: Callable[[], Any], passes: type[FdError] = PluginError
+) -> _Plugin:
+    """Return the plugin that `make` constructs. Raises `PluginError` if that fails, or for an object of another kind.
+
+    Errors of the type `passes` remain as they are.
+    """
+    try:
+        made = make()
+    except passes:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise PluginError(f"{kind.word} {name} cannot be used: {type(error).__name__}: {text}") from error
+    if not isinstance(made, resolve_name(kind.base)):
+        raise PluginError(f"{kind.word} {name} cannot be used: its constructor returns {made!r:.60}, no {kind.word}")
+    return made
 
 
 @dataclass(frozen=True, slots=True)

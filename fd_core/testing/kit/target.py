@@ -21,7 +21,7 @@ from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.kit.limits import OPTIONAL
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.models.drafting import OracleDrafter, speculation
 from fd_core.testing.models.small import SMALL
@@ -118,18 +118,15 @@ class Target:
     @cached_property
     def backend(self) -> Backend:
         """The backend. Raises `PluginError` if it cannot be constructed."""
-        try:
-            return self.cls(self.config())
-        except FdError:
-            raise
-        except Exception as error:
-            text = " ".join(str(error).split())
-            raise PluginError(f"backend {self.name} cannot be used: {type(error).__name__}: {text}") from error
+        return constructed(BACKEND, self.name, lambda: self.cls(self.config()), passes=FdError)
 
     @cached_property
     def ops(self) -> Ops:
-        """One pack, shared by tests that only compute."""
-        return self.backend.make_ops()
+        """One pack, shared by tests that only compute. Raises `PluginError` for an object of another type."""
+        made = self.backend.make_ops()
+        if not isinstance(made, Ops):
+            raise PluginError(f"backend {self.name} cannot be used: make_ops returns {made!r:.60}, no Ops")
+        return made
 
     @cached_property
     def implementations(self) -> Mapping[str, Target]:

@@ -21,9 +21,11 @@ from unittest import mock
 import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
+from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.processes import python
+from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.stores.values import draws
 
 _HIDDEN: Final = "hidden-beside-every-command"
@@ -45,14 +47,16 @@ class LauncherSuite:
 
     def launcher_class(self) -> type[Launcher]:
         """Return the class of the launcher; override for a class that no plugin registers."""
-        from fd_core.plugins import LAUNCHER, installed_plugins
-
         return installed_plugins().load(LAUNCHER, self.launcher)
 
     def new_launcher(self) -> Launcher:
         """Create the launcher where there are devices."""
         with mock.patch.dict(os.environ, self.devices):
             return self.launcher_class()()
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(LAUNCHER, self.launcher, self.new_launcher).close()
 
     @pytest.fixture
     def launching(self) -> Iterator[Launcher]:

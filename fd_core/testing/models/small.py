@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
+
 SMALL: Final[Mapping[str, Any]] = {
     "max_num_seqs": 4,
     "num_kv_blocks": 16,
@@ -13,3 +16,10 @@ SMALL: Final[Mapping[str, Any]] = {
     "max_num_batched_tokens": 24,
 }
 """Limits for one request of maximum size."""
+
+
+def small_limits(envelope: OperatingEnvelope) -> Limits:
+    """Return limits inside an envelope, for one request of maximum size even if a block has one token."""
+    sizes = {**SMALL, "vocab_size": 257}
+    sizes |= envelope.exceeded(sizes)
+    return Limits(**{**sizes, "num_kv_blocks": sizes["max_model_len"]})

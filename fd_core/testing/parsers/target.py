@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import constructed
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 
@@ -253,8 +254,9 @@ def meaning_of(events: list[Event]) -> Meaning:
 
 
 def find_parser(name: str, kind: Kind[Any]) -> ParserTarget:
-    """Return the parser `name`. Raises `PluginError` if it is unknown or has no sample to test with."""
+    """Return the parser `name`. Raises `PluginError` if it cannot be constructed or has no sample."""
     target = ParserTarget(name, installed_plugins().load(kind, name), kind)
+    constructed(kind, name, target.new)
     words = SHOWN[:2] if kind is not TOOL_PARSER else (*SHOWN[2:], NOW)
     sample = target.cls.sample
     if missing := [word for word in words if word not in sample] if sample or target.form(NOW) is None else []:

@@ -22,7 +22,9 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.testing.hooks.purity import contents_of
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.kit.target import parse_target
+from fd_core.testing.models.small import small_limits
 from fd_core.types import IntArray
 
 _MAX_NUMBERS: Final = 8
@@ -60,7 +62,7 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     """Return the postprocessor `NAME` or `NAME:FIELD=VALUE,...`, on the backend of `backend=`.
 
     The default is the CPU backend of its first supported framework. Raises `PluginError` if the postprocessor is
-    missing, cannot be imported or does not support that backend, `ConfigError` for an unknown field.
+    missing, cannot be constructed or does not support that backend, `ConfigError` for an unknown field.
     """
     name, _, rest = text.partition(":")
     served = installed_plugins().load(POSTPROCESS, name).serves
@@ -71,10 +73,10 @@ def find_postprocessor(text: str) -> PostprocessTarget:
         raise PluginError(f"postprocessor {name} serves no framework", hint="name some in `serves` of its class")
     rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
+    made = target.postprocess
+    constructed(POSTPROCESS, name, lambda: made(target.ops, small_limits(made.envelope)))
     others = () if named else tuple(_found_on(name, _BACKENDS.get(each, each)) for each in served[1:])
-    return PostprocessTarget(
-        name, target.postprocess, target.ops, target.backend.describe(), emulated=target.emulated, others=others
-    )
+    return PostprocessTarget(name, made, target.ops, target.backend.describe(), emulated=target.emulated, others=others)
 
 
 def _found_on(name: str, backend: str) -> PostprocessTarget | str:

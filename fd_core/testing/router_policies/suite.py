@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.router import Router
@@ -31,7 +32,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.processes import python
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 from fd_core.types import IntArray
 
@@ -64,8 +65,6 @@ class RouterPolicySuite:
 
     def policy_class(self) -> type[RouterPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
-        from fd_core.plugins import ROUTER_POLICY, installed_plugins
-
         return installed_plugins().load(ROUTER_POLICY, self.policy)
 
     def router_config(self) -> RouterConfig:
@@ -75,6 +74,10 @@ class RouterPolicySuite:
     def new_policy(self) -> RouterPolicy:
         """Create the policy as the router does for one role."""
         return self.policy_class()(self.router_config())
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(ROUTER_POLICY, self.policy, self.new_policy)
 
     def shown(
         self,

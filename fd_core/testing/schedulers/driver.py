@@ -27,9 +27,9 @@ from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPol
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.victims import FewestTokens, VictimPolicy
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.drafting import OracleDrafter
-from fd_core.testing.models.small import SMALL
+from fd_core.testing.models.small import SMALL, small_limits
 from fd_core.testing.models.texts import Texts, greedy
 from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
 from fd_core.testing.schedulers.scripts import make_runner, runnable, whole_texts
@@ -79,8 +79,10 @@ class SchedulerTarget:
 
 
 def find_scheduler(name: str) -> SchedulerTarget:
-    """Return the scheduler `name`. Raises `PluginError` if it is unknown or cannot be imported."""
+    """Return the scheduler `name`. Raises `PluginError` if it is unknown or cannot be constructed."""
     found = installed_plugins().load(SCHEDULER, name)
+    limits = small_limits(found.envelope)
+    constructed(SCHEDULER, name, lambda: found(SchedulerSetup(limits=limits, policy=Fcfs(), victims=FewestTokens())))
     single = {} if found.groups_layers else {"layer_groups": "it keeps one block table for each request"}
     return SchedulerTarget(name, found, {**found.lacks, **single})
 

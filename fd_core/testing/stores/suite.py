@@ -29,16 +29,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
+from fd_core.plugins import STORE, installed_plugins
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.values import assert_hidden, assert_value, draws, keys_of
 from fd_core.testing.stores.writer import writer_process
@@ -376,8 +377,6 @@ class StoreSuite:
 
     def new_store(self, location: StoreLocation) -> KVStore:
         """Return the store that a user would get; override for a class that no plugin registers."""
-        from fd_core.plugins import STORE, installed_plugins
-
         return installed_plugins().load(STORE, location.scheme)(location)
 
     @pytest.fixture
@@ -389,7 +388,9 @@ class StoreSuite:
         made: list[KVStore] = []
 
         def make(text: str = location) -> KVStore:
-            made.append(self.new_store(parse_location(text)))
+            place, new = parse_location(text), self.new_store
+            passes = PluginError if text == location else FdError  # errors for parameters of locations
+            made.append(constructed(STORE, place.scheme, lambda: new(place), passes=passes))
             if made[-1].envelope.exceeded({"value_bytes": LIMIT}) and "case" not in request.fixturenames:
                 lacks(f"its envelope has value_bytes={made[-1].envelope.value_bytes}; the test has {LIMIT}")
             return made[-1]

@@ -56,7 +56,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
     if request.param not in _TARGETS:
         found = chosen(request.param, lambda name: parse_target(name, checkpoints))
-        chosen(request.param, lambda _: found.backend)  # which imports it
+        chosen(request.param, lambda _: found.ops)  # which imports it
         _TARGETS[request.param] = found
     declare_envelope(_TARGETS[request.param].backend.envelope)
     return _TARGETS[request.param]
