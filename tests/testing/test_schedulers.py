@@ -1,5 +1,6 @@
 """The core's scheduler passes the kit, and each wrong one fails the case that names its fault."""
 
+import contextlib
 import inspect
 import re
 
@@ -13,7 +14,7 @@ from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.schedulers.twins import reusing_ids
-from tests.testing.right.scheduling import TakesTheLastSlot
+from tests.testing.right.scheduling import AdmitsBatches, HasOneSlot, TakesTheLastSlot
 from tests.testing.wrong import planning, scheduling
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,18 @@ OTHER = [name for name in CASES if name not in LATER and name.startswith(("cases
 )
 def test_scheduler_of_another_kind_passes(name: str) -> None:
     CASES[name].check(SchedulerTarget("last slot", TakesTheLastSlot), examples=2)
+
+
+@pytest.mark.parametrize("cls", [HasOneSlot, AdmitsBatches])
+def test_arrivals_are_checked_of_schedulers_that_run_one_request(cls: type[Scheduler]) -> None:
+    CASES["budget:test_requests_that_arrive_one_by_one_run_at_once"].check(SchedulerTarget(cls.__name__, cls))
+
+
+def test_scheduler_is_not_tested_beyond_its_envelope() -> None:
+    for name, case in CASES.items():
+        if name.startswith("budget:"):
+            with contextlib.suppress(pytest.skip.Exception):
+                case.check(SchedulerTarget("one slot", HasOneSlot))
 
 
 def test_every_rule_of_schedulers_has_a_case() -> None:

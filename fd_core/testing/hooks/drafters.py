@@ -66,7 +66,7 @@ class DrafterSuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(DRAFTER, self.drafter, lambda: self.subject().new(2, 4))
+        constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
 
     @pytest.mark.law("1.9", "8")
     @pytest.mark.fd_cases(DRAFTED)

@@ -51,7 +51,7 @@ class ObserverSuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(OBSERVER, self.observer, self.new_observer).close()
+        constructed(OBSERVER, self.observer_class(), self.new_observer).close()
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(OBSERVED)

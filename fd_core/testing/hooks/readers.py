@@ -50,7 +50,7 @@ class ReadingDrafterSuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(DRAFTER, self.drafter, lambda: self.subject().new(2, 4))
+        constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
 
     @contextmanager
     def engine(self, k: int = 3, **settings: Any) -> Iterator[tuple[Engine, WatchedDrafter]]:

@@ -55,7 +55,7 @@ class ScalingPolicySuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(SCALING_POLICY, self.policy, self.new_policy)
+        constructed(SCALING_POLICY, self.policy_class(), self.new_policy)
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(SCALING)

@@ -42,7 +42,7 @@ class SchedulingPolicySuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(SCHEDULING_POLICY, self.policy, lambda: self.policy_class()())
+        constructed(SCHEDULING_POLICY, cls := self.policy_class(), cls)
 
     @pytest.mark.law("2.2", "8")
     @pytest.mark.fd_cases(ORDERS)

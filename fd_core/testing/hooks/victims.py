@@ -49,7 +49,7 @@ class VictimPolicySuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(VICTIMS, self.policy, lambda: self.policy_class()())
+        constructed(VICTIMS, cls := self.policy_class(), cls)
 
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(CHOICES)

@@ -49,8 +49,6 @@ _HELD: Final = "fd_held"
 """Property of a report: part and values of a case that passed."""
 _NOT_TESTED: Final = "not tested: "
 """Beginning of the reasons of `fd_core.testing.kit.requirements.lacks`."""
-_CONSTRUCTED: Final = pytest.StashKey[dict[type, PluginError | None]]()
-"""Classes of tests whose plugin was constructed, or the error."""
 _REPORTED: Final = pytest.StashKey[set[str]]()
 """Reasons why plugins under test cannot be used that a test failed with."""
 _EXPECTED: Final = pytest.StashKey[str]()
@@ -296,20 +294,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Construct the plugin of a class of tests before the first one."""
+    """Construct the plugin of a class of tests, after the fixtures that may select it or construct it in vain."""
     with _reported_once(item.config):
-        cls = getattr(item, "cls", None)
-        if cls is not None and _is_of_kit(item) and hasattr(cls, "construct"):
-            known = item.config.stash.setdefault(_CONSTRUCTED, {})
-            if cls not in known:
-                known[cls] = None
-                try:
-                    item.instance.construct()
-                except PluginError as error:
-                    known[cls] = error
-            if (fault := known[cls]) is not None:
-                raise fault
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            if _is_of_kit(item) and hasattr(getattr(item, "cls", None), "construct"):
+                item.instance.construct()
 
 
 def _is_of_kit(item: pytest.Item) -> bool:

@@ -31,21 +31,22 @@ def require_packages(*more: str, extra: str = EXTRA) -> None:
 
 
 def constructed(
-    kind: Kind[_Plugin], name: str, make: Callable[[], Any], passes: type[FdError] = PluginError
+    kind: Kind[_Plugin], which: str | type, make: Callable[[], Any], passes: type[FdError] = PluginError
 ) -> _Plugin:
     """Return the plugin that `make` constructs. Raises `PluginError` if that fails, or for an object of another kind.
 
     Errors of the type `passes` remain as they are.
     """
+    what = f"{kind.word} {which if isinstance(which, str) else f'{which.__module__}:{which.__qualname__}'}"
     try:
         made = make()
     except passes:
         raise
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        raise PluginError(f"{kind.word} {name} cannot be used: {type(error).__name__}: {text}") from error
+        raise PluginError(f"{what} cannot be used: {type(error).__name__}: {text}") from error
     if not isinstance(made, resolve_name(kind.base)):
-        raise PluginError(f"{kind.word} {name} cannot be used: its constructor returns {made!r:.60}, no {kind.word}")
+        raise PluginError(f"{what} cannot be used: its constructor returns {made!r:.60}, no {kind.word}")
     return made
 
 

@@ -56,7 +56,7 @@ class LauncherSuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(LAUNCHER, self.launcher, self.new_launcher).close()
+        constructed(LAUNCHER, self.launcher_class(), self.new_launcher).close()
 
     @pytest.fixture
     def launching(self) -> Iterator[Launcher]:

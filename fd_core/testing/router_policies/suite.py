@@ -77,7 +77,7 @@ class RouterPolicySuite:
 
     def construct(self) -> None:
         """Construct the plugin. Raises `PluginError`."""
-        constructed(ROUTER_POLICY, self.policy, self.new_policy)
+        constructed(ROUTER_POLICY, self.policy_class(), self.new_policy)
 
     def shown(
         self,

@@ -69,8 +69,11 @@ class SchedulerTarget:
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
         origin = str(installed_plugins().find(SCHEDULER, self.name).origin)
-        envelope = getattr(self.make, "envelope", OperatingEnvelope()).limits()
-        return {"distribution": origin, "limits": dict(self.lacks), "envelope": envelope}
+        return {"distribution": origin, "limits": dict(self.lacks), "envelope": self.envelope.limits()}
+
+    @property
+    def envelope(self) -> OperatingEnvelope:
+        return getattr(self.make, "envelope", OperatingEnvelope())
 
     def require(self, ability: str) -> None:
         """Skip the running test, with the reason, if the scheduler lacks an ability."""
@@ -95,6 +98,8 @@ class Driver:
     ) -> None:
         """`clock` is that of the setup, if it has one."""
         self.limits, self.clock = setup.limits, clock
+        if beyond := target.envelope.exceeded(msgspec.structs.asdict(setup.limits)):
+            lacks(f"its envelope has {', '.join(f'{name}={limit}' for name, limit in beyond.items())}")
         self.auditor = Auditor(setup.limits, setup.epoch, clock, ORDERS.get(type(setup.policy)))
         self._shown = PolicyAuditor(setup.policy, setup.victims, self.auditor)
         setup = replace(setup, policy=self._shown.policy, victims=self._shown.victims)

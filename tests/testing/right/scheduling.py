@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fd_core.config.envelope import OperatingEnvelope
+from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import Scheduler
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 
@@ -25,3 +27,21 @@ class TakesTheLastSlot(ContinuousBatchingScheduler):
 
     def request_ids(self):
         return super().request_ids()[::-1]
+
+
+class HasOneSlot(ContinuousBatchingScheduler):
+    envelope = OperatingEnvelope(max_num_seqs=1)
+
+    def __init__(self, setup):
+        if setup.limits.max_num_seqs > 1:
+            raise ConfigError("it has one slot", field="--max-num-seqs")
+        super().__init__(setup)
+
+
+class AdmitsBatches(ContinuousBatchingScheduler):
+    """Requests enter together, when the last one before them has left."""
+
+    def admit(self, builder, step):
+        held = self.held()
+        if not held.loading + held.running + held.draining:
+            super().admit(builder, step)

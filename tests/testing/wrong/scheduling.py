@@ -930,3 +930,23 @@ class EvictsInTheOrderOfTheirFirstUse(Changed):
             return right(count)
 
         instead(self._pool, "_evict", evict)
+
+
+@breaks("2.1", "budget:test_requests_that_arrive_one_by_one_run_at_once")
+class StartsBatchesOfTheSizeOfTheLastOne(Changed):
+    """Batches enter and leave together; one that a single request began is followed by others of one."""
+
+    last = running = 0
+
+    def change(self):
+        instead(self._slots, "free_slot", lambda slots, right: None if self._is_full() else right())
+
+    def _is_full(self):
+        return 0 < self.last <= self.held().running + self.held().loading
+
+    def admit(self, builder, step):
+        held = self.held()
+        if not held.loading + held.running + held.draining:
+            self.last, self.running = self.running, 0
+            super().admit(builder, step)
+            self.running = self.held().running + self.held().loading
