@@ -27,6 +27,11 @@ IN_TESTS = {
     for name, fault in FAULTS.items()
     if (tests := [test for test in TESTS if matches(str(test), fault.noticed_by[0])])
 }
+TIMED = [
+    name
+    for name, tests in IN_TESTS.items()
+    if any(mark.name == "timing" for mark in getattr(tests[0].function, "pytestmark", []))
+]
 IN_ENGINES = {name: fault.case for name, fault in FAULTS.items() if fault.case is not None}
 
 
@@ -62,7 +67,9 @@ def test_right_backend_passes_the_cases_of_wrong_ones(folder, base):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("name", IN_TESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.timing if name in TIMED else ()) for name in IN_TESTS]
+)
 def test_wrong_backend_fails_a_test(folder, monkeypatch, name):
     target = parse_target(name, folder)
     fixtures = {

@@ -6,12 +6,15 @@ import asyncio
 import gc
 import os
 import signal
+import statistics
 import sys
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +23,7 @@ import pytest
 from fd_core.config import Limits
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
+from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import Sleep
 from fd_core.errors import ConfigError, FdError
 from fd_core.ops.contract import KVShape, Ops
@@ -27,6 +31,7 @@ from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
+from fd_core.testing.kit.privacy import audited
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
@@ -37,6 +42,10 @@ from fd_core.types import FinishReason
 
 _MAX_ENGINES: Final = 1024
 """Largest `--data-parallel-size`."""
+_NEW_ROWS: Final = range(2, 22)
+_STALL_SECONDS: Final = 0.02
+_COMPILING: Final = {"compile", "ctypes.dlopen", "import", "open", "os.posix_spawn", "subprocess.Popen"}
+"""Audit events of compilers."""
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -127,6 +136,50 @@ def test_warm_up_steps_can_be_computed(target: Target, slots: int) -> None:
         drafts = {row.drafts for row in rows}
         assert len(drafts) <= 1, f"step {step}: expected equal numbers of drafts, got {sorted(drafts)}"
         assert all(row.tokens > 0 and row.drafts >= 0 for row in rows), f"step {step}: got {rows}"
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+def test_new_sizes_after_the_warm_up_stall_no_request(target: Target) -> None:
+    """Compute steps of 20 new sizes, each several times: only the first one of a size may compile, if it is reported.
+
+    Tokens of prompts and rows of decodes take each size. A busy machine delays some steps, but not the first one of
+    nearly all sizes.
+    """
+    stalls = []
+    with target.engine(max_num_seqs=24, num_kv_blocks=96, max_num_batched_tokens=128) as engine:
+        for rows in _NEW_ROWS:
+            before = engine.stats().compilations
+            first, *later = (_run_of(engine, rows, turn) for turn in range(3))
+            is_reported = before != engine.stats().compilations
+            slowest = max(each.seconds for each in later)
+            more = first.events - later[0].events - later[1].events
+            if not is_reported and (more or first.seconds > max(2 * slowest, slowest + _STALL_SECONDS)):
+                stalls.append((first.seconds - slowest, more))
+    if 4 * len(stalls) >= 3 * len(_NEW_ROWS):
+        seconds = statistics.median(more for more, _ in stalls)
+        events = ", ".join(sorted({name for _, names in stalls for name in names}) or ["no file or code"])
+        raise AssertionError(
+            f"after the warm-up, the first steps of {len(stalls)} of {len(_NEW_ROWS)} sizes take {max(seconds, 0):.3f} "
+            f"s more than the next ones, and use {events}; compute them in `Ops.warm_up_steps`, or count them in "
+            "`Ops.compilation_stats`"
+        )
+
+
+class _Run(NamedTuple):
+    seconds: float
+    events: Counter[str]
+    """Files, libraries, processes and code that are opened, loaded, started and compiled."""
+
+
+def _run_of(engine: Engine, rows: int, turn: int) -> _Run:
+    """Run requests with prompts of three tokens, which no other ones have."""
+    specs = [greedy(f"{rows}/{turn}/{row}", (rows, 30 + turn, row), 2) for row in range(rows)]
+    events: Counter[str] = Counter()
+    with audited(lambda name, _: events.update([name] if name in _COMPILING else [])):
+        start = time.perf_counter()
+        run(engine, specs)
+        return _Run(time.perf_counter() - start, events)
 
 
 @pytest.mark.fd_thorough
