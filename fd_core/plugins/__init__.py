@@ -321,7 +321,7 @@ class PluginOffer:
 
     def make(self, *arguments: Any) -> Any:
         """Import the class and construct it. Raises `PluginError` if either fails."""
-        return self._attempt(lambda: self._import()(*arguments))
+        return self._attempt(lambda: self._construct(*arguments))
 
     def probe(self) -> Availability:
         """Check if a backend can run here. Raises `PluginError` if the check itself fails."""
@@ -338,6 +338,12 @@ class PluginOffer:
             hint = f"implement {missing} as described in {self.kind.base}"
             raise PluginContractError(f"{self.entry.target} does not implement {missing}", hint)
         return cls
+
+    def _construct(self, *arguments: Any) -> Any:
+        made = self._import()(*arguments)
+        if not isinstance(made, _import_target(self.kind.base)):
+            raise PluginContractError(f"{self.entry.target} constructs {described(made)}", f"return a {self.kind.word}")
+        return made
 
     def _ask(self) -> Availability:
         answer: Availability = self._import().probe()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import FdError, PluginError
+from fd_core.plugins import Kind, described
 
 if TYPE_CHECKING:
     from fd_core.ops.contract import Ops
-    from fd_core.plugins import Kind
 
 _Plugin = TypeVar("_Plugin")
 
@@ -46,7 +46,7 @@ def constructed(
         text = " ".join(str(error).split())
         raise PluginError(f"{what} cannot be used: {type(error).__name__}: {text}") from error
     if not isinstance(made, resolve_name(kind.base)):
-        raise PluginError(f"{what} cannot be used: its constructor returns {made!r:.60}, no {kind.word}")
+        raise PluginError(f"{what} cannot be used: its class constructs {described(made)}")
     return made
 
 

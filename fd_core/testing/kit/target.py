@@ -18,7 +18,7 @@ from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
-from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, installed_plugins
+from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, described, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.kit.limits import OPTIONAL
 from fd_core.testing.kit.requirements import constructed, lacks
@@ -125,7 +125,7 @@ class Target:
         """One pack, shared by tests that only compute. Raises `PluginError` for an object of another type."""
         made = self.backend.make_ops()
         if not isinstance(made, Ops):
-            raise PluginError(f"backend {self.name} cannot be used: make_ops returns {made!r:.60}, no Ops")
+            raise PluginError(f"backend {self.name} cannot be used: make_ops returns {described(made)}")
         return made
 
     @cached_property

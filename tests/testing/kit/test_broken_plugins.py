@@ -115,7 +115,7 @@ CAUSES = {
     "unrelated": "is not a subclass of",
     "abstract": "does not implement",
     "failing": "RuntimeError: no device in the box",
-    "mistyped": "plugin",
+    "mistyped": "str",
 }
 
 

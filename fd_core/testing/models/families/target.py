@@ -17,7 +17,7 @@ from fd_core.models.families.spec import DecoderSpec, RopeSpec, Traits, decoder_
 from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, MODEL, installed_plugins
-from fd_core.testing.kit.requirements import FAMILIES_EXTRA, constructed, require_packages
+from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
 from fd_core.testing.kit.target import Target, parse_target
 from fd_core.testing.models.families.reference import Classes, Logits, config_of, write_classifier, write_reference
 
@@ -115,7 +115,7 @@ class _RecordedConfig(dict[str, Any]):
 def find_family(name: str, seed: int = 0) -> FamilyTarget:
     """Return the family `name`. Raises `PluginError` if it is unknown, or if a package of the kit is missing."""
     require_packages("torch", "transformers", extra=FAMILIES_EXTRA)
-    family = constructed(MODEL, name, installed_plugins().find(MODEL, name).make)
+    family: Family = installed_plugins().find(MODEL, name).make()
     if not family.cases:
         raise PluginError(f"the model family {name} has no cases", hint="add small models to its `cases`")
     return FamilyTarget(name, family, seed)
