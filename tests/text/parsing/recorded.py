@@ -211,7 +211,16 @@ RECORDED = {
         Answer("", "", [NOW, ("weather", '{"city": "Ro…')]),
     ),
     "pythonic, broken": Recorded(
-        None, "pythonic", "[weather(city=Rome, days=1)] ok", Answer(" ok", "", [("weather", '{"city": Rome, days=1')])
+        None,
+        "pythonic",
+        "[weather(city=<Rome>, days=1)] ok",
+        Answer(" ok", "", [("weather", '{"city": <Rome>, days=1')]),
+    ),
+    "pythonic, bare words": Recorded(
+        None,
+        "pythonic",
+        "[weather(city=Rome, days=nan, at={a: b}), now()] ok",
+        Answer(" ok", "", [("weather", '{"city": "Rome", "days": "nan", "at": {"a": "b"}}'), NOW]),
     ),
     "mistral": Recorded(
         None,

@@ -104,8 +104,8 @@ class PythonicTools(ToolReader):
             self.skip(-len(end) if end in self.markers else 0)
         return False
 
-    def _value(self, depth: int) -> Steps[bool]:
-        """Translate one value; return True if it is complete."""
+    def _value(self, depth: int, *, quoted: bool = False) -> Steps[bool]:
+        """Translate one value, a bare word as a string; return True if it is complete. `quoted`: quotes are around."""
         first = yield from self.peek()
         if first and first in "'\"":
             return (yield from self._string())
@@ -115,9 +115,9 @@ class PythonicTools(ToolReader):
         if self.at_end:  # the digits so far are certain, but a word may still continue
             self.emit_arguments(word if word[:1] in "-0123456789" else "")
             return False
-        number = _WORDS.get(word) or _number(word)
-        self.emit_arguments(word if number is None else number)
-        return number is not None
+        bare = word if quoted or not word else json.dumps(word, ensure_ascii=False)
+        self.emit_arguments(_WORDS.get(word) or _number(word) or bare)
+        return bool(word)
 
     def _collection(self, depth: int) -> Steps[bool]:
         opened = yield from self.take()
@@ -135,7 +135,7 @@ class PythonicTools(ToolReader):
             bare = opened == "{" and first not in ("'", '"')  # JSON's keys are strings, Python's may be numbers
             self.emit_arguments(between + '"' * bare)
             between = ", "
-            if not (yield from self._value(depth + 1)):
+            if not (yield from self._value(depth + 1, quoted=bare)):
                 return False
             self.emit_arguments('"' * bare)
             yield from self.space()
