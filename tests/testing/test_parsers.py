@@ -101,9 +101,12 @@ def test_every_rule_of_parsers_has_a_case():
 class WithoutSample(ToolParser):
     """A parser without a sample and without an output constraint."""
 
+    push = flush = None
+
 
 class WithoutSampleAnswer(ReasoningParser):
     sample = "<think>Hm.</think>"
+    push = flush = None
 
 
 @pytest.mark.parametrize(
