@@ -83,8 +83,8 @@ def recur(x: Array, recurrent: Recurrent, layer: CudaLayer, step: StepInput) -> 
     programs = rows + (0 if y is None else tokens)
     _norm_and_keep[(programs, max(parts, cdiv(groups, g)))](
         *inputs, y, out, weight, eps, missing, *words, *places, *numbers,
-        parts=parts, groups=groups, normed=normed, shared=weight is None or weight.numel() == normed,
-        g=g, d=d, n=_CHANNELS, num_warps=4 if g * d <= _NORMED else 8, **layout,
+        parts=parts, groups=groups, normed=normed, norm_stride=normed if of.rule == "scan" else 0,
+        g=g, d=d, n=_CHANNELS, num_warps=4 if d <= 2 * _NORMED else 8, **layout,
     )  # fmt: skip
     return out
 
@@ -360,7 +360,7 @@ def _norm_and_keep(
     x_at, x_stride, y_at, out_at, norm_at, eps, missing_at,
     keys_at, values_at, key_scales_at, value_scales_at,
     query_start_at, context_at, kv_slots_at, tables_at, table_stride, rows, width, spare,
-    parts: tl.constexpr, groups: tl.constexpr, normed: tl.constexpr, shared: tl.constexpr, g: tl.constexpr,
+    parts: tl.constexpr, groups: tl.constexpr, normed: tl.constexpr, norm_stride: tl.constexpr, g: tl.constexpr,
     d: tl.constexpr, n: tl.constexpr,
     side: tl.constexpr, head: tl.constexpr, state: tl.constexpr, journal: tl.constexpr, drafts: tl.constexpr,
     taps: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, rule: tl.constexpr, block_size: tl.constexpr,
@@ -378,14 +378,13 @@ def _norm_and_keep(
             y = tl.load(y_at + token * outputs + place, mask=mask, other=0.0)
             first: tl.constexpr = channels if rule == "delta" else 0
             gates = tl.load(x_at + token * x_stride + first + place, mask=mask, other=0.0).to(tl.float32)
-            gates = gates / (1.0 + tl.exp(-gates))
             if rule == "scan":
-                y *= gates
+                y *= gates / (1.0 + tl.exp(-gates))
             if norm_at is not None:
-                weight = tl.load(norm_at + (column if shared else place), mask=mask, other=0.0)
-                y = y * tl.rsqrt(tl.sum(y * y, 1) / normed + eps)[:, None] * weight
+                y *= tl.rsqrt(tl.sum(y * y, 1) / normed + eps)[:, None]
+                y *= tl.load(norm_at + group * norm_stride + column, mask=mask, other=0.0)
             if rule == "delta":
-                y *= gates
+                y *= gates / (1.0 + tl.exp(-gates))
             tl.store(out_at + token * outputs + place, y.to(out_at.dtype.element_ty), mask=mask)
     else:
         begin, end, start = _tokens_of(row, query_start_at, context_at, kv_slots_at, spare)
@@ -394,6 +393,7 @@ def _norm_and_keep(
             convolved = part * n < channels
             column = tl.where(convolved, part * n, channels) + tl.arange(0, n)
             mask = column < tl.where(convolved, channels, journal)
+            kept_before = column < channels
             shift = tl.where(convolved, outputs if rule == "scan" else 0, outputs)
             block = row.to(tl.int64) * 0
             if start > 0:
@@ -405,19 +405,18 @@ def _norm_and_keep(
             # The latest state first: only the earliest one may replace that which was read.
             while at_end > start:
                 entry = (at_end - 1) // block_size
-                if convolved:
-                    for tap in tl.static_range(taps - 1):
-                        value = _input_at(
-                            x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
-                            block, at_end + (tap - taps + 1), begin, start, missing, column, shift, mask,
-                            side, head, state, journal, taps, channels, rule,
-                        )  # fmt: skip
-                        tl.debug_barrier()
-                        for each in range(entry, last + 1):
-                            to = _entry(tables_at, table_stride, row, each * block_size, block_size)
-                            word = 1 + tap * channels + column
-                            at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, word, side, head)
-                            tl.store(at, value, mask=mask)
+                for tap in tl.static_range(taps - 1):
+                    value = _input_at(
+                        x_at, x_stride, keys_at, values_at, key_scales_at, value_scales_at,
+                        block, at_end + (tap - taps + 1), begin, start, missing, column, shift, kept_before,
+                        side, head, state, journal, taps, channels, rule,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                    for each in range(entry, last + 1):
+                        to = _entry(tables_at, table_stride, row, each * block_size, block_size)
+                        word = 1 + tap * channels + column
+                        at = _words_of(keys_at, values_at, key_scales_at, value_scales_at, to, word, side, head)
+                        tl.store(at, value, mask=kept_before)
                 for each in range(entry, last + 1):
                     to = _entry(tables_at, table_stride, row, each * block_size, block_size)
                     for draft in range(kept):
