@@ -56,6 +56,14 @@ def main(capability: int) -> None:
         compiler.case, compiler.wanted = "masked, float32", {}
         experts = Experts(experts.router, *odd, top_k=TOP_K, normalize=True)
         mixture(x, experts, "silu", None)
+    if everything():
+        compiler.case = "without a gate"
+        mixture(
+            x,
+            replace(experts, gate_up=stacked(None, experts.down.weight.shape[1], HIDDEN, dtype), ungated="relu2"),
+            "silu",
+            None,
+        )
     compiler.case = f"{compiler.case}, grouped"
     grouped = replace(experts, groups=8, top_groups=4, scoring="sigmoid", correction_bias=torch.empty(COUNT))
     mixture(x, replace(grouped, weighs_inputs=True), "silu", None)
