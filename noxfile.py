@@ -140,8 +140,8 @@ def plugins(session: nox.Session) -> None:
     """The suites of the plugins, with the core and without a framework; arguments after `--` go to pytest."""
     session.install("-e", ".", "pytest-xdist>=3.8", *PLUGIN_TESTS)
     for plugin in PLUGINS:
-        # The other suites take less time than it takes to start workers.
-        workers = SIDE_BY_SIDE if plugin == "plugins/storage_redis" else ()
+        # These tests mostly wait for servers; the other suites take less time than it takes to start workers.
+        workers = ("-n", f"{WORKERS + 1}", "--dist", "worksteal") if plugin == "plugins/storage_redis" else ()
         with session.chdir(plugin):
             session.run("pytest", *workers, *session.posargs)
 
