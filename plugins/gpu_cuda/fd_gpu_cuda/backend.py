@@ -58,7 +58,7 @@ def cuda_of_torch() -> tuple[str, str | None]:
 
 
 def flash_infer() -> str:
-    """Return a note on FlashInfer, which, if installed, computes attention of steps with prompts; imports nothing."""
+    """Return a note on FlashInfer, which, if selected, computes attention of steps with prompts; imports nothing."""
     if missing("flashinfer"):
         return "FlashInfer not installed"
     try:

@@ -268,9 +268,12 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str, ranks: int = 1) -> tupl
 
 
 def wanted_providers(attention: str) -> Mapping[str, str]:
-    """Return the provider by field for `--attention-backend`; FlashInfer has none for decodes."""
+    """Return the provider by field for `--attention-backend`; FlashInfer has none for decodes.
+
+    It is used only if it is selected: its tiles, and so the order of sums, depend on the other rows (FlashInfer 2424).
+    """
     return {
-        "auto": {},
+        "auto": {"planned_attention": COMPOSITION},
         "triton": {"attention": "triton", "planned_attention": COMPOSITION},
         "flashinfer": {"planned_attention": "flashinfer"},
         COMPOSITION: {"attention": COMPOSITION, "planned_attention": COMPOSITION},

@@ -144,7 +144,7 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     )  # others may be NaN, which no weight of 0 hides
     grouped = q.unflatten(1, (heads.num_kv_heads, -1)).float()
     keys, values = layer.keys[slots].float(), layer.values[slots].float()
-    if layer.quantized:
+    if layer.keys.dtype == torch.int8:
         keys, values = keys * layer.key_scales[slots][..., None], values * layer.value_scales[slots][..., None]
     if heads.latent:
         keys = torch.cat((keys, values), dim=-1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -283,6 +285,14 @@ def test_explicit_flashinfer_without_support_ends_the_start() -> None:
     for kv_dtype in ("auto", "int8"):
         with pytest.raises(PluginError, match=r"cannot be computed by flashinfer: (flashinfer is not|it needs KV)"):
             Providers(operations_on(Device(), "float32", kv_dtype), wanted_providers("flashinfer"))
+
+
+def test_flashinfer_is_used_only_if_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_gpu_cuda.providers.missing", lambda *_: [])
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    operations = operations_on(Device(), "bfloat16", "auto")
+    for wanted, used in (("auto", "triton"), ("flashinfer", "flashinfer")):
+        assert Providers(operations, wanted_providers(wanted)).name("planned_attention") == used
 
 
 @pytest.mark.parametrize("case", ["gemma3", "latent"])
