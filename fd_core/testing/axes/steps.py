@@ -499,6 +499,8 @@ def _scenario(target: Target, case: Case, first: int = 0) -> Scenario:
     """Return the engine of a case with requests numbered from `first`."""
     kept = {"kv_cache_dtype": str(case["kv_dtype"])} if case["kv_dtype"] != "auto" else {}
     kept |= {"quantization": str(case["weights"])} if case["weights"] != "auto" else {}
+    if case["model"] == ENCODER:  # which keeps no KV
+        kept |= {"kv_cache_dtype": "auto", "pipeline_parallel_size": "1"}
     target = target.changed(**kept) if kept else target
     adapters = _adapters(target, case)
     *digests, spare = adapters or [""]
