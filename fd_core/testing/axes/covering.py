@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fd_core.errors import ConfigError
@@ -52,7 +53,12 @@ def default_case(axes: Sequence[Axis]) -> Case:
 
 
 def covering_cases(
-    axes: Sequence[Axis], seed: int, allowed: Allowed = lambda _: True, *, mixed: bool = False
+    axes: Sequence[Axis],
+    seed: int,
+    allowed: Allowed = lambda _: True,
+    *,
+    mixed: bool = False,
+    groups: Sequence[Collection[str]] = (),
 ) -> list[Case]:
     """Return cases in which every pair of values of two axes occurs that any allowed case has; `seed` orders them.
 
@@ -60,6 +66,8 @@ def covering_cases(
     has, and takes the value of each other axis that adds the most such pairs. Where several add as many, it takes the
     plainest, or with `mixed` a random one: then many combinations of three values occur as well, and cases cost more.
     The first case is the plainest, and the first cases together have every value; those with rare values are last.
+    Before them are the cases that are missing for combinations of three values: of axes of one of the `groups` all, of
+    other axes one without their plainest values.
     """
     rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
     open_pairs = [pair for pair in _all_pairs(axes) if allowed({**plain, **dict(pair)})]
@@ -87,7 +95,49 @@ def covering_cases(
                     break
         _close(case, bits, partners)
         cases.append(case)
-    return _values_first(cases) + [{**plain, **rare} for axis in axes for rare in axis.rare]
+    triples = dict.fromkeys(_open_triples(axes, cases, allowed, groups))
+    rare_cases = [{**plain, **rare} for axis in axes for rare in axis.rare]
+    return [*_values_first(cases), *_packed(triples, plain, allowed), *rare_cases]
+
+
+def _open_triples(
+    axes: Sequence[Axis], cases: Sequence[Case], allowed: Allowed, groups: Sequence[Collection[str]]
+) -> Iterator[_Triple]:
+    """Yield the combinations of three values that some case has to have, and none of `cases` has."""
+    plain = default_case(axes)
+    having: dict[_Setting, int] = defaultdict(int)
+    """Cases with a value, as bits."""
+    for index, case in enumerate(cases):
+        for setting in case.items():
+            having[setting] |= 1 << index
+    every = (1 << len(cases)) - 1
+    differ = {axis.name: every & ~having[axis.name, axis.values[0]] for axis in axes}
+    for three in itertools.combinations(axes, 3):
+        in_group = any(all(axis.name in group for axis in three) for group in groups)
+        one, two, other = (axis.name for axis in three)
+        if not in_group and differ[one] & differ[two] & differ[other]:
+            continue
+        for values in itertools.product(*(axis.values if in_group else axis.values[1:] for axis in three)):
+            triple = (one, values[0]), (two, values[1]), (other, values[2])
+            is_open = not having[triple[0]] & having[triple[1]] & having[triple[2]]
+            if is_open and allowed({**plain, **dict(triple)}):
+                yield triple
+                if not in_group:
+                    break
+
+
+def _packed(triples: dict[_Triple, None], plain: Case, allowed: Allowed) -> Iterator[Case]:
+    """Yield cases that together have combinations of values: each has those that fit, in their order."""
+    while triples:
+        case, fixed = dict(plain), dict[str, Value]()
+        for triple in triples:
+            more = dict(triple)
+            if all(fixed.get(name, value) == value for name, value in triple) and allowed({**case, **more}):
+                case |= more
+                fixed |= more
+        for triple in [each for each in triples if all(case[name] == value for name, value in each)]:
+            del triples[triple]
+        yield case
 
 
 def count_until_every_value(axes: Sequence[Axis], cases: Sequence[Case]) -> int:
@@ -177,6 +227,7 @@ def _text(value: Value) -> str:
 
 _Setting = tuple[str, Value]
 _Pair = tuple[_Setting, _Setting]
+_Triple = tuple[_Setting, _Setting, _Setting]
 
 
 def _pairs_of(case: Case) -> Iterator[_Pair]:

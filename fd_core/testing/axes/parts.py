@@ -69,6 +69,8 @@ class Part(Generic[Subject]):
     """Returns cases with the shapes of a model; by default one with its sizes at the axes of `edges`."""
     mixed: bool = False
     """See `covering_cases`; for parts whose cases are cheap."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """See `covering_cases`: axes of values that meet in one computation."""
 
     def within(self, envelope: OperatingEnvelope) -> Part[Subject]:
         """Return the part without cases beyond an envelope, and with cases at its edge and just inside."""
@@ -238,5 +240,5 @@ def supported_by(ops: Ops, limits: Collection[str]) -> Callable[[Axis, Value], b
 @cache
 def cases_of(part: Part[Any], seed: int = 0) -> tuple[Sequence[KitCase], int]:
     """Return the cases of a part, and how many of the first ones have every value; see `covering_cases`."""
-    cases = covering_cases(part.axes, seed, part.allowed, mixed=part.mixed)
+    cases = covering_cases(part.axes, seed, part.allowed, mixed=part.mixed, groups=part.groups)
     return [KitCase(part, case, seed) for case in cases], count_until_every_value(part.axes, cases)

@@ -83,6 +83,7 @@ ROPE: Final[Part[Ops]] = operation_part(
         and int_of(case, "tokens") * int_of(case, "heads") * int_of(case, "head_dim") < 2e6
     ),
     _ROPE_EDGES,
+    groups=(("rotary", "interleaved", "amplitude", "table"),),
 )
 
 

@@ -601,4 +601,10 @@ def _judge(
     return Judge.of(target, name, checkpoint, specs, adapters=adapters, slack=_SLACK, **plain)
 
 
-STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed, EDGES, sizes_of)
+_GROUPS_OF_AXES: Final = (
+    ("adapters", "adapter_rank", "weights"),
+    ("ordered", "memory", "drafts", "kv_dtype", "prefix_caching"),
+    ("logprobs", "drafts", "presence", "frequency", "repetition"),
+)
+"""Axes of a projection, of KV that outlives a step, and of the scores of a token."""
+STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed, EDGES, sizes_of, groups=_GROUPS_OF_AXES)

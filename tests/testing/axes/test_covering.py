@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -32,6 +33,22 @@ def test_every_pair_occurs(axes, seed):
 
 
 @given(axes=axes_of_any_size, seed=st.integers(0, 9))
+def test_three_values_that_are_not_the_plainest_occur_of_any_axes(axes, seed):
+    cases = covering_cases(axes, seed)
+    for three in itertools.combinations([axis for axis in axes if len(axis.values) > 1], 3):
+        assert any(all(case[axis.name] != axis.values[0] for axis in three) for case in cases)
+
+
+@given(axes=axes_of_any_size, seed=st.integers(0, 9))
+def test_every_three_values_of_a_group_occur(axes, seed):
+    group = axes[-4:]
+    cases = covering_cases(axes, seed, groups=([axis.name for axis in group],))
+    for three in itertools.combinations(group, 3):
+        found = {tuple(case[axis.name] for axis in three) for case in cases}
+        assert found == set(itertools.product(*(axis.values for axis in three)))
+
+
+@given(axes=axes_of_any_size, seed=st.integers(0, 9))
 def test_first_cases_have_every_value(axes, seed):
     cases = covering_cases(axes, seed)
     first = cases[: covering.count_until_every_value(axes, cases)]
@@ -53,6 +70,25 @@ def test_cases_of_a_part_cover_all_pairs(part):
     cases, quick = parts.cases_of(part)
     assert uncovered(part.axes, [case.values for case in cases], part.allowed) == []
     assert quick < len(cases) / 3
+
+
+def test_interacting_settings_of_an_engine_meet_in_threes():
+    """Adapters of each rank and number with weights of each format, and others, which pairs alone do not reach."""
+    found = [case.values for case in parts.cases_of(steps.STEPS)[0]]
+    alone = [case.values for case in parts.cases_of(dataclasses.replace(steps.STEPS, groups=()))[0]]
+    plain = covering.default_case(steps.AXES)
+    for group, counts in zip(steps.STEPS.groups, ((36, 36), (200, 400), (533, 533)), strict=True):
+        axes = [axis for axis in steps.AXES if axis.name in group]
+        assert len(axes) == len(group)
+        possible = 0
+        for three in itertools.combinations(axes, 3):
+            for values in itertools.product(*(axis.values for axis in three)):
+                triple = dict(zip((axis.name for axis in three), values, strict=True))
+                if steps.STEPS.allowed({**plain, **triple}):
+                    possible += 1
+                    assert any(triple.items() <= case.items() for case in found), triple
+        assert counts[0] <= possible <= counts[1]
+    assert len(alone) < len(found) < 1.5 * len(alone)
 
 
 def test_failing_case_shrinks_to_the_values_that_matter():
