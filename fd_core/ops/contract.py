@@ -8,8 +8,9 @@ Shapes use: T tokens of the step, N rows (requests) of the step, R rows with log
 KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's arrays and dtype; logits are
 always float32.
 
-An array keeps its values until it is passed to an operation whose docstring allows writing into it. The same arguments
-give the same bits, whatever was computed before.
+An array keeps its values until it is passed to an operation whose docstring allows writing into it. Results are in new
+memory, unless the docstring allows that they share it with an argument. The same arguments give the same bits, whatever
+was computed before.
 
 `project_residual` and `moe_residual` return the residual stream in a pack-specific form: it may defer a sum to the next
 norm, so that one kernel computes both. Fusions and `rms_norm` accept it in place of activations, and `settle` converts
@@ -820,7 +821,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
-        """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d].
+        """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d]; they may share memory with `qkv`.
 
         Of latent heads, see `latent_inputs`: -> the queries' columns [T, ...], k [T, 1, d - latent], v [T, 1, latent].
         """
@@ -1005,7 +1006,10 @@ class Ops(abc.ABC):
         return self.add(x, self.embedding(table, positions))
 
     def normalize(self, x: Array, norm: Norm | None) -> Array:
-        """Normalize activations or the residual stream, with a norm of either kind; without one, settle them."""
+        """Normalize activations or the residual stream, with a norm of either kind.
+
+        Without one, settle them; the result may share memory with `x`.
+        """
         if norm is None:
             return self.settle(x)
         return self.rms_norm(x, norm) if norm.bias is None else self.layer_norm(x, norm)

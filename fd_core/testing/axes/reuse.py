@@ -24,6 +24,8 @@ _Kept = defaultdict[str, deque[Any]]
 _TRIES: Final = 8
 _STREAMS: Final = ("project_residual", "moe_residual", "settle")
 """Operations whose results are the residual stream, which later operations on it may write into."""
+_OF_LOGITS: Final = ("logits_of", "logits", "logprobs", "gather_rows")
+"""Operations with results in float32 whatever the dtype of activations."""
 _UPLOADS: Final = ("from_host", "states_from_host")
 _RESULTS: Final = ("Array", "None", "tuple[Array, Array]", "tuple[Array, Array, Array]")
 _SIGNATURES: Final = {
@@ -36,6 +38,7 @@ _MAY_WRITE: Final[Mapping[str, Sequence[str]]] = {
     for name in _SIGNATURES
 }
 """Arguments that an operation may modify, as its docstring declares."""
+_MAY_SHARE: Final = {name for name in _SIGNATURES if "may share memory" in (getattr(Ops, name).__doc__ or "")}
 
 
 def operation_part(
@@ -165,9 +168,28 @@ class RepeatingOps:
                     assert_same(self._values(each), first[at], f"result {at} of {name} after another call of it")
             for at, each in enumerate(_results(self._apply(call, given, spare))):
                 assert_same(self._values(each), first[at], f"{name} with the same arguments again: result {at}")
+                if not written and name not in _MAY_SHARE:
+                    self._overwrite(name, each)
+                    for other, found in enumerate(_results(self._apply(call, given, {}))):
+                        what = f"result {other} of {name} after its result {at} was overwritten"
+                        assert_same(self._values(found), first[other], what)
         for at, each in enumerate(_results(result)):
             self._kept[id(each)] = f"result {at} of {name}", each, first[at]
         return result
+
+    def _overwrite(self, name: str, result: Array) -> None:
+        """Write into a result by an operation that may, as into all that shares memory with it; see `check_kept`."""
+        values = self._values(result)
+        if values.ndim != 2 or not values.size:
+            return
+        rows = self._ops.from_host(np.arange(len(values), dtype=np.int32))
+        if name in _OF_LOGITS and values.dtype == np.float32:
+            columns, ones = np.zeros(len(values), np.int32), np.ones(len(values), np.float32)
+            self._ops.add_at(result, rows, self._ops.from_host(columns), self._ops.from_host(ones))
+        elif values.dtype == np.int32:
+            self._ops.write_rows(result, rows, self._ops.from_host(values + 1))
+        else:
+            self._ops.write_rows(result, rows, self._ops.add(result, result))
 
     def _rows_in(self, given: inspect.BoundArguments) -> list[tuple[str, Array]]:
         """Return the arguments that are arrays of several rows."""
