@@ -1908,7 +1908,7 @@ class KeepsProductsOfSingleTokens(NumpyOps):
 
 @shown_by("embedding", again=True, rows=1)
 class EmbedsATokenByAViewOfTheTable(NumpyOps):
-    """What is added to the embedding, such as positions, changes the table."""
+    """Positions that are added to the embedding change the table."""
 
     def embedding(self, table, token_ids, scale=1.0, *, centred=False):
         found = super().embedding(table, token_ids, scale, centred=centred)
