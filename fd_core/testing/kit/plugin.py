@@ -38,6 +38,8 @@ _NAMED: Final = (
 )
 """Options that may be repeated."""
 _PHASES: Final = ("all", "shared", "alone")
+_WHOLE: Final = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+"""Exit codes of runs to the last test; a plugin under test that cannot be used ends one with that of its error."""
 _SELECTING: Final = ("-k", "-m", "--deselect", "--lf", "--fd-case", "--fd-quick", "--fd-soak")
 """Options that select tests."""
 _LONG: Final = 500
@@ -111,7 +113,7 @@ def _incomplete(session: pytest.Session) -> str:
     """Return the reason why tests of the session did not run; empty if all ran."""
     options = [name for name in _SELECTING if session.config.getoption(name, None)]
     reasons = [f"{', '.join(options)} excluded tests"] if options else []
-    if session.exitstatus == pytest.ExitCode.INTERRUPTED or session.shouldstop or session.shouldfail:
+    if session.exitstatus not in _WHOLE or session.shouldstop or session.shouldfail:
         reasons.append("the run was interrupted")
     return " and ".join(reasons)
 

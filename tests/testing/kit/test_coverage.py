@@ -100,8 +100,8 @@ def test_report_names_what_no_worker_or_child_executed(tmp_path: Path) -> None:
 
 def test_coverage_of_selected_or_interrupted_tests_is_incomplete(tmp_path: Path) -> None:
     Site(tmp_path).install("fd-probe", SOURCE)
-    (tmp_path / "test_probe.py").write_text(f"{TEST}\ndef test_end():\n    raise KeyboardInterrupt\n")
-    printed = run(tmp_path, "--fd-coverage=fd-probe", "-k", "worker or end", code=2)
+    (tmp_path / "test_probe.py").write_text(f"import pytest\n{TEST}\ndef test_end():\n    pytest.exit('unusable', 4)\n")
+    printed = run(tmp_path, "--fd-coverage=fd-probe", "-k", "worker or end", code=4)
     assert "coverage is incomplete, for -k excluded tests and the run was interrupted\nnot looked at: " in printed
 
 
