@@ -297,11 +297,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Construct the plugin of a class of tests, after the fixtures that may select it or construct it in vain."""
+    constructs = _is_of_kit(item) and hasattr(getattr(item, "cls", None), "construct")
     with _reported_once(item.config):
         try:
             return (yield)
+        except pytest.skip.Exception:
+            constructs = False
+            raise
         finally:
-            if _is_of_kit(item) and hasattr(getattr(item, "cls", None), "construct"):
+            if constructs:
                 item.instance.construct()
 
 

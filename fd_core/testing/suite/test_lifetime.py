@@ -166,20 +166,20 @@ def test_new_sizes_after_the_warm_up_stall_no_request(target: Target) -> None:
         )
 
 
-class _Run(NamedTuple):
+class _TimedSteps(NamedTuple):
     seconds: float
     events: Counter[str]
     """Files, libraries, processes and code that are opened, loaded, started and compiled."""
 
 
-def _run_of(engine: Engine, rows: int, turn: int) -> _Run:
+def _run_of(engine: Engine, rows: int, turn: int) -> _TimedSteps:
     """Run requests with prompts of three tokens, which no other ones have."""
     specs = [greedy(f"{rows}/{turn}/{row}", (rows, 30 + turn, row), 2) for row in range(rows)]
     events: Counter[str] = Counter()
     with audited(lambda name, _: events.update([name] if name in _COMPILING else [])):
         start = time.perf_counter()
         run(engine, specs)
-        return _Run(time.perf_counter() - start, events)
+        return _TimedSteps(time.perf_counter() - start, events)
 
 
 @pytest.mark.fd_thorough

@@ -183,6 +183,16 @@ def test_reading_drafter_is_constructed_once():
         constructing(ReadingDrafterSuite, "drafter")("unheard_of")
 
 
+SKIPPED = """
+import pytest
+from fd_core.testing.launchers import LauncherSuite
+
+@pytest.mark.skip("there is no cluster")
+class TestOfACluster(LauncherSuite):
+    launcher = "failing_launchers"
+"""
+
+
 @pytest.mark.slow
 def test_tests_of_a_project_report_a_plugin_that_cannot_be_used_once(broken, tmp_path):
     """Run those of several kinds, whose constructors raise, as their authors would."""
@@ -191,6 +201,7 @@ def test_tests_of_a_project_report_a_plugin_that_cannot_be_used_once(broken, tmp
         words = project._words(f"failing_{project.RECIPES[kind].kind.plural}", kind, Framework.NUMPY)
         text = templates.joinpath(f"test_{project.test_of(kind)}.py.tmpl").read_text()
         (tmp_path / f"test_{kind.replace('-', '_')}.py").write_text(project._filled(text, words))
+    (tmp_path / "test_skipped.py").write_text(SKIPPED)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-c", os.devnull]
     ended = subprocess.run(
         [*command, f"--rootdir={tmp_path}", "--fd-quick", "-rsfE", tmp_path],
@@ -206,3 +217,4 @@ def test_tests_of_a_project_report_a_plugin_that_cannot_be_used_once(broken, tmp
         assert "cannot be used: RuntimeError: no device in the box" in reason, name
     assert " passed" not in ended.stdout.splitlines()[-1]
     assert "not constructed: " in ended.stdout
+    assert "there is no cluster" in ended.stdout
