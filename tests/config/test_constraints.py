@@ -25,6 +25,7 @@ from fd_core.config.constraints import (
     rules_of,
 )
 from fd_core.errors import ConfigError, PluginError
+from fd_core.ops.contract import KV_TYPES
 from fd_core.router.config import GatewayConfig, RouterConfig
 
 SETTINGS: dict[type[CheckedStruct], tuple[Flag, ...]] = {
@@ -178,3 +179,7 @@ def test_unknown_plugin_name_is_rejected_with_known_names(setting: dict[str, Any
         LLM("null", **({"backend": "null"} | setting))
     assert caught.value.hint is not None
     assert known in caught.value.hint
+
+
+def test_every_dtype_of_kv_can_be_set():
+    assert rules_of(EngineConfig)["kv_cache_dtype"].constraint.words == ("auto", *KV_TYPES)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.models.families.spec import DecoderSpec
-from fd_core.ops.contract import Heads, KVShape, Latent, Norm, Ops, Rope, StepInput
+from fd_core.ops.contract import KV_TYPES, Heads, KVShape, Latent, Norm, Ops, Rope, StepInput
 from fd_core.ops.numpy.kv_8bit import dequantize_latent, quantize_latent
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
@@ -45,7 +45,7 @@ _AXES: Final = (
     Axis("query_rank", (None, 20, 1536), ("Latent.q_norm", "Latent.q_up")),
     Axis("interleaved", (True, False), needs="interleaved_rope"),
     Axis("block_size", (8, 1, 5, 64), rare=({"block_size": 4096},)),
-    Axis("kv_dtype", ("auto", "int8", "fp8")),
+    Axis("kv_dtype", ("auto", *KV_TYPES)),
     Axis("moved", (False, True)),
     Axis("composed", (False, True), needs="paged_kv"),
 )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.models.families.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from fd_core.ops.contract import SCALE_BYTES, Activation, Ops, PlainActivation
+from fd_core.ops.contract import KV_TYPES, SCALE_BYTES, Activation, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
@@ -125,7 +125,7 @@ AXES: Final = (
     Axis("ungated_experts", (None, "relu2", "gelu"), ("Experts.ungated",), needs="ungated_experts"),
     Axis("clamped", (False, True), needs="biased_experts"),
     Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
-    Axis("kv_dtype", ("auto", "int8", "fp8"), ("KVShape.dtype",)),
+    Axis("kv_dtype", ("auto", *KV_TYPES), ("KVShape.dtype",)),
     Axis("adapters", (0, 1, 2, 8), ("StepInput.lora_slots", "StepInput.lora_groups", "Lora.deltas", "Lora.step")),
     Axis("adapter_rank", (8, 1, 5, 16, 64), rare=({"adapters": 2, "adapter_rank": 512},)),
     Axis("composed", (False, True), needs="paged_kv"),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Heads, KVCache, KVShape, Ops, Rope
+from fd_core.ops.contract import KV_TYPES, Heads, KVCache, KVShape, Ops, Rope
 from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
@@ -109,7 +109,7 @@ _KV: Final = (
     ),
     Axis("layers", (2, 1, 5), ("KVShape.num_layers",)),
     Axis("layer", ("last", "first")),
-    Axis("kv_dtype", ("auto", "int8", "fp8"), ("KVShape.dtype",)),
+    Axis("kv_dtype", ("auto", *KV_TYPES), ("KVShape.dtype",)),
     Axis("values", ("normal", "zeros", "one large", "tiny", "growing")),
     Axis("order", ("random", "ascending", "descending", "last blocks")),
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from fd_core.config.layer_groups import LayerGroups
 from fd_core.models.families.spec import DecoderSpec
-from fd_core.ops.contract import KVShape, Norm, Ops, Recurrent
+from fd_core.ops.contract import KV_TYPES, KVShape, Norm, Ops, Recurrent
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
@@ -54,7 +54,7 @@ _AXES: Final = (
     Axis("conv_bias", (False, True), ("Recurrent.conv_bias",)),
     Axis("options", (True, False), ("Recurrent.skip", "Recurrent.time_limits")),
     Axis("blocks", (1, 3)),
-    Axis("kv_dtype", ("auto", "int8", "fp8")),
+    Axis("kv_dtype", ("auto", *KV_TYPES)),
     Axis("moved", (False, True)),
     Axis("composed", (False, True), needs="paged_kv"),
     Axis("again", (False, True)),

@@ -21,6 +21,7 @@ from fd_core.engine.process.messages import (
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
+from fd_core.ops.contract import KV_TYPES
 from fd_core.testing.axes.covering import Axis, Case, Value, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
@@ -89,7 +90,7 @@ AXES: Final = (
     ),
     Axis("stored", ("F32", "BF16", "F16"), needs="checkpoints"),
     Axis("weights", ("auto", "int8", "int4"), ("EngineConfig.quantization",), needs="checkpoints"),
-    Axis("kv_dtype", ("auto", "int8", "fp8"), ("EngineConfig.kv_cache_dtype",)),
+    Axis("kv_dtype", ("auto", *KV_TYPES), ("EngineConfig.kv_cache_dtype",)),
     Axis(
         "adapters",
         (0, 1, 2, 8),
