@@ -32,6 +32,11 @@ def model_on(layer):
     return forward
 
 
+def test_packed_weights_are_multiplied_by_tiles_where_plain_ones_are(native):
+    ops = native("bfloat16")
+    assert ("amx" in ops.packed_products) == ("amx" in ops.instruction_set)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_forward_equals_eager_operations(native, dtype, threads):

@@ -5,10 +5,9 @@
 // bf16, or four bytes) a row of A has, which is also how many rows B has.
 #pragma once
 
-#if (defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(FD_AMX_EMULATED)
-#define FD_AMX 1
-
 #include "base/simd.h"
+
+#if defined(FD_AMX)
 
 #if !defined(FD_AMX_EMULATED)
 #include <immintrin.h>
@@ -35,7 +34,7 @@ template <int T>
 void zero() {
     std::memset(&registers[T], 0, sizeof(Register));
 }
-template <int T>
+template <int T, bool Passes = false>
 void load(const void* p, size_t stride) {
     const int rows = T < 6 ? kTile : words, bytes = T == 4 || T == 5 ? 4 * words : 64;
     for (int r = 0; r < rows; r++) std::memcpy(registers[T].row[r], (const char*)p + r * stride, bytes);
@@ -102,10 +101,12 @@ void zero() {
     FD_EACH_TILE(FD_DO)
 #undef FD_DO
 }
-template <int T>
+/// Load a tile; one that passes by once does not take the place of others in the first-level cache.
+template <int T, bool Passes = false>
 void load(const void* p, size_t stride) {
-#define FD_DO(I) \
-    if constexpr (T == I) _tile_loadd(I, p, stride);
+#define FD_DO(I)                                                      \
+    if constexpr (T == I && Passes) _tile_stream_loadd(I, p, stride); \
+    if constexpr (T == I && !Passes) _tile_loadd(I, p, stride);
     FD_EACH_TILE(FD_DO)
 #undef FD_DO
 }

@@ -17,6 +17,9 @@
 #include <cstring>
 #include <utility>
 
+#if (defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(FD_AMX_EMULATED)
+#define FD_AMX 1  // here and not in amx.h, so that no file can choose other code for not including that one
+#endif
 #if defined(FD_AMX_EMULATED) && !defined(__AVX512F__)
 #undef __AVX2__  // tiles are as wide as vectors of 16 lanes: without AVX-512, those of plain C++
 #endif

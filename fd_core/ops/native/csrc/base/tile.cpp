@@ -66,8 +66,8 @@ void dispatch(int rows, int vecs, const TileCall<E, A>& call) {
 #if defined(FD_AMX)
 
 // R and N count 16-row and 16-column tiles: a block of up to 2 x 2 accumulators.
-template <int R, int N>
-void amx_tile(const TileCall<bf16>& call) {
+template <int R, int N, bool Passes>
+void amx_tile_of(const TileCall<bf16>& call) {
     constexpr int kTile = amx::kTile, kTileK = 2 * amx::kDepth;
     const size_t c_bytes = call.c_stride * sizeof(float), a_bytes = call.a_stride * sizeof(bf16);
     const size_t b_bytes = call.b_step * sizeof(bf16);
@@ -88,7 +88,7 @@ void amx_tile(const TileCall<bf16>& call) {
         const bf16* a = call.a + k * 2;
         const bf16* b = call.b + k * call.b_step;
         for (int i = 0; k < call.ahead_steps && i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
-        amx::load<4>(a, a_bytes);
+        amx::load<4, Passes>(a, a_bytes);
         amx::load<6>(b, b_bytes);
         amx::multiply_add<0, 4, 6>();
         if constexpr (N > 1) {
@@ -96,7 +96,7 @@ void amx_tile(const TileCall<bf16>& call) {
             amx::multiply_add<1, 4, 7>();
         }
         if constexpr (R > 1) {
-            amx::load<5>(a + kTile * call.a_stride, a_bytes);
+            amx::load<5, Passes>(a + kTile * call.a_stride, a_bytes);
             amx::multiply_add<2, 5, 6>();
             if constexpr (N > 1) amx::multiply_add<3, 5, 7>();
         }
@@ -105,6 +105,11 @@ void amx_tile(const TileCall<bf16>& call) {
     if constexpr (N > 1) amx::store<1>(call.c + kTile, c_bytes);
     if constexpr (R > 1) amx::store<2>(lower, c_bytes);
     if constexpr (R > 1 && N > 1) amx::store<3>(lower + kTile, c_bytes);
+}
+
+template <int R, int N>
+void amx_tile(const TileCall<bf16>& call) {
+    call.a_passes ? amx_tile_of<R, N, true>(call) : amx_tile_of<R, N, false>(call);
 }
 
 #endif

@@ -11,25 +11,30 @@
 
 namespace fd {
 
-/// Largest block that one call computes, and how many k its operands are padded to.
+/// Largest block that one call computes, how many k its operands are padded to, and what stays in a core's caches while a
+/// product runs: rows of A in the second level, and part of a panel of B in the first (0: it is read from the second).
 template <class E>
 struct TileShape;
+
+struct VectorTiles {
+    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10;
+};
 
 #if defined(__AVX512F__)
 // 6 x 4 accumulators leave room for 4 vectors of B and one of A in 32 registers.
 template <>
-struct TileShape<float> {
-    static constexpr int kRows = 6, kVecs = 4, kAlign = 1, kRowSlack = 0;
+struct TileShape<float> : VectorTiles {
+    static constexpr int kRows = 6, kVecs = 4, kAlign = 1;
 };
 #elif defined(__AVX2__) && defined(__FMA__)
 template <>
-struct TileShape<float> {
-    static constexpr int kRows = 6, kVecs = 2, kAlign = 1, kRowSlack = 0;
+struct TileShape<float> : VectorTiles {
+    static constexpr int kRows = 6, kVecs = 2, kAlign = 1;
 };
 #else
 template <>
-struct TileShape<float> {
-    static constexpr int kRows = 3, kVecs = 2, kAlign = 1, kRowSlack = 0;
+struct TileShape<float> : VectorTiles {
+    static constexpr int kRows = 3, kVecs = 2, kAlign = 1;
 };
 #endif
 
@@ -37,28 +42,28 @@ struct TileShape<float> {
 // Tiles are always whole: A must have kRowSlack readable rows after its last one.
 template <>
 struct TileShape<bf16> {
-    static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32;
+    static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32, kPartBytes = 40 << 10, kGroupBytes = 1 << 20;
 };
 #elif defined(__AVX512BF16__)
 template <>
-struct TileShape<bf16> {
-    static constexpr int kRows = 6, kVecs = 4, kAlign = 2, kRowSlack = 0;
+struct TileShape<bf16> : VectorTiles {
+    static constexpr int kRows = 6, kVecs = 4, kAlign = 2;
 };
 #elif defined(__AVX512F__)
 // Both halves of the pairs are widened, so B takes twice the registers.
 template <>
-struct TileShape<bf16> {
-    static constexpr int kRows = 4, kVecs = 4, kAlign = 2, kRowSlack = 0;
+struct TileShape<bf16> : VectorTiles {
+    static constexpr int kRows = 4, kVecs = 4, kAlign = 2;
 };
 #elif defined(__AVX2__) && defined(__FMA__)
 template <>
-struct TileShape<bf16> {
-    static constexpr int kRows = 4, kVecs = 2, kAlign = 2, kRowSlack = 0;
+struct TileShape<bf16> : VectorTiles {
+    static constexpr int kRows = 4, kVecs = 2, kAlign = 2;
 };
 #else
 template <>
-struct TileShape<bf16> {
-    static constexpr int kRows = 2, kVecs = 2, kAlign = 2, kRowSlack = 0;
+struct TileShape<bf16> : VectorTiles {
+    static constexpr int kRows = 2, kVecs = 2, kAlign = 2;
 };
 #endif
 
@@ -91,6 +96,7 @@ struct TileCall {
     const char* ahead = nullptr;  // memory that will be needed next, fetched while this is computed
     int ahead_lines = 0;          // cache lines of it for each k step
     int ahead_steps = 1 << 30;    // of the first k steps
+    bool a_passes = false;        // A is read once and should leave B in the first-level cache
 };
 
 /// Compute one block; 1 <= rows <= kRows of A, 1 <= vecs <= kVecs. C has kRows rows where the shape has row slack.

@@ -67,8 +67,6 @@ struct Following {
 
 /// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
 constexpr int kMostAhead = 4;
-/// Rows of x that stay in a core's second-level cache while the panels pass by.
-constexpr size_t kGroupBytes = 384 << 10;
 
 template <class E>
 struct Panel {
@@ -113,49 +111,59 @@ const Row<E>* multiplied(const E* x, size_t stride, int rows, int k) {
 /// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
 ///
 /// `epilogue(block)` takes each block when it is computed. Each panel is read once for a group of rows, and while it is
-/// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are.
+/// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are. A panel of more than
+/// kPartBytes is multiplied part by part, and a group's sums wait in between.
 template <class E, class Epilogue>
 void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
     using A = Row<E>;
     using S = TileShape<A>;
     static_assert(S::kVecs == TileShape<E>::kVecs, "a panel is as wide as a tile");
-    constexpr int kColumns = S::kVecs * kLanes;
-    alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
-    const int steps = w.padded_k / Product<E>::kStep;
+    constexpr int kColumns = S::kVecs * kLanes, kStep = Product<E>::kStep;
+    // The sums of one block or, between the parts of a panel, those of a group.
+    constexpr size_t kRows = S::kRowSlack ? S::kRowSlack : S::kRows;
+    constexpr size_t kGroupRows = S::kPartBytes ? S::kGroupBytes * kColumns / S::kPartBytes + 2 * kRows : kRows;
+    alignas(64) float c[kGroupRows * kColumns];
+    const int steps = w.padded_k / kStep;
     const int row_bytes = w.padded_k * int(sizeof(A));
-    const int groups = int((size_t(rows) * row_bytes + kGroupBytes - 1) / kGroupBytes);
+    const int groups = int((size_t(rows) * row_bytes + S::kGroupBytes - 1) / S::kGroupBytes);
 
     for (int g = 0; g < groups; g++) {
         const Range group = share(rows, g, groups);
-        const int blocks = (group.end - group.begin + S::kRows - 1) / S::kRows;
+        const int blocks = ceil_div(group.end - group.begin, S::kRows);
         const A* const a = multiplied(x + group.begin * x_stride, x_stride, group.end - group.begin, w.padded_k);
         for (int vec = vecs.begin; vec < vecs.end;) {
             const Panel<E> panel(w, vec);
             const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
             const int next = vec + count;
+            const int parts = S::kPartBytes && blocks > 1 ? ceil_div(int(panel.bytes), S::kPartBytes) : 1;
+            const int part_steps = round_up(ceil_div(steps, parts), S::kAlign / kStep);
             TileCall<E, A> call{};
-            call.b = panel.b;
             call.b_step = panel.step();
-            call.steps = steps;
             call.a_stride = std::is_same_v<E, A> ? x_stride : round_up(w.padded_k, kLanes);
-            call.c = c;
             call.c_stride = kColumns;
-            // What follows is the next panel, the first one again for the next rows, or another operation's.
-            const bool last = next >= vecs.end;
-            const Panel<E> another(w, last ? vecs.begin : next);
-            Following following{(const char*)another.b, another.bytes};
-            if (last && g + 1 == groups) following = after;
-            const size_t chances = size_t(steps) * blocks;
-            const char* ahead = following.data;
-            call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
-            for (int i = 0; i < blocks; i++) {
-                const Range r = row_block<A>(group.end - group.begin, i, blocks);
-                const int first = group.begin + r.begin;
-                call.a = a + r.begin * call.a_stride;
-                call.ahead = ahead;
-                ahead += size_t(call.ahead_lines) * steps * kCacheLine;
-                tile<E, A>(r.end - r.begin, count, call);
-                epilogue(Block{first, r.end - r.begin, vec, count, c, kColumns});
+            call.a_passes = true;
+            for (int step = 0; step < steps; step += part_steps) {
+                call.b = panel.b + step * panel.step();
+                call.steps = std::min(part_steps, steps - step);
+                call.accumulate = step > 0;
+                // What follows is the next part, the next panel, the first one again for the next rows, or another operation's.
+                const bool last_part = step + call.steps == steps, last = last_part && next >= vecs.end;
+                const Panel<E> another(w, !last_part ? vec : last ? vecs.begin : next);
+                Following following{(const char*)(another.b + (last_part ? 0 : step + part_steps) * another.step()),
+                                    another.bytes / parts};
+                if (last && g + 1 == groups) following = after;
+                const size_t chances = size_t(call.steps) * blocks;
+                const char* ahead = following.data;
+                call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
+                for (int i = 0; i < blocks; i++) {
+                    const Range r = row_block<A>(group.end - group.begin, i, blocks);
+                    call.a = a + r.begin * call.a_stride + step * kStep;
+                    call.c = parts > 1 ? c + r.begin * kColumns : c;
+                    call.ahead = ahead;
+                    ahead += size_t(call.ahead_lines) * call.steps * kCacheLine;
+                    tile<E, A>(r.end - r.begin, count, call);
+                    if (last_part) epilogue(Block{group.begin + r.begin, r.end - r.begin, vec, count, call.c, kColumns});
+                }
             }
             vec = next;
         }

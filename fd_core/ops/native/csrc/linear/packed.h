@@ -184,7 +184,8 @@ void packed_matmul(const Linear& w, const char* x, size_t stride, int rows, Rang
     const amx::Depth depth(tiles ? unit_of(w) / kDotK : amx::kDepth);
 #endif
     const size_t bytes = packed_panel_bytes(w);
-    const int groups = int((size_t(rows) * QuantizedRow(w).bytes + kGroupBytes - 1) / kGroupBytes);
+    constexpr size_t kGroupBytes = TileShape<bf16>::kGroupBytes;
+    const int groups = int((rows * QuantizedRow(w).bytes + kGroupBytes - 1) / kGroupBytes);
     for (int g = 0; g < groups; g++) {
         const Range group = share(rows, g, groups);
         const int count = group.end - group.begin, blocks = (count + most - 1) / most;
