@@ -809,7 +809,7 @@ class Ops(abc.ABC):
         """
 
     def activate(self, x: Array, activation: PlainActivation) -> Array:
-        """Apply an activation to each element: [T, I] -> [T, I].
+        """Apply an activation to each element: [T, I] -> [T, I]. NaN stays NaN, also with `relu`.
 
         Only feed-forward blocks without a gate need it. Raises `ConfigError` by default.
         """

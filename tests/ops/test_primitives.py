@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from fd_core.ops.contract import Activation, Array, Experts, Heads, Lora, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Array, Experts, Heads, Lora, Norm, Ops, PlainActivation, Rope
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_format
@@ -154,6 +155,20 @@ ACTIVATIONS: dict[Activation, Callable[[float], float]] = {
     "gelu": lambda z: z * 0.5 * (1 + math.erf(z / math.sqrt(2))),
     "gelu_tanh": lambda z: z * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
 }
+
+
+@pytest.mark.parametrize("kind", [*get_args(PlainActivation), *(f"gate {name}" for name in get_args(Activation))])
+def test_activation_of_nan_is_nan(ops: Ops, values: Values, kind: str) -> None:
+    """Otherwise a request whose activations are NaN gets a text instead of an error."""
+    x = values(3, 74)
+    x[0, ::5], x[1] = np.nan, np.nan
+    expected = np.isnan(x)
+    if kind.startswith("gate "):
+        found = ops.gate(activations(ops, x), kind.removeprefix("gate "))  # type: ignore[arg-type]
+        expected = expected[:, :37] | expected[:, 37:]
+    else:
+        found = ops.activate(activations(ops, x), kind)  # type: ignore[arg-type]
+    assert_same(np.isnan(np.asarray(ops.to_host(found), np.float32)), expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

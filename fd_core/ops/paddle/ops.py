@@ -446,9 +446,9 @@ class PaddleOps(Ops):
     def activate(self, x: Array, activation: PlainActivation) -> Array:
         match activation:
             case "relu":
-                return functional.relu(x)
+                return _relu(x)
             case "relu2":
-                return functional.relu(x).square()
+                return _relu(x).square()
             case "silu":
                 return functional.silu(x)
             case "quick_gelu":
@@ -644,6 +644,11 @@ class PaddleOps(Ops):
         places = paddle.arange(k, dtype="int32", device=drafts.place)
         right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))
         return paddle.cumprod(right.astype("int32"), dim=1).sum(axis=1).astype("int32")
+
+
+def _relu(x: Array) -> Array:
+    """Paddle's own turns NaN into 0 on a CPU."""
+    return paddle.where(x < 0, paddle.zeros_like(x), x)
 
 
 def _each_head(x: Array, weight: Array) -> Array:
