@@ -41,6 +41,7 @@ from fd_core.types import IntArray
 
 __all__ = [
     "CLAMP",
+    "DESCRIBED_BY",
     "KV_TYPES",
     "SCALE_BYTES",
     "Activation",
@@ -539,6 +540,24 @@ class PenaltyInput:
 
 Forward = Callable[[StepInput, KVCache], Array]
 
+_ATTENTION: Final = ("paged_attention", "attention", "latent_attention")
+_EXPERTS: Final = ("moe", "moe_residual")
+DESCRIBED_BY: Final[Mapping[str, Collection[str]]] = {
+    "kv_dtypes": ("allocate_kv", "write_kv", *_ATTENTION),
+    "weight_formats": ("prepare_linear", "linear"),
+    "table_formats": ("prepare_embedding", "embedding"),
+    "encodes": _ATTENTION,
+    "chunks": _ATTENTION,
+    "sinks": _ATTENTION,
+    "latents": ("allocate_kv", "write_kv", *_ATTENTION, "prepare_heads", "absorb", "expand", "latent_inputs"),
+    "any_experts": _EXPERTS,
+    "biased_experts": ("prepare_experts", *_EXPERTS),
+    "ungated_experts": ("prepare_experts", *_EXPERTS),
+    "expert_parallel": ("prepare_experts", *_EXPERTS),
+    "recurs": ("allocate_kv", "recur", "gate_heads"),
+}
+"""Attributes of `Ops`, each with the operations of which it declares what they compute."""
+
 
 class HostCopies:
     """Copies of arrays to the host, in this class already complete; a pack that queues overrides it."""
@@ -557,7 +576,11 @@ class HostCopies:
 
 @accept_old_names
 class Ops(abc.ABC):
-    """Operations on one framework's arrays."""
+    """Operations on one framework's arrays.
+
+    A pack that overrides operations of another one redefines the attributes that describe them, see `DESCRIBED_BY`: it
+    may compute less.
+    """
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
@@ -568,13 +591,12 @@ class Ops(abc.ABC):
     """`float32`, `bfloat16` or `float16`: dtype of activations, unpacked weights, and KV unless its shape overrides it.
     float16 overflows at 65,504: larger values are infinite, which the peaks of the row show, and that request fails."""
     kv_dtypes: Collection[str] = frozenset()
-    """Other dtypes of `KVShape` that `allocate_kv`, `write_kv` and attention support: some of `int8` and `fp8`. A
-    pack that overrides one of these three operations must redefine it."""
+    """Other dtypes of `KVShape` that `allocate_kv`, `write_kv` and attention support: some of `int8` and `fp8`."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
     table_formats: Collection[str] = frozenset()
     """Formats of packed tables that `prepare_embedding` supports; the reader dequantizes the others: all for the packs
-    of CUDA, Paddle and ONNX. A pack that overrides `embedding` or `prepare_embedding` must redefine it."""
+    of CUDA, Paddle and ONNX."""
     dequantizes_weights: bool = False
     """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
     stores_tightly: bool = False
@@ -591,28 +613,23 @@ class Ops(abc.ABC):
     compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
     encodes: bool = False
     """True if it computes encoders: attention in both directions, `StepInput.ends`, and layer norms; and forwards of
-    steps with `StepInput.kinds`. A pack that overrides `paged_attention` or a fusion that calls it must redefine it."""
+    steps with `StepInput.kinds`."""
     chunks: bool = False
-    """True if it computes attention within chunks. A pack that overrides `paged_attention` or a fusion that calls it
-    must redefine it."""
+    """True if it computes attention within chunks."""
     any_experts: bool = False
-    """True if `moe` computes sigmoid scores, groups of experts, factors on weights, and weights of inputs. A pack that
-    overrides `moe` or `moe_residual` must redefine it."""
+    """True if `moe` computes sigmoid scores, groups of experts, factors on weights, and weights of inputs."""
     latents: bool = False
     """True if it computes latent attention: `prepare_heads`, `absorb`, `expand`, and caches and heads with a `latent`
-    width. A pack that overrides one of the operations on these must redefine it."""
+    width."""
     biased_experts: bool = False
-    """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`. A pack that overrides `moe`,
-    `moe_residual` or `prepare_experts` must redefine it."""
+    """True if `moe` computes biases of the router and of experts, and `clamped_swiglu`."""
     ungated_experts: bool = False
-    """True if `moe` computes experts without a gate. A pack that overrides `moe`, `moe_residual` or `prepare_experts`
-    must redefine it."""
+    """True if `moe` computes experts without a gate."""
     expert_parallel: bool = False
     """True if it computes `Parallel.expert_parallel`: `moe` adds the outputs of the experts that this rank holds, and
-    its part of the shared ones. A pack that overrides `moe`, `moe_residual` or `prepare_experts` must redefine it."""
+    its part of the shared ones."""
     sinks: bool = False
-    """True if it computes `Heads.sinks`. A pack that overrides `paged_attention` or a fusion that calls it must
-    redefine it."""
+    """True if it computes `Heads.sinks`."""
     recurs: bool = False
     """True if it computes `recur` and `gate_heads`."""
     parallel: Parallel = Parallel()

@@ -102,6 +102,15 @@ class NativeOps(TorchOps):
     table_formats = weight_formats
     stores_tightly = True
     kv_dtypes = ("int8",)
+    encodes = True
+    chunks = True
+    any_experts = True
+    latents = True
+    biased_experts = True
+    ungated_experts = True
+    expert_parallel = True
+    sinks = True
+    recurs = True
     # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 64
 

@@ -123,8 +123,17 @@ class OnnxOps(NumpyOps):
     name = "onnx"
     dtype = "float32"
     kv_dtypes = ()
+    weight_formats = frozenset()
+    table_formats = frozenset()
+    dequantizes_weights = False
     encodes = False
+    chunks = True
+    any_experts = True
+    latents = True
+    biased_experts = True
+    ungated_experts = True
     expert_parallel = False
+    sinks = True
     recurs = False
 
     def __init__(self, provider: Provider = CPU) -> None:

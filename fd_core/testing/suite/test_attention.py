@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.ops.contract import Heads, KVShape, Ops
+from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Ops
 from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
@@ -185,6 +185,19 @@ def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:
 
 def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
     assert {*ops.weight_formats, *ops.table_formats} <= WEIGHT_FORMATS
+
+
+def test_pack_redefines_what_describes_its_operations(ops: Ops) -> None:
+    """A pack that inherits from another one may compute less where it overrides an operation."""
+    classes = type(ops).__mro__
+
+    def generation(name: str) -> int:
+        return next(index for index, cls in enumerate(classes) if name in vars(cls))
+
+    for attribute, operations in DESCRIBED_BY.items():
+        if getattr(ops, attribute) and attribute not in vars(ops):
+            newer = [name for name in operations if generation(name) < generation(attribute)]
+            assert not newer, f"{classes[generation(newer[0])].__name__} overrides {newer}, but not `{attribute}`"
 
 
 def test_oversized_cache_is_reported(ops: Ops, values: Values) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from fd_core.models.registry import load_model
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.onnx_graph.pack import OnnxOps, SessionForward
 from fd_core.testing.models.arrays import step_input
+from tests.models.loading.tiny_gguf import llama_tensors, write_gguf
 from tests.models.paged import PagedDriver
 from tests.models.test_draft_model_packs import engine, specs, texts
 from tests.models.tiny import CASES
@@ -57,6 +59,20 @@ def test_graph_equals_numpy_forward(tiny, case: str) -> None:
     assert isinstance(traced.forward, SessionForward)
     assert len(traced.forward._sessions) == 1
     assert not traced.forward._eager
+
+
+def test_packed_weights_and_tables_are_dequantized(tmp_path) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    tensors = llama_tensors()
+    packed = {name: (gguf.quants.quantize(each, kind), kind) for name, each in tensors.items() if each.ndim == 2}
+    path = write_gguf(tmp_path / "packed.gguf", tensors={**tensors, **packed})
+    assert {use.computed for use in loaded(path, NumpyOps()).weights} == {"Q8_0"}
+    assert {use.computed for use in loaded(path, OnnxOps()).weights} == {"float32"}
+    found, expected = driver(path, OnnxOps()), driver(path, NumpyOps())
+    for each in (found, expected):
+        each.step([(0, 7), (1, 3)])
+    logits = [np.stack(each.rows[0].logits) for each in (found, expected)]
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_exported_kv_is_usable_in_other_blocks(tiny) -> None:

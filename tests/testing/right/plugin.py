@@ -10,7 +10,7 @@ import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
-from fd_core.ops.contract import Ops
+from fd_core.ops.contract import DESCRIBED_BY, Ops
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 
@@ -40,6 +40,7 @@ class Float16Ops(NumpyOps):
     """Weights, activations and KV in float16; sums in float32."""
 
     dtype = "float16"
+    vars().update({name: getattr(NumpyOps, name) for name in DESCRIBED_BY})
     table_formats = frozenset()
     vars().update({name: _rounded(name) for name in _ROUNDED})
 
@@ -61,7 +62,9 @@ class Float16Ops(NumpyOps):
 class BlockedSumsOps(NumpyOps):
     """Sums blocks of 7 elements, from the last one, and a context in chunks of 5 tokens."""
 
-    latents = False
+    weight_formats, kv_dtypes = NumpyOps.weight_formats, NumpyOps.kv_dtypes
+    encodes = chunks = latents = False
+    sinks = True
 
     def linear(self, x, weight):
         y = np.zeros((len(x), len(weight.weight)), np.float32)

@@ -11,7 +11,7 @@ from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.errors import ConfigError
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
-from fd_core.ops.numpy.ops import NumpyKVCache
+from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
 from fd_core.runner.inputs.inputs import adapter_rows
@@ -525,6 +525,20 @@ class ExportsIntoARing:
         cache = super().allocate_kv(*given)
         cache.__class__ = _RingCache
         return cache
+
+
+class _OverridesTheLookup(NumpyOps):
+    def embedding(self, table, token_ids, scale=1.0, **named):
+        return super().embedding(table, token_ids, scale, **named)
+
+
+@wrong(
+    "reference",
+    "attention:test_pack_redefines_what_describes_its_operations",
+    make_ops=lambda self: _OverridesTheLookup(),
+)
+class InheritsTheFormatsOfTables:
+    """Accepts the packed tables that the pack it inherits from looks up, without a word about its own lookup."""
 
 
 @wrong("reference", "attention:test_cost_of_attention_does_not_grow_with_the_block_table")

@@ -8,6 +8,7 @@ from typing import Any
 
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullBackend
+from fd_core.ops.contract import DESCRIBED_BY
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 
@@ -76,7 +77,9 @@ def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_th
         def make_ops(self: Any) -> Any:
             ops = right.make_ops(self)
             # Only faults in 8-bit KV run its tests, which repeat many of the others.
-            body = {"framework": framework, "kv_dtypes": vars(methods).get("kv_dtypes", ())}
+            described = {name: getattr(ops, name) for name in DESCRIBED_BY} | {"kv_dtypes": ()}
+            body = {name: vars(methods).get(name, value) for name, value in described.items()}
+            body["framework"] = framework
             ops.__class__ = type(methods.__name__, (methods, type(ops)), body)
             return ops
 
