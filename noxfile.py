@@ -253,7 +253,7 @@ def conformance(session: nox.Session) -> None:
 def kit(session: nox.Session) -> None:
     """The conformance kit on every faulty backend, of which the default run has three, and each family in every way."""
     install_suite(session)
-    tests = ("tests/testing/test_wrong_backends.py", "tests/testing/test_model_families.py")
+    tests = tuple(f"tests/testing/test_{name}.py" for name in ("wrong_backends", "right_backends", "model_families"))
     session.run("pytest", *tests, *session.posargs, env={"FD_WRONG_BACKENDS": "1", "FD_TEST_EXAMPLES": "all"})
 
 

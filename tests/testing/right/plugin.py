@@ -32,7 +32,7 @@ def _rounded(name: str) -> Callable[..., Any]:
 class Float16KVCache(NumpyKVCache):
     def __init__(self, shape, num_blocks):
         super().__init__(shape, num_blocks)
-        if not shape.quantized:
+        if shape.dtype == "auto":
             self._data = self._data.astype(np.float16)
 
 
@@ -78,7 +78,9 @@ class BlockedSumsOps(NumpyOps):
             first, end = int(step.query_start[row]), int(step.query_start[row + 1])
             held = layer[:, step.block_tables[row, : -(-context // layer.shape[2])]]
             held = held.reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
-            k, v = dequantize_kv(held)
+            # Blocks before the window may be those of others, whose NaN no weight of 0 hides.
+            unseen = np.arange(context)[:, None, None] < heads.first_key(context - (end - first))
+            k, v = (np.where(unseen, np.float32(0), each) for each in dequantize_kv(held))
             output[first:end] = _online_attention(q[first:end], k, v, heads)
         return output
 
