@@ -6,21 +6,34 @@ import os
 import pytest
 
 from fd_core.launching.contract import LaunchError
+from fd_core.testing.axes.parts import take_held
 from fd_core.testing.launchers import LauncherSuite
-from tests.testing.wrong.launching import WRONG, TwoNodes
+from tests.testing.wrong.launching import WRONG, SpreadsNoGroup, TwoNodes
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 """Two devices for each of two nodes."""
 
 
-def test_intact_launcher_of_two_nodes_passes(capfd):
+class SpreadsNoGroupOfOneNode(SpreadsNoGroup):
+    """Its fault cannot show, as the other node has neither cores nor devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = {"a": self.parts["a"]}
+
+
+@pytest.mark.parametrize(("cls", "nodes"), [(TwoNodes, 2), (SpreadsNoGroupOfOneNode, 1)])
+def test_report_lists_what_processes_were_given(cls, nodes, capfd):
     suite = LauncherSuite()
-    suite.launcher_class, suite.devices = lambda: TwoNodes, FOUR
+    suite.launcher_class, suite.devices = lambda: cls, FOUR
     launcher = suite.new_launcher()
     try:
         getattr(suite, HISTORY)(launcher, capfd)
     finally:
         launcher.close()
+    reached = [values for part, values in take_held() if part == "launcher"]
+    assert {values["nodes of its group"] for values in reached if values["spread"]} == {nodes}
+    assert {values["nodes"] for values in reached} == {nodes}
 
 
 HISTORY = "test_processes_start_and_end_in_any_order"

@@ -135,7 +135,7 @@ class KitCase:
         """
         reason = self._failure(subject, self.values)
         if reason is None:
-            _HELD.append(self)
+            note_held(self.part.name, self.values)
             return
         case = self
         if self.part.name not in _REDUCED:
@@ -215,11 +215,16 @@ def _within(part: Part[Any], envelope: OperatingEnvelope) -> Part[Any]:
 
 
 _REDUCED: Final[set[str]] = set()
-_HELD: Final[list[KitCase]] = []
+_HELD: Final[list[tuple[str, dict[str, Value]]]] = []
 
 
-def take_held() -> list[KitCase]:
-    """Return the cases that passed in this process since the last call, with the values that were checked."""
+def note_held(part: str, values: Case) -> None:
+    """Add to what the report of the running test lists: values of a part at which a plugin held."""
+    _HELD.append((part, dict(values)))
+
+
+def take_held() -> list[tuple[str, dict[str, Value]]]:
+    """Return parts and values that were noted in this process since the last call."""
     found = list(_HELD)
     _HELD.clear()
     return found

@@ -334,12 +334,12 @@ def _reported_once(config: pytest.Config) -> Iterator[None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the text of the invariants that a failed test checks, and the cases that passed, to its report."""
+    """Add the invariants that a failed test checks, and the values at which a plugin held, to the report of a test."""
     report = yield
-    if case_of(item) is not None and call.when == "call":
+    if call.when == "call" and (_is_of_kit(item) or case_of(item) is not None):
         from fd_core.testing.axes.parts import take_held
 
-        report.user_properties += [(_HELD, (case.part.name, dict(case.values))) for case in take_held()]
+        report.user_properties += [(_HELD, each) for each in take_held()]
     rules = rules_of(item)
     if rules and call.when == "call" and report.failed:
         from fd_core.testing.kit.law import RULES
@@ -349,7 +349,7 @@ def pytest_runtest_makereport(
 
 
 def held_of(report: pytest.TestReport) -> list[tuple[str, dict[str, Any]]]:
-    """Return part and values of the cases that passed in a test."""
+    """Return parts and values at which a plugin held in a test."""
     return [value for name, value in report.user_properties if name == _HELD]
 
 

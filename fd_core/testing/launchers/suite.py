@@ -22,6 +22,8 @@ import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec, how_ended
 from fd_core.plugins import LAUNCHER, installed_plugins
+from fd_core.testing.axes.covering import Case
+from fd_core.testing.axes.parts import note_held
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.processes import python
@@ -142,6 +144,8 @@ class LauncherSuite:
 
         self.until(are_forwarded)
         assert _HIDDEN not in shown, "a secret is in the output"
+        for values in history.reached:
+            note_held("launcher", values)
 
     def test_processes_end_with_their_launcher(self) -> None:
         """Kill the process of a launcher."""
@@ -220,6 +224,8 @@ class _History:
         self._ended_before = 0
         """Processes that had ended at the last start."""
         self._codes: dict[_Started, int] = {}
+        self.reached: list[Case] = []
+        """Resources of each process, and the number of nodes of its group."""
 
     def run(self) -> None:
         """Make all moves with each launcher, in turns."""
@@ -314,6 +320,8 @@ class _History:
             self._packed.append(found in wanted)
             assert any(self._packed) or len(self._packed) < 3, "no group with spread=False is on few nodes"
         for spec, process in zip(specs, processes, strict=True):
+            own = {"cores": spec.cores, "devices": spec.devices, "spread": spread}
+            self.reached.append({"nodes": len(self._nodes), **own, "nodes of its group": found})
             announced = None if spec.command[2] == "exit" else self._suite.announced_by(process)
             self._started.append(_Started(launcher, spec, process, announced))
             if announced is not None:
