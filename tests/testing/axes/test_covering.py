@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
-from fd_core.testing.axes import covering, layers, parts, steps
+from fd_core.testing.axes import covering, latent, layers, parts, products, steps
 from fd_core.testing.axes.covering import Axis, case_text, covering_cases, parse_case, smallest, uncovered
 
 AXES = (
@@ -70,6 +70,18 @@ def test_cases_of_a_part_cover_all_pairs(part):
     cases, quick = parts.cases_of(part)
     assert uncovered(part.axes, [case.values for case in cases], part.allowed) == []
     assert quick < len(cases) / 3
+
+
+@pytest.mark.parametrize(
+    "part", [layers.LAYERS, latent.LATENT, products.LINEAR, products.HEAD], ids=lambda part: part.name
+)
+def test_case_without_what_a_plugin_lacks_can_exist(part):
+    """Each value that needs an ability may be all that a case has, such as an image its only tokens."""
+    for lacking in {axis.needs for axis in part.axes} - {None}:
+        for case in [case for case in parts.cases_of(part)[0] if part.allowed(case.values)]:
+            found = case.with_only(lambda axis, _: axis.needs != lacking)  # noqa: B023
+            assert part.allowed(found.values), (lacking, case.text, found.text)
+            assert all(found.values[axis.name] == axis.values[0] for axis in part.axes if axis.needs == lacking)
 
 
 def test_interacting_settings_of_an_engine_meet_in_threes():
