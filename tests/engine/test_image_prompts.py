@@ -220,6 +220,10 @@ def test_pair_transfers_images(model: Path, secrets: dict[str, str]) -> None:
 def test_every_pack_serves_the_texts_of_a_model_with_images(model: Path, pack: str) -> None:
     texts, expected = SPECS[4:5], {"r4": golden(model)["r4"]}
     settings = settings_of(**PACKS[pack], language_model_only=True)
+    if pack == "cpu+onnx" and model.name == Qwen35VlMoe.model_type:
+        with pytest.raises(ConfigError, match="does not compute recurrent layers"), engine_of(model, **settings):
+            pass
+        return
     if model.name == ErnieVl.model_type:  # random texts have tokens that its experts for images compute
         with engine_of(model, **settings_of(backend="reference", language_model_only=True)) as engine:
             expected = run(engine, texts).tokens

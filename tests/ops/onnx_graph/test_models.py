@@ -79,9 +79,9 @@ def test_exported_kv_is_usable_in_other_blocks(tiny) -> None:
     folder = tiny("gemma3").folder
     first, second = driver(folder, OnnxOps()), driver(folder, OnnxOps())
     first.step([(0, 11)])
-    used = first.tables[0, :3]
-    elsewhere = second.tables[2, [5, 1, 3]]
-    second.tables[0, :3] = elsewhere
+    used = first.tables[:, 0, :3].ravel()
+    elsewhere = second.tables[:, 2, [5, 1, 3]].ravel()
+    second.tables[:, 0, :3] = elsewhere.reshape(-1, 3)
     second.cache.import_blocks(elsewhere, first.cache.export_blocks(used))
     np.testing.assert_array_equal(second.cache.export_blocks(elsewhere), first.cache.export_blocks(used))
     second.rows[0].computed = 11
