@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
     install_suite(session)
+    session.install("-e", ".[onnx]")  # small, unlike Paddle
     if session.posargs:
         side_by_side(session, *session.posargs)
     else:
@@ -151,7 +153,7 @@ def constraints(session: nox.Session) -> None:
     """Resolve the default sessions with the newest releases that they accept, and write these for CI to install."""
     report = Path(session.create_tmp(), "resolved.json")
     options = ("--dry-run", "--ignore-installed", "--quiet", "--report", str(report))
-    wanted = ("-e", ".[cpu,test,dev]", *PLUGIN_TESTS, "-e", "plugins/gpu_cuda[kernels]")
+    wanted = ("-e", ".[cpu,test,dev,onnx]", *PLUGIN_TESTS, "-e", "plugins/gpu_cuda[kernels]")
     session.run("pip", "install", *options, *wanted, env={"PIP_CONSTRAINT": None})
     found = [each["metadata"] for each in json.loads(report.read_text())["install"]]
     # A local version, such as +cpu, names a build of torch.
@@ -194,21 +196,30 @@ def peft(session: nox.Session) -> None:
     session.run("pytest", "tests/models/test_peft.py", *session.posargs)
 
 
+def run_framework_tests(session: nox.Session, name: str, backend: str) -> None:
+    """Run every test that may use a framework, and the whole conformance kit on its backend."""
+    using = re.compile(rf"{name}|import .*\bPACKS\b|FamilySuite\)")
+    files = [path for path in Path("tests").rglob("test_*.py") if using.search(path.read_text())]
+    others = sorted(str(path) for path in files if Path("tests/ops") not in path.parents)
+    side_by_side(session, "tests/ops", *others, *session.posargs)
+    if not session.posargs:
+        session.run("fdcore", "conformance", backend, "-n", f"{WORKERS - 1}")
+
+
 @nox.session
 def paddle(session: nox.Session) -> None:
-    """The Paddle pack and the backends on it, with Paddle and the plugins of its vendors."""
+    """The Paddle pack and the backends on it, with Paddle and the plugins of its vendors, and the kit: ten minutes."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle]", "-e", "plugins/xpu[test]", "-e", "plugins/metax[test]")
-    tests = "tests/ops", "tests/models", "tests/backends", "tests/engine/test_layer_groups.py"
-    side_by_side(session, *tests, *session.posargs)
+    run_framework_tests(session, "paddle", "cpu+paddle")
 
 
 @nox.session
 def onnx(session: nox.Session) -> None:
-    """The onnx pack and its backend, with ONNX Runtime."""
+    """The onnx pack and its backend, with ONNX Runtime, and the kit: ten minutes. The default run has the tests."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,onnx]")
-    side_by_side(session, "tests/ops", "tests/engine/test_layer_groups.py", *session.posargs)
+    run_framework_tests(session, "onnx", "cpu+onnx")
 
 
 @nox.session
