@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,11 @@ from fd_core.models.registry import spec_of_config
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.layers import EDGES, LAYERS, check_layer
-from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.axes.parts import Part, cases_of
+from fd_core.testing.axes.steps import STEPS
 from fd_core.testing.kit import plugin
 from fd_core.testing.models.checkpoints import CASES, write_checkpoint
+from tests.testing.test_wrong_kernels import PARTS
 
 OF_OTHER_PARTS = {"max_drafts", "pipeline_depth", "vocab_size", "value_bytes"}
 
@@ -73,6 +76,13 @@ def test_cases_reach_the_edge_and_just_inside_and_nothing_beyond(limits: dict[st
     for name, limit in limits.items():
         assert max(tested[name]) == limit, name
         assert limit - EDGES[name].step in tested[name], name
+
+
+@pytest.mark.parametrize("part", [*PARTS.values(), STEPS], ids=lambda part: part.name)
+def test_every_part_has_cases_within_an_envelope(part: Part[Any]) -> None:
+    envelope = OperatingEnvelope(**dict.fromkeys(part.edges, 512))
+    cases = cases_of(part.within(envelope))[0]
+    assert cases and not any(envelope.exceeded(part.sizes(case.values)) for case in cases)
 
 
 def test_limits_hold_together_even_where_no_plain_value_is_left() -> None:

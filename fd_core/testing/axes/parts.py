@@ -208,7 +208,7 @@ def _within(part: Part[Any], envelope: OperatingEnvelope) -> Part[Any]:
         axes[edge.axis] = replace(axis, values=tuple(values))
 
     def allowed(case: Case) -> bool:
-        return not envelope.exceeded(part.sizes(case)) and part.allowed(case)
+        return part.allowed(case) and not envelope.exceeded(part.sizes(case))  # others may have no sizes
 
     plain = default_case(tuple(axes.values()))
     for axis in axes.values():
