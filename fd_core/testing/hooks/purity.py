@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+import rich.style  # noqa: F401 - its import draws from Python's generator, and frameworks import it when first used
 
 from fd_core.testing.kit.growth import limited_memory
 from fd_core.testing.kit.law import require
