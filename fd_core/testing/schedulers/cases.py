@@ -18,7 +18,7 @@ from fd_core.testing.axes.covering import Axis, Case, default_case, int_of
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.models.texts import POOLINGS
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
-from fd_core.testing.schedulers.scripts import whole_texts
+from fd_core.testing.schedulers.scripts import NULL_IDS, whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
 from fd_core.testing.schedulers.twins import reusing_ids, twins
 from fd_core.types import Image, Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
@@ -108,6 +108,12 @@ AXES: Final = (
     Axis("requests", (6, 1, 2, 20)),
     Axis("prompt", ("mixed", "one", "full", "below", "above", "longest", "unequal"), ("RequestSpec.prompt",)),
     Axis("shared", ("none", "prefix", "same")),
+    Axis(
+        "vocab",
+        (NULL_IDS,),
+        ("Limits.vocab_size",),
+        rare=({"vocab": 152_064, "k": 3}, {"vocab": 152_064, "caching": True, "shared": "prefix"}),
+    ),
     Axis(
         "images",
         ("none", "one", "several", "same", "undivided"),
@@ -209,7 +215,6 @@ AXES: Final = (
 budget that is too small for one besides decodes is made just large enough."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Limits.whole_prompts": "no token follows such a prompt; see `test_whole_prompts_are_not_divided`",
-    "Limits.vocab_size": "the null model has 257 tokens; no scheduler reads their number",
     "SchedulerSetup.limits": "its fields are axes",
     "RequestSpec.params": "its fields are axes",
 }
@@ -284,7 +289,7 @@ def specs_of(case: Case) -> list[RequestSpec]:
     if case["ends"] != "limit":
         most = [min(spec.params.max_tokens, 40) for spec in specs]
         plain = [_with(spec, max_tokens=count, min_tokens=0) for spec, count in zip(specs, most, strict=True)]
-        texts = whole_texts(plain, context)
+        texts = whole_texts(plain, context, int_of(case, "vocab"))
         specs = [_ending(str(case["ends"]), spec, texts[index], index) for index, spec in enumerate(specs)]
     if case["grammar"] != "none":
         specs[1::2] = [
@@ -297,7 +302,9 @@ def specs_of(case: Case) -> list[RequestSpec]:
         ]
     if case["delivered"]:
         count = int_of(case, "delivered")
-        for index, text in zip(range(0, len(specs), 3), whole_texts(specs[::3], context), strict=True):
+        for index, text in zip(
+            range(0, len(specs), 3), whole_texts(specs[::3], context, int_of(case, "vocab")), strict=True
+        ):
             if specs[index].pooling is None and specs[index].prefill_job is None:
                 specs[index] = msgspec.structs.replace(specs[index], delivered=tuple(text[:-1][:count]))
     return specs
@@ -312,7 +319,9 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
     name = {"long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
     rng = np.random.default_rng(0 if case["shared"] == "same" else 1 + index)
     common = length * 3 // 4 if case["shared"] == "prefix" else 0
-    prompt = np.concatenate([np.arange(common) % 250, rng.integers(0, 256, length - common)]).tolist()
+    prompt = np.concatenate(
+        [np.arange(common) % 250, rng.integers(0, int_of(case, "vocab") - 1, length - common)]
+    ).tolist()
     salt, adapter = _owner(str(case["owner"]), index)
     priority = {"same": 0, "falling": -index, "wide": (0, 127, 128, -129, 2**15, 2**31, -(2**31))[index % 7]}
     results: Any = case["results"]
@@ -441,6 +450,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         num_kv_blocks=groups.blocks(int_of(case, "context"), size) + int_of(case, "spare_blocks"),
         groups=groups,
         num_stages=int_of(case, "stages"),
+        vocab_size=int_of(case, "vocab"),
     )
 
 
@@ -535,7 +545,7 @@ def _end_operations(driver: Driver, case: Case) -> None:
 
 _SIZED: Final = (
     *("slots", "budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages", "groups"),
-    *("requests", "prompt", "shared", "output", "caching", "keep", "incident"),
+    *("requests", "prompt", "shared", "vocab", "output", "caching", "keep", "incident"),
 )
 _CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {
     "slots": (4, 2, 3, 16),

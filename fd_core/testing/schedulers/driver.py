@@ -32,7 +32,7 @@ from fd_core.testing.models.drafting import OracleDrafter
 from fd_core.testing.models.small import SMALL, small_limits
 from fd_core.testing.models.texts import Texts, greedy
 from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
-from fd_core.testing.schedulers.scripts import make_runner, runnable, whole_texts
+from fd_core.testing.schedulers.scripts import NULL_IDS, make_runner, runnable, whole_texts
 from fd_core.testing.schedulers.shown import PolicyAuditor
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
@@ -298,7 +298,9 @@ class Driver:
         self.audit()
         self._check_stats()
         requests = self.auditor.requests
-        texts = whole_texts([each.spec for each in requests.values()], self.limits.max_model_len)
+        texts = whole_texts(
+            [each.spec for each in requests.values()], self.limits.max_model_len, self.limits.vocab_size
+        )
         for (name, request), text in zip(requests.items(), texts, strict=True):
             right = text[len(request.spec.delivered) :]
             delivered, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
@@ -416,7 +418,7 @@ def drive(
     tokens. `paired` adds other workers. `depth` is the maximum number of steps in flight; `limits` are fields of
     `Limits`, `setup` other fields of `SchedulerSetup`.
     """
-    chosen = Limits(**{**SMALL, "vocab_size": 257, "max_drafts": k, "pipeline_depth": depth, **limits})
+    chosen = Limits(**{**SMALL, "vocab_size": NULL_IDS, "max_drafts": k, "pipeline_depth": depth, **limits})
     clock = StepClock()
     made = SchedulerSetup(
         limits=chosen,
@@ -432,7 +434,7 @@ def drive(
     drafter = None
     if k:
         drafted = (*specs, *known)
-        found = whole_texts(drafted, chosen.max_model_len)
+        found = whole_texts(drafted, chosen.max_model_len, chosen.vocab_size)
         texts = [[*spec.prompt, *text] for spec, text in zip(drafted, found, strict=True)]
         drafter = OracleDrafter(chosen.max_num_seqs, texts, wrong, seed=0)
     driver = Driver(target, made, drafter, clock)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -21,13 +22,15 @@ from fd_core.runner.runner import Runner
 from fd_core.testing.models.texts import greedy, plan_of
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
+NULL_IDS: Final = 257
+"""Vocabulary of the null model, unless a case has a larger one."""
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
 
 
 def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
     """Return a runner of the null model."""
     ops = NullBackend(EngineConfig(model="null", backend="null")).make_ops()
-    model = NullModel(max_positions=limits.max_model_len)
+    model = NullModel(limits.vocab_size, limits.max_model_len)
     return Runner(ops, model, limits, postprocess=NumpyPostprocess, drafter=drafter)
 
 
@@ -46,18 +49,20 @@ def whole_text(spec: RequestSpec, max_model_len: int | None = None) -> list[int]
     return whole_texts([spec], max_model_len)[0]
 
 
-def whole_texts(specs: Sequence[RequestSpec], max_model_len: int | None = None) -> list[list[int]]:
+def whole_texts(
+    specs: Sequence[RequestSpec], max_model_len: int | None = None, vocab_size: int = NULL_IDS
+) -> list[list[int]]:
     """Return the text of each request; those of unknown ones are computed together."""
     plain = [_plain(spec, max_model_len) for spec in specs]
-    keys = [msgspec.json.encode(spec) for spec in plain]
-    unknown = [spec for key, spec in dict(zip(keys, plain, strict=True)).items() if key not in _TEXTS]
+    keys = [(vocab_size, msgspec.json.encode(spec)) for spec in plain]
+    unknown = {key: spec for key, spec in zip(keys, plain, strict=True) if key not in _TEXTS}
     if unknown:
-        _, texts = _generated(unknown, 64)
-        _TEXTS.update(zip(map(msgspec.json.encode, unknown), texts, strict=True))
+        _, texts = _generated([*unknown.values()], 64, vocab_size)
+        _TEXTS.update(zip(unknown, texts, strict=True))
     return [[*_TEXTS[key]] for key in keys]
 
 
-_TEXTS: dict[bytes, list[int]] = {}
+_TEXTS: dict[tuple[int, bytes], list[int]] = {}
 
 
 def _plain(spec: RequestSpec, max_model_len: int | None) -> RequestSpec:
@@ -74,7 +79,9 @@ def kv_of(tokens: IntArray, block_size: int) -> npt.NDArray[np.float32]:
     return runner.cache.export_blocks(np.arange(-(-len(tokens) // block_size), dtype=np.int32))
 
 
-def _generated(specs: Sequence[RequestSpec], block_size: int) -> tuple[Runner, list[list[int]]]:
+def _generated(
+    specs: Sequence[RequestSpec], block_size: int, vocab_size: int = NULL_IDS
+) -> tuple[Runner, list[list[int]]]:
     """Generate a text in each slot: first all prompts, then one token of each text that did not end in a step."""
     lengths = [len(spec.prompt) + spec.params.max_tokens for spec in specs]
     counts = [-(-length // block_size) for length in lengths]
@@ -84,7 +91,7 @@ def _generated(specs: Sequence[RequestSpec], block_size: int) -> tuple[Runner, l
         max_model_len=max(lengths),
         block_size=block_size,
         num_kv_blocks=sum(counts),
-        vocab_size=257,
+        vocab_size=vocab_size,
     )
     runner, texts = make_runner(limits), [list[int]() for _ in specs]
     first = np.cumsum([0, *counts], dtype=np.int32)

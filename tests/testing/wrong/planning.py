@@ -223,6 +223,12 @@ class StoresBlocksInSixteenBits(Changed):
         instead(self._pool, "allocate", allocate)
 
 
+@breaks("1.4", "size:vocab=152064")
+class StoresPromptsInSixteenBits(Changed):
+    def add(self, spec):
+        return super().add(msgspec.structs.replace(spec, prompt=tuple(token % 2**16 for token in spec.prompt)))
+
+
 @breaks("3.2", "schedule:depth=8")
 class FencesFourSteps(Changed):
     """Frees blocks four steps before the last one that touches them."""
