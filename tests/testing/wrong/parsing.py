@@ -889,6 +889,15 @@ class LooksForAnOpeningOnly(QwenReasoning):
         return cls.begin in prompt_tail and cls.end not in prompt_tail
 
 
+@breaks("8.3", "reasoning:test_reasoning_of_an_earlier_turn_does_not_continue")
+class LooksForTheEndAtTheEnd(QwenReasoning):
+    """Reasoning that the prompt opened goes on unless the prompt ends with its end."""
+
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return cls.begin in prompt_tail and not prompt_tail.rstrip().endswith(cls.end)
+
+
 @breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[half-True-2]")
 class LooksForAnOpeningAtTheEnd(QwenReasoning):
     """A prompt whose reasoning has text, which the model continues, opens none."""

@@ -38,6 +38,21 @@ def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTar
 
 
 @pytest.mark.law("8.3")
+def test_reasoning_of_an_earlier_turn_does_not_continue(target: ParserTarget) -> None:
+    """Answer without reasoning after a turn that had some, of which the prompt has all or the end."""
+    later = "<|user|>Why?<|assistant|>"
+    for answer in target.answers():
+        for earlier in (answer.text, answer.text.partition(SHOWN.reasoning)[2]):
+            right, found = (
+                meaning_of(target.read(SHOWN.content, prompt=prompt)) for prompt in (later, earlier + later)
+            )
+            if right.reasoning:
+                lacks("its answers begin with reasoning")
+            what = f"after the prompt {earlier + later!r}, the answer {SHOWN.content!r}"
+            require(found == right, "8.3", f"{what} has the reasoning {found.reasoning!r}")
+
+
+@pytest.mark.law("8.3")
 @pytest.mark.parametrize("written", ["", "half"])
 @pytest.mark.parametrize("switched", [True, False])
 @pytest.mark.parametrize("turns", [1, 2])
