@@ -485,6 +485,14 @@ class TakesNoSessionForOne(RequestNum):
         return chosen
 
 
+class HashesTheBeginning(RouterPolicy):
+    """All prompts with one system prompt go to one worker."""
+
+    def choose(self, context):
+        found = zlib.crc32(context.tokens[:64].tobytes())
+        return sorted(context.candidates, key=lambda one: one.worker.url)[found % len(context.candidates)]
+
+
 class HashesTheFirstBlock(RouterPolicy):
     uses_prefix = True
 
@@ -526,11 +534,12 @@ def without_shrinking(monkeypatch):
         (KeepsSessionsUntilWorkersLeave, FORGETS, ()),
         (CountsPromptsUntilWorkersLeave, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
-        (ServesMixedOnly, SERVES, (True, True, 300)),
-        (NeverChoosesTheLast, SERVES, (False, True, 300)),
-        (ChoosesAmongTheFirstEight, SERVES, (False, True, 300)),
-        (TakesNoSessionForOne, SERVES, (False, False, 300)),
-        (HashesTheFirstBlock, SERVES, (False, True, 5)),
+        (ServesMixedOnly, SERVES, (True, True, 300, 0)),
+        (NeverChoosesTheLast, SERVES, (False, True, 300, 0)),
+        (ChoosesAmongTheFirstEight, SERVES, (False, True, 300, 0)),
+        (TakesNoSessionForOne, SERVES, (False, False, 300, 0)),
+        (HashesTheFirstBlock, SERVES, (False, True, 5, 0)),
+        (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
         (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
         (HashesUrls, OTHER, ()),
@@ -585,4 +594,4 @@ def test_router_errors_name_the_tested_policy(pair):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: OfAnotherKind
     with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):
-        getattr(suite, SERVES)(pair, session=True, tokens=300)
+        getattr(suite, SERVES)(pair, session=True, tokens=300, common=0)

@@ -323,9 +323,14 @@ class RouterPolicySuite:
     @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
     @pytest.mark.parametrize("session", [True, False], ids=["session", "none"])
-    @pytest.mark.parametrize("tokens", [300, 5])
-    def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool, session: bool, tokens: int) -> None:
-        """Requests may lack a session, and a full block of the prompt: none of them may all go to one worker."""
+    @pytest.mark.parametrize(("tokens", "common"), [(300, 0), (5, 0), (300, 5000)])
+    def test_the_router_serves_with_it_and_counts_to_zero(
+        self, pair: bool, session: bool, tokens: int, common: int
+    ) -> None:
+        """Requests may lack a session, and a full block of the prompt: none of them may all go to one worker.
+
+        Nor may many at once whose prompts have a beginning in common, such as a system prompt.
+        """
         name = self.policy_class().__name__  # `role` is part of error messages
         config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
         router = Router(config, lambda _: self.policy_class())
@@ -337,20 +342,27 @@ class RouterPolicySuite:
                 router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
         for number in range(_REQUESTS):
-            prompt = np.arange(number, number + tokens, dtype=np.int32)
+            prompt = np.concatenate([np.arange(common), np.arange(number, number + tokens)]).astype(np.int32)
             request = RouteRequest(prompt, session=f"session {number}" if session else None)
             answer = router.select(request, float(number), draw.random())
             assert isinstance(answer, Selection), answer
             running.append(answer)
-            if len(running) > 10:
+            if len(running) > (200 if common else 10):
                 _end(router, running.pop(draw.randrange(len(running))), float(number))
         for selection in running:
             _end(router, selection, float(_REQUESTS))
         state = router.snapshot()
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
         assert sum(one.tally.selected for one in state.workers) == _REQUESTS * len(roles)
-        idle = [one.worker.url for one in state.workers if not one.tally.selected]
         what = f"{_REQUESTS} different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
+        if common:
+            busiest = max(state.workers, key=lambda one: one.tally.selected)
+            assert busiest.tally.selected <= _REQUESTS // 4, (
+                f"{busiest.worker.url}, one of {_WORKERS} workers, served {busiest.tally.selected} of {what}, after "
+                f"{common:,} tokens that all have in common"
+            )
+            return
+        idle = [one.worker.url for one in state.workers if not one.tally.selected]
         assert not idle, f"of {len(state.workers)} workers, {len(idle)}, such as {idle[0]}, served none of {what}"
 
 
