@@ -108,6 +108,20 @@ class AddsWhileWorkersStart(LoadPolicy):
         return super().propose(load, now)
 
 
+class DoublesEachMinute(LoadPolicy):
+    """Waits for a minute after it has added workers, which suffices for those that start sooner."""
+
+    added = -60.0
+
+    def propose(self, load, now):
+        if not load.ready or self._pressure(load, load.ready) <= 1:
+            return super().propose(load, now)
+        if now - self.added < 60:
+            return load.target
+        self.added = now
+        return 2 * load.target
+
+
 class ChoosesFromATable(LoadPolicy):
     def propose(self, load, now):
         found = super().propose(load, now)
@@ -309,21 +323,22 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (Proposes, "test_an_unknown_option_is_named", ()),
         (Flaps, SETTLES, (40, "slots")),
         (DividesTheMean, SETTLES, (10, "kv")),
-        (NeverAdds, FOLLOWS, (40, "mixed")),
-        (NeverRemoves, FOLLOWS, (40, "mixed")),
-        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed")),
-        (ChoosesFromATable, FOLLOWS, (5000, "mixed")),
-        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed")),
+        (NeverAdds, FOLLOWS, (40, "mixed", 20.0)),
+        (NeverRemoves, FOLLOWS, (40, "mixed", 20.0)),
+        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed", 20.0)),
+        (ChoosesFromATable, FOLLOWS, (5000, "mixed", 20.0)),
+        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed", 20.0)),
         (KeepsAllLoads, "test_it_forgets_loads", ()),
         (CachesPressures, "test_it_forgets_loads", ()),
         (LogsItsNumbers, "test_it_forgets_loads", ()),
         (ReadsItsFile, "test_it_forgets_loads", ()),
-        (AddsOnce, FOLLOWS, (40, "mixed")),
-        (WindsUp, FOLLOWS, (40, "mixed")),
-        (CountsTheGap, FOLLOWS, (40, "mixed")),
-        (ScalesOneRole, FOLLOWS, (40, "decode")),
-        (RoundsDown, FOLLOWS, (19, "mixed")),
-        (KeepsTheLastLatency, FOLLOWS, (40, "mixed")),
+        (AddsOnce, FOLLOWS, (40, "mixed", 20.0)),
+        (WindsUp, FOLLOWS, (40, "mixed", 20.0)),
+        (CountsTheGap, FOLLOWS, (40, "mixed", 20.0)),
+        (ScalesOneRole, FOLLOWS, (40, "decode", 20.0)),
+        (DoublesEachMinute, FOLLOWS, (40, "prefill", 300.0)),
+        (RoundsDown, FOLLOWS, (19, "mixed", 20.0)),
+        (KeepsTheLastLatency, FOLLOWS, (40, "mixed", 20.0)),
         (TakesNoWorkerForNoLoad, STAYS, (0,)),
         (TakesALossForAnOrder, STAYS, (6,)),
         (TakesFewRunningForLittleLoad, STAYS, (1,)),
