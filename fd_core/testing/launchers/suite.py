@@ -25,6 +25,7 @@ from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import note_held
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.launched import CHILD_SECONDS, LONG_LINE
 from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed
@@ -90,9 +91,13 @@ class LauncherSuite:
     def test_output_is_forwarded_and_its_end_is_in_the_reason(
         self, launching: Launcher, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Print more than fits into a pipe."""
+        """Print more than fits into a pipe, also in one line."""
         (process,) = launching.start([self.spec("one", "fail", "first", "the disk is full")])
-        assert process.wait(self.patience) == process.exit_code() == 7
+        code = process.wait(self.patience)
+        assert code is not None, (
+            f"a process that prints a line of {LONG_LINE:,} characters does not end; read all of its output"
+        )
+        assert code == process.exit_code() == 7
         assert "ended with exit code 7" in process.reason() and "the disk is full" in process.reason()
         shown = ""
 
@@ -102,6 +107,14 @@ class LauncherSuite:
             return "one | first" in shown and "one | the disk is full" in shown
 
         self.until(is_forwarded)
+
+    def test_the_reason_does_not_wait_for_children_of_the_process(self, launching: Launcher) -> None:
+        (process,) = launching.start([self.spec("one", "leave", "the disk is full")])
+        assert process.wait(self.patience) == 7
+        began = time.monotonic()
+        assert "the disk is full" in process.reason()
+        seconds = time.monotonic() - began
+        assert seconds < CHILD_SECONDS / 2, f"`reason` took {seconds:.0f} s: a child of the process has its output open"
 
     def test_start_waits_for_no_announcement(self, launching: Launcher, tmp_path: Path) -> None:
         """Start a process that announces itself later: the ranks of a model wait for the one that starts them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -85,6 +86,25 @@ class ReadsTheOutputAtTheEnd(OwnedProcess):
     def _forward(self):
         self._process.wait()
         super()._forward()
+
+
+@found_by("test_the_reason_does_not_wait_for_children_of_the_process")
+class WaitsForTheEndOfTheOutput(OwnedProcess):
+    def reason(self):
+        if self.exit_code() is not None:
+            self._reader.join()
+        return super().reason()
+
+
+@found_by(OUTPUT)
+class ReadsShortLines(OwnedProcess):
+    """The reader ends at a line that exceeds its buffer, as of asyncio."""
+
+    def _forward(self):
+        while len(raw := self._process.stdout.readline(1 << 16)) < 1 << 16:
+            self._lines.append(line := raw.decode(errors="replace").rstrip("\n"))
+            print(f"{self.name} | {line}", file=sys.stderr, flush=True)
+        self._process.wait()
 
 
 class _FirstLines(list):
