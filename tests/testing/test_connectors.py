@@ -89,6 +89,11 @@ BROKEN = {
         "i.take = lambda *p: (setattr(self, 'failed', 1), whole.take(*p), setattr(self, 'failed', 0))[1]",
         "nothing_is_held",
     ),
+    "has another port for each lease": (
+        TCP,
+        "self.port = getattr(self, 'port', 50_000) + 1; 1 / (self.port < 65_536)",
+        "beyond_sixteen_bits",
+    ),
     "deletes each value with a whole timeout": (
         DISK,
         "self.delete = lambda keys: [ignored(Whole.delete, self, [key]) for key in keys]",

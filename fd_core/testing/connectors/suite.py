@@ -60,6 +60,9 @@ _WARM = pytest.StashKey[set[str]]()
 
 OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 
+_LEASES = 66_000
+_SECONDS = 2.0
+"""CPU time after which a slow connector has served enough leases; waiting, it has ten times as long."""
 _SILENCE = 0.1
 """Timeout in seconds of calls while the store is silent."""
 VALUE_BYTES = 720 * 1024 + 80
@@ -281,6 +284,27 @@ class ConnectorSuite:
                 late.put(index, [bytes(VALUE_BYTES)])
         for index, each in zip(PIECES, there, strict=False):
             assert bytes(inbox.take(index, *each)) == value_of(index, VALUE_BYTES)
+
+    @pytest.mark.law("6.1")
+    def test_leases_beyond_sixteen_bits_are_served(self, recipe: Recipe) -> None:
+        """Open and close more than 2^16 leases, as many as there is time for, while the first one stays open."""
+        decode, prefill = recipe.make(), recipe.make()
+        inbox, outbox = _opened(decode, prefill, value_bytes=100)
+        first, began, start = put(outbox, 3, value_of(3, 100)), time.thread_time(), time.monotonic()
+        for number in range(1, _LEASES):
+            try:
+                for end in reversed(_opened(decode, prefill, lease=f"{number:032x}", value_bytes=100)):
+                    end.close()
+            except ConnectorError as error:
+                raise AssertionError(
+                    f"after {number:,} leases, of which one is open, no other can be: {error}"
+                ) from error
+            if time.thread_time() - began > _SECONDS or time.monotonic() - start > 10 * _SECONDS:
+                break
+        found = inbox.take(3, *first)
+        values.assert_value(f"piece 3 of a lease that was open while {number:,} others were", found, value_of(3, 100))
+        for each in (outbox, inbox, prefill, decode):
+            each.close()
 
     @pytest.mark.law("6.1")
     def test_nothing_is_held_of_leases_that_are_over(self, recipe: Recipe) -> None:
