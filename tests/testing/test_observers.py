@@ -1,5 +1,6 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
+import json
 import struct
 import subprocess
 import threading
@@ -291,6 +292,18 @@ class CountsInSixteenBits(Counts):
             self.counts += np.array([len(request.token_ids), request.drafts_accepted], np.int16)
 
 
+class RewritesItsLog(Counts):
+    """Encodes the last steps anew in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = deque(maxlen=1000)
+
+    def observe(self, step):
+        self.steps.append(step)
+        self.log = [json.dumps(msgspec.to_builtins(each)) for each in self.steps]
+
+
 class CountsShortNames(Counts):
     """Counts one request for each beginning of a name."""
 
@@ -327,6 +340,7 @@ class CountsShortNames(Counts):
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
         (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),
         (RegistersItself, "test_closing_releases_threads_and_files"),
+        (RewritesItsLog, "test_a_step_of_many_requests_takes_little_time"),
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],
 )

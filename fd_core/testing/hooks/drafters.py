@@ -33,6 +33,10 @@ from fd_core.testing.schedulers.scripts import whole_text
 _SHORT: Final = 1024
 _LONG: Final = 1 << 16
 """Lengths of texts between which the time of a step may grow by `_SLACK`."""
+_ROWS: Final = 64
+_LENGTH: Final = 2048
+_STEP_SECONDS: Final = 0.02
+"""CPU time of a step of so many rows with texts of so many tokens: a fast device decodes them in that time."""
 _MANY_SLOTS: Final = 128
 _MANY_IDS: Final = 33_000
 _SLACK: Final = 3.0
@@ -198,6 +202,24 @@ class DrafterSuite:
                 return
         times = f"a step takes {step:.0f}, an admission {admission:.0f} times as long as after {_SHORT:,}"
         broken("8", f"after {_LONG:,} tokens {times}")
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("8")
+    def test_drafts_of_a_full_batch_take_little_time(self) -> None:
+        """Extend texts in which hardly anything occurs twice, and draft for each: every request waits for all of it."""
+        drafter = self.subject().new(_ROWS, 4, max_model_len=_LENGTH + 64)
+        texts = np.random.default_rng(1).integers(0, 257, (_ROWS, _LENGTH + 8)).astype(np.int32)
+        slots, times = np.arange(_ROWS, dtype=np.int32), list[float]()
+        for slot in slots.tolist():
+            drafter.admit(slot, texts[slot, :_LENGTH])
+        for number in range(8):
+            began = time.thread_time()
+            drafter.extend(slots, texts[:, _LENGTH + number, None].copy(), np.ones(_ROWS, np.int32))
+            drafter.propose(slots, 4)
+            times.append(time.thread_time() - began)
+        what = f"a step of {_ROWS} rows with {_LENGTH:,} tokens takes {1000 * min(times):.0f} ms of the processor"
+        require(min(times) < _STEP_SECONDS, "8", f"{what}, expected less than {1000 * _STEP_SECONDS:.0f}")
 
     @pytest.mark.law("1.1", "1.9", "4")
     @pytest.mark.parametrize("depth", [1, 2])

@@ -25,6 +25,9 @@ from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lac
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
+_FULL: Final = "steps=100,requests=64"
+_STEP_SECONDS: Final = 0.005
+"""Time of such a step, at its best."""
 _RECORDED: Final = 299
 """Steps that fill no buffer of a usual size exactly."""
 _MOST_BYTES: Final = 1 << 24
@@ -100,6 +103,19 @@ class ObserverSuite:
 
         require_bounded(use, _ROUND, "steps", "8", may_wait=True)
         observer.close()
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("8")
+    def test_a_step_of_many_requests_takes_little_time(self) -> None:
+        """Measure it after hundreds of others, of which an observer may keep the last ones."""
+        observer = self.new_observer()
+        *_, seconds = (_seconds(observer, _FULL) for _ in range(3))
+        observer.close()
+        assert seconds < _STEP_SECONDS, (
+            f"a step of 64 requests takes {1000 * seconds:.1f} ms, expected less than {1000 * _STEP_SECONDS:.0f}: an "
+            "engine makes hundreds of steps a second, and drops those for which the observer is too slow"
+        )
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
