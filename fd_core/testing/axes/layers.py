@@ -63,7 +63,12 @@ AXES: Final = (
             {"kv_heads": 32, "group": 1, "kv_dtype": "int8", "decodes": 33},
         ),
     ),
-    Axis("group", (4, 1, 2, 3, 5, 6, 7, 8, 12, 16), ("Heads.num_heads",)),
+    Axis(
+        "group",
+        (4, 1, 2, 3, 5, 6, 7, 8, 12, 16),
+        ("Heads.num_heads",),
+        rare=({"group": 71, "kv_heads": 1, "chunk": 17}, {"group": 48, "kv_heads": 1, "decodes": 33}),
+    ),
     Axis(
         "head_dim",
         (16, 8, 10, 24, 32, 64, 80, 96, 128, 192, 256),

@@ -82,7 +82,10 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
         require(dtype)
     config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
     try:
-        assert target.cls(config).make_ops().dtype == dtype
+        found = target.cls(config).make_ops().dtype
+        assert found == dtype, (
+            f"with --dtype {dtype} it computes in {found}; refuse what it lacks, see `requested_dtype`"
+        )
     except ConfigError as refused:
         assert (dtype, refused.field) == ("float16", "--dtype"), refused
 

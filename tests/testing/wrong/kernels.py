@@ -54,6 +54,18 @@ class RoundsGroupsToPowersOfTwo(NumpyOps):
         return super().paged_attention(q, picked, replace(heads, num_kv_heads=heads.num_heads), step)
 
 
+@shown_by("layer", group=71, kv_heads=1)
+class HasATileOfSixteenHeads(NumpyOps):
+    """The query heads of a KV head after the first 16 repeat the last of them, in layers that are not latent."""
+
+    def paged_attention(self, q, layer, heads, step):
+        found = super().paged_attention(q, layer, heads, step)
+        if not heads.latent:
+            groups = found.reshape(len(q), heads.num_kv_heads, -1, heads.head_dim)
+            groups[:, :, 16:] = groups[:, :, 15:16]
+        return found
+
+
 @shown_by("layer", head_dim=192)
 class KnowsHeadsOfOneOrTwoTiles(NumpyOps):
     """Heads wider than a tile of 128, but narrower than two, are summed up over one."""
