@@ -67,14 +67,10 @@ def test_gguf_file_under_the_name_of_another_family_is_the_same_model(name):
         compare_gguf(target, arch, installed_families().gguf[arch][2], {**given, **fixed})
 
 
-PERMUTED = {"llama", "granite", "granitehybrid", "granitemoe", "nemotron_h", "nemotron_h_moe", "smollm3"}
-
-
 def test_gguf_values_are_changed_as_by_the_converter():
     """The kit believes a family whose values `transformers` cannot read."""
-    stored = {arch: each[2] for arch, each in installed_families().gguf.items()}
-    assert {arch for arch, each in stored.items() if each.permuted} == PERMUTED
-    offsets = {arch: each.norm_offset for arch, each in stored.items() if each.norm_offset}
+    stored = {arch: each[2].norm_offset for arch, each in installed_families().gguf.items()}
+    offsets = {arch: offset for arch, offset in stored.items() if offset}
     assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"), 1.0)
 
 

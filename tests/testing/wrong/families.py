@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.granite import Granite
 from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
@@ -151,6 +152,13 @@ class SwapsNormsOfGguf(Gemma3):
 @found_by(GGUF, "transformers reads other values of blk.0.attn_[qk].weight in llama")
 class ForgetsPermutationOfGguf(Llama):
     gguf = {"llama": Gguf(config=Llama.gguf["llama"].config)}  # noqa: RUF012
+
+
+@found_by("test_gguf_files_have_the_rows_of_the_converter", "its converter permutes the rows of q and k")
+class ForgetsPermutationOfGranite(Granite):
+    """Garbage from every file, which only the family itself converts back: `transformers` does not read them."""
+
+    gguf = {"granite": replace(Granite.gguf["granite"], permuted=False)}  # noqa: RUF012
 
 
 @found_by(GGUF, "the GGUF file describes another model: .*router.* is 8, expected 6")

@@ -432,6 +432,22 @@ class FamilySuite:
         driver.generate(_GENERATED, 5)
         _compare(target, driver, expected)
 
+    def test_gguf_files_have_the_rows_of_the_converter(self, target: FamilyTarget) -> None:
+        """The reader of `transformers` shows the order of q and k for few architectures."""
+        _require_code(target)
+        if not target.family.gguf:
+            lacks("it has no GGUF files")
+        from fd_core.testing.models.families.gguf_files import is_permuted
+
+        models = [target.describe(target.filled(given)) for given in target.family.cases.values()]
+        for arch, stored in target.family.gguf.items():
+            found = {is_permuted(arch, [each.rope for each in model.attention]) for model in models} - {None}
+            wanted = True in found
+            assert not found or stored.permuted in found, (
+                f"llama.cpp rotates {'adjacent elements' if wanted else 'as the reference does'} in {arch}, so its "
+                f"converter {'permutes' if wanted else 'keeps'} the rows of q and k: set permuted={wanted}"
+            )
+
     def test_gguf_file_is_the_same_model(self, target: FamilyTarget, case: str) -> None:
         """Convert the model, and compare names, values and config with the original.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import gguf
 import numpy as np
 
+from fd_core.models.families.spec import RopeSpec
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.gguf_family import Gguf
 from fd_core.testing.models.arrays import Floats
@@ -72,6 +73,12 @@ _RECURRENT: Final = {
 }
 """Fields that files of models with recurrent layers hold as lists, sizes or tensors."""
 _SUFFIXES: Final = (".weight", ".bias")
+_ROTATES_ADJACENT: Final = {
+    *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "command-r", "deci", "deepseek"),
+    *("deepseek2", "ernie4_5", "ernie4_5-moe", "granite", "granitehybrid", "granitemoe", "internlm2", "llada", "llama"),
+    *("llama-embed", "llama4", "maincoder", "minicpm", "mistral3", "neo-bert", "olmo", "plm", "smollm3", "xverse"),
+}
+"""Architectures of which llama.cpp rotates adjacent elements, by `llama_model_rope_type`."""
 
 
 class NamelessTensor(AssertionError):
@@ -111,6 +118,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+def is_permuted(arch: str, ropes: Iterable[RopeSpec]) -> bool | None:
+    """Return True if the converter permutes q and k of a model that rotates with `ropes`; None if any way is right."""
+    turning = [rope for rope in ropes if any(rope.inverse_frequencies)]
+    return arch in _ROTATES_ADJACENT and not any(rope.interleaved for rope in turning) if turning else None
 
 
 def written_fields(arch: str) -> set[str]:
