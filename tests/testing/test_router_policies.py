@@ -493,6 +493,13 @@ class HashesTheBeginning(RouterPolicy):
         return sorted(context.candidates, key=lambda one: one.worker.url)[found % len(context.candidates)]
 
 
+class WritesThePrompt(RouterPolicy):
+    """Names a prompt by its tokens as text."""
+
+    def choose(self, context):
+        return context.candidates[zlib.crc32(",".join(map(str, context.tokens)).encode()) % len(context.candidates)]
+
+
 class HashesTheFirstBlock(RouterPolicy):
     uses_prefix = True
 
@@ -558,6 +565,7 @@ def without_shrinking(monkeypatch):
         (UsesTimeInDays, "now=2147483647.0", ()),
         (ServesMixedOnly, "role=decode", ()),
         (ComparesAllPairs, WORKERS, ()),
+        (WritesThePrompt, "test_a_choice_for_a_long_prompt_takes_little_time", ()),
         (SearchesPastSessions, PAST, ()),
         (SearchesPastPrompts, PAST, ()),
         (ForgetsAllSessions, "session=s,swept=before each call", ()),

@@ -44,6 +44,9 @@ _WORKERS: Final = 17
 """Workers of a role that are in use together."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
+_TOKENS: Final = 100_000
+_CHOICE_SECONDS: Final = 0.005
+"""Time of a choice for a prompt of so many tokens, in which every other request waits."""
 _CONSTANT: Final = 40
 """Maximum number of results, independent of the number of requests."""
 _LONG: Final = 1e6
@@ -249,6 +252,25 @@ class RouterPolicySuite:
     def test_the_time_of_a_choice_is_at_most_linear_in_workers(self) -> None:
         few, many = (self._seconds(self.new_policy(), workers=workers) for workers in (64, 1024))
         assert many < 50 * few, f"a choice among 1,024 workers takes {many / few:.0f} times as long as among 64"
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("7.2")
+    def test_a_choice_for_a_long_prompt_takes_little_time(self) -> None:
+        policy, times = self.new_policy(), list[float]()
+        there = [(_worker(at, at), WorkerLoad(at % 5, at % 2, at % 7), at % 3) for at in range(64)]
+        keys = tuple(map(str.encode, map(str, range(_TOKENS // policy.config.cache_block_size * policy.uses_prefix))))
+        for number in range(9):
+            context = replace_fields(
+                self.shown(there, number / 9, f"long {number}"),
+                tokens=np.arange(number, number + _TOKENS, dtype=np.int32),
+                keys=keys,
+            )
+            start = time.perf_counter()
+            policy.choose(context)
+            times.append(time.perf_counter() - start)
+        took = f"a choice for a prompt of {_TOKENS:,} tokens takes {1000 * min(times):.1f} ms"
+        assert min(times) < _CHOICE_SECONDS, f"{took} of the router's event loop, expected less than 5"
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

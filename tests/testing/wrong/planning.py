@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -227,6 +228,15 @@ class StoresBlocksInSixteenBits(Changed):
 class StoresPromptsInSixteenBits(Changed):
     def add(self, spec):
         return super().add(msgspec.structs.replace(spec, prompt=tuple(token % 2**16 for token in spec.prompt)))
+
+
+@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time")
+class CopiesItsRequests(Changed):
+    """A copy of all that runs in each plan, to return to it after an error."""
+
+    def plan(self):
+        self.copies = [copy.deepcopy(each.spec) for each in self._slots.requests if each is not None for _ in range(9)]
+        return super().plan()
 
 
 @breaks("3.2", "schedule:depth=8")

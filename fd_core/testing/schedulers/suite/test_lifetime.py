@@ -31,6 +31,8 @@ _BUDGET: Final = 32_768
 _PLANS: Final = 5000
 """Plans through which a request may wait."""
 _FEW, _MANY = 64, 2048
+_STEP_MS = 5
+"""Milliseconds in which a scheduler has to plan and commit a step of few requests; the core takes 0.1."""
 _CROWD = 20_000
 """Numbers of waiting requests whose costs are compared."""
 
@@ -262,6 +264,21 @@ def test_time_of_a_step_does_not_grow_with_waiting_requests(target: SchedulerTar
     few, many = (1000 * each for each in times)
     what = f"a step takes {few:.2f} ms with {_FEW} waiting requests, and {many:.2f} ms with {_CROWD:,}"
     require(many <= 3 * few + 1.0, "2.6", what)
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+@pytest.mark.law("2.6")
+def test_a_step_of_a_full_batch_takes_little_time(target: SchedulerTarget) -> None:
+    """Decode in all of 64 slots: the device may wait for the plan."""
+    run = _run(target, max_num_seqs=_FEW, max_num_batched_tokens=8 * _FEW, max_model_len=400, num_kv_blocks=100 * _FEW)
+    for number in range(_FEW):
+        run.scheduler.add(greedy(f"runs {number}", (250, number), 300))
+    for _ in range(5):
+        run.step()
+    took = 1000 * min(cpu_seconds(run.step) for _ in range(9))
+    what = f"a step of {_FEW} requests takes {took:.1f} ms of the processor, expected less than {_STEP_MS}"
+    require(took < _STEP_MS, "2.6", what)
 
 
 def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec]) -> dict[str, int]:
