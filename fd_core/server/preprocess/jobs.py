@@ -39,7 +39,6 @@ from fd_core.types.checks import check_ids, check_structure
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _PLAIN_TURNS: Final = 64
 """Most messages of a conversation that is rendered on the event loop."""
-_TAIL_TOKENS: Final = 64
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ANY_TEXT = ConstraintOutcome()
 _ALIASES: Final = {
@@ -169,7 +168,7 @@ def constrained(
         parser = None  # its grammar begins with the reasoning
     held = []
     for prompt, given in zip(prompts, params, strict=True):
-        tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
+        tail = "" if reading is None else reading.prompt_tail(state.tokenizer, prompt)
         held.append(msgspec.structs.replace(given, reasoning=_reasoning(state, parser, tail, budget=budget)))
     return held
 

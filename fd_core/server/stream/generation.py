@@ -39,8 +39,6 @@ from fd_core.types import (
     choice_seed,
 )
 
-_TAIL_TOKENS: Final = 64
-"""Tokens at the end of a prompt that may open or close reasoning."""
 _CALL_EVENTS: Final = (CallBegun, ArgumentsDelta, CallEnded)
 
 
@@ -72,7 +70,7 @@ class AnswerReader:
 
     def __init__(self, reading: AnswerReading, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._reading = reading
-        self._parser = reading.parser(tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False))
+        self._parser = reading.parser(reading.prompt_tail(tokenizer, prompt))
         self.called = False
         self.reasoning_tokens = 0
 

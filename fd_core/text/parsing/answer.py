@@ -8,6 +8,10 @@ from typing import Final, NamedTuple
 
 from fd_core.text.parsing.contract import OutputParser, ReasoningParser, ToolParser, ToolSchemas
 from fd_core.text.parsing.events import Content, Event
+from fd_core.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS: Final = 64
+"""Tokens of a prompt in which reasoning is looked for: a template may write some text after its marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,16 @@ class AnswerReading:
     def markers(self) -> tuple[str, ...]:
         """Control tokens that the parsers need in the text."""
         return tuple(marker for each in (self.reasoning, self.tools) if each is not None for marker in each.markers)
+
+    def prompt_tail(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+        """Return the text of the end of a prompt: what follows the last control token that is no marker.
+
+        Before it are other turns, such as the question what `<think>` means.
+        """
+        tail = prompt[-_TAIL_TOKENS:]
+        others = tokenizer.special_ids - {tokenizer.control_tokens.get(marker) for marker in self.markers}
+        begin = max((at for at, token in enumerate(tail, 1) if token in others), default=0)
+        return tokenizer.decode(tail[begin:], skip_special=False)
 
     def parser(self, prompt_tail: str) -> AnswerParser:
         """Return the parser of one answer to a prompt that ends with `prompt_tail`."""
