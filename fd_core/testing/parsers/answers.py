@@ -88,7 +88,7 @@ CALL_AXES: Final = (
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
     Axis("name", ("weather", *_NAMES), ("CallForm.begin",)),
-    Axis("key", ("city", *_NAMES), ("TaggedArguments.before_key",)),
+    Axis("key", ("city", *_NAMES, "größe 城市"), ("TaggedArguments.before_key",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",

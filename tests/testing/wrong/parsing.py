@@ -644,6 +644,15 @@ class CountsCallsOfTruncatedAnswers(HermesTools):
         self.left[0] = 0
 
 
+@breaks("8.[134]", "calls:key=größe 城市")
+class KnowsAsciiKeys(QwenCoderTools):
+    """Loses arguments whose names have other letters, as those of tools in other languages."""
+
+    def key(self):
+        key = yield from super().key()
+        return key if key is not None and re.fullmatch(r"[\w.-]+", key, re.ASCII) else None
+
+
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
 class TracesEachPiece(HermesTools):
     """As much for each piece, whatever came before, but a millisecond of the server's event loop."""
