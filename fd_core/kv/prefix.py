@@ -52,6 +52,8 @@ class PrefixHasher:
         """Append keys to `chain` until it covers every full block among the first `upto` of `tokens`."""
         done, size = len(chain), self.block_size
         # One copy of the tokens instead of an array per block: a router hashes every prompt on its event loop.
+        if upto < (done + 1) * size:
+            return
         data = np.ascontiguousarray(tokens[done * size : upto // size * size], _TOKEN).tobytes()
         parent, begun = chain[-1] if chain else root, self._keyed.copy
         for begin in range(0, len(data), 4 * size):

@@ -24,7 +24,7 @@ from fd_core.router.prefix_index import (
     block_hasher,
     block_keys,
 )
-from fd_core.router.selection import Mode, NoWorker, Numbers, RouteRequest, WorkerIndices, WorkerLoads
+from fd_core.router.selection import IDLE, Mode, NoWorker, Numbers, RouteRequest, WorkerIndices, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode"), "alone": ("decode",)}
@@ -130,10 +130,12 @@ class Placer:
         keys: tuple[bytes, ...] = ()
         members: list[Member] = []
         hits, missing = 0, (length := request.length)
+        # Prompts of an adapter match those of the same adapter only.
+        adapter = request.model if request.model in self._adapters else None
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             if self.policies[role].uses_prefix and not keys:
-                keys = block_keys(self.hasher, request.tokens, request.salt, adapter=self._adapter(request))
-            member, chosen = self._choose(role, pools[role], request, keys=keys, now=now, random=number)
+                keys = block_keys(self.hasher, request.tokens, request.salt, adapter=adapter or "")
+            member, chosen = self._choose(role, pools[role], request, adapter, keys=keys, now=now, random=number)
             if not members:  # the worker that computes the prompt
                 hits = chosen.hits
                 left = length - chosen.expected_hits * self.config.cache_block_size
@@ -204,14 +206,22 @@ class Placer:
         return requests / sum(len(pools[role]) for role in roles)
 
     def _choose(
-        self, role: Role, pool: WorkerPool, request: RouteRequest, keys: tuple[bytes, ...], now: float, random: float
+        self,
+        role: Role,
+        pool: WorkerPool,
+        request: RouteRequest,
+        adapter: str | None,
+        *,
+        keys: tuple[bytes, ...],
+        now: float,
+        random: float,
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
         seen = keys if policy.uses_prefix else ()
         holding = computing = None
-        if policy.uses_prefix:
-            holding, computing = self._held(request, keys, now), self.in_flight.match(keys)
-        make = _few if len(pool) <= FEW else _many
+        if seen:
+            holding, computing = self._held(request, adapter, keys, now), self.in_flight.match(keys)
+        make = _few if len(pool.members) <= FEW else _many
         candidates = make(pool, self.loads, holding, computing)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
@@ -220,27 +230,26 @@ class Placer:
             what = f"router policy {self.config.policy_of(role)} chose {chosen!r:.200}"
             raise PluginError(f"{what}, which is not a candidate") from None
 
-    def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers | None:
+    def _held(self, request: RouteRequest, adapter: str | None, keys: tuple[bytes, ...], now: float) -> Numbers | None:
         """Return the leading blocks that each worker reports to hold, or served if it does not report; None if zero."""
-        if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
+        if not request.tokenized or request.salt or adapter or not len(self.reported_kv):
             return self.index.match(keys, now) if self.index.holds(keys) else None
         held_tokens, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
         held = held_tokens // self.hasher.block_size
         return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
 
-    def _adapter(self, request: RouteRequest) -> str:
-        """Return the adapter that a request names, empty if no worker reports its model as an adapter."""
-        name = request.model or ""
-        return name if name in self._adapters else ""
-
 
 def _few(pool: WorkerPool, loads: WorkerLoads, held: Numbers | None, computing: Numbers | None) -> Candidates:
     """Return the candidates of a small pool, for which a call of numpy takes longer than a loop."""
+    workers = pool.workers
+    known = map(loads.by_worker.get, workers, itertools.repeat(IDLE))
+    if held is computing is None:
+        return Candidates.of(map(Candidate, workers, known), worked_out=pool.worked_out)
     made = []
-    for worker, index in zip(pool.workers, pool.indices.tolist(), strict=True):
+    for worker, load, index in zip(workers, known, pool.indices.tolist(), strict=True):
         hits = 0 if held is None else int(held[index])
         expected = hits if computing is None else max(hits, int(computing[index]))
-        made.append(Candidate(worker, loads.of(worker), hits, expected))
+        made.append(Candidate(worker, load, hits, expected))
     return Candidates.of(made, worked_out=pool.worked_out)
 
 

@@ -57,6 +57,9 @@ class Candidate(msgspec.Struct, frozen=True):
     """Leading prompt blocks that the worker holds or computes for another request; at least `hits`."""
 
 
+_worker_of: Final = attrgetter("worker")
+
+
 class Candidates(Sequence[Candidate]):
     """The workers that may be chosen, at least one, and never changed.
 
@@ -92,6 +95,7 @@ class Candidates(Sequence[Candidate]):
         self._expected_hits = hits if expected_hits is None else expected_hits
         self._made: dict[int, Candidate] = {}
         self._whole: tuple[Candidate, ...] | None = None
+        """The candidates, if they exist already, as those of at most `FEW` workers do."""
         self._worked_out: dict[Callable[..., Any], Any] = {} if worked_out is None else worked_out
 
     @classmethod
@@ -99,7 +103,7 @@ class Candidates(Sequence[Candidate]):
         """Return these candidates; their columns are made on access."""
         made = cls.__new__(cls)
         made._whole = whole = tuple(candidates)
-        made.workers = tuple([each.worker for each in whole])
+        made.workers = tuple(map(_worker_of, whole))
         made._loads = made._hits = made._expected_hits = None
         made._made = {}
         made._worked_out = {} if worked_out is None else worked_out
@@ -123,20 +127,23 @@ class Candidates(Sequence[Candidate]):
     @property
     def hits(self) -> Numbers:
         """Leading prompt blocks that each is believed to hold; 0 unless the policy sets `uses_prefix`."""
-        self._columns()
+        if self._loads is None:
+            self._columns()
         return np.zeros(len(self.workers), np.int64) if self._hits is None else self._hits
 
     @property
     def expected_hits(self) -> Numbers:
         """Leading prompt blocks that each holds or computes for another request; at least `hits`."""
-        self._columns()
+        if self._loads is None:
+            self._columns()
         return np.zeros(len(self.workers), np.int64) if self._expected_hits is None else self._expected_hits
 
     def _column(self, index: int) -> Numbers:
-        column: Numbers = self._columns()[index]
+        column: Numbers = (self._columns() if self._loads is None else self._loads)[index]
         return column
 
     def _columns(self) -> Numbers:
+        """Return `requests`, `waiting` and `prefill_tokens`, shape [3, n]."""
         if self._loads is None:
             whole = self._all()
             rows = [(*msgspec.structs.astuple(each.load), each.hits, each.expected_hits) for each in whole]
@@ -163,12 +170,12 @@ class Candidates(Sequence[Candidate]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
     def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
-        if isinstance(index, slice) or self._whole is not None:
+        if isinstance(index, slice) or self._whole is not None or self._loads is None:
             return self._all()[index]
         position = range(len(self.workers))[index]
         made = self._made.get(position)
         if made is None:
-            load = WorkerLoad(*self._columns()[:, position].tolist())
+            load = WorkerLoad(*self._loads[:, position].tolist())
             hits = 0 if self._hits is None else int(self._hits[position])
             expected = 0 if self._expected_hits is None else int(self._expected_hits[position])
             made = self._made[position] = Candidate(self.workers[position], load, hits, expected)
@@ -182,7 +189,8 @@ class Candidates(Sequence[Candidate]):
         for position, made in self._made.items():
             if made is value and start <= position:
                 return position
-        return self._all().index(value, start, len(self) if stop is None else stop)
+        whole = self._all() if self._whole is None else self._whole
+        return whole.index(value, start, len(whole) if stop is None else stop)
 
     def _all(self) -> tuple[Candidate, ...]:
         if self._whole is None:
@@ -237,8 +245,13 @@ def least(
     candidates: Sequence[Candidate], key: Callable[[Candidate], float | tuple[float, ...]], random: float
 ) -> Candidate:
     """Return the candidate with the smallest key; `random`, in [0, 1), decides between equal ones."""
-    keys = [*map(key, candidates)]
+    return _drawn(candidates, [*map(key, candidates)], random)
+
+
+def _drawn(candidates: Sequence[Candidate], keys: list[Any], random: float) -> Candidate:
     smallest = min(keys)
+    if keys.count(smallest) == 1:
+        return candidates[keys.index(smallest)]
     equal = [candidate for candidate, its in zip(candidates, keys, strict=True) if its == smallest]
     return equal[int(random * len(equal))]
 
@@ -249,9 +262,9 @@ def lowest(candidates: Candidates, random: float, *columns: npt.NDArray[Any]) ->
     `random`, in [0, 1), decides between those that are equal in all columns. Does what `least` does for tuples, but
     takes hardly longer for a thousand candidates than for one.
     """
-    if len(candidates) == 1:
-        return candidates[0]
     first = columns[0]
+    if len(first) == 1:
+        return candidates[0]
     best = (first == first[first.argmin()]).nonzero()[0]  # `argmin` takes less than `min`
     for column in columns[1:]:
         if len(best) == 1:
@@ -267,14 +280,14 @@ _Score = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
 
 def _smallest(context: RoutingContext, score: _Score) -> Candidate:
     seen = context.candidates
-    if len(seen) <= FEW:
-        return least(
-            seen,
-            lambda one: score(one.load.requests, one.load.waiting, one.load.prefill_tokens, one.expected_hits),
-            context.random,
-        )
-    columns = score(seen.requests, seen.waiting, seen.prefill_tokens, seen.expected_hits)
-    return lowest(seen, context.random, *columns)
+    if seen._whole is not None:
+        keys = []
+        for one in seen._whole:
+            load = one.load
+            keys.append(score(load.requests, load.waiting, load.prefill_tokens, one.expected_hits))
+        return _drawn(seen._whole, keys, context.random)
+    requests, waiting, tokens = seen._columns()
+    return lowest(seen, context.random, *score(requests, waiting, tokens, seen.expected_hits))
 
 
 class Random(RouterPolicy):
@@ -424,22 +437,27 @@ class CacheAware(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
         config, seen = self.config, context.candidates
-        if len(seen) > FEW:
-            requests = seen.requests  # of which `argmin` and `argmax` take less than `min` and `max`
-            fewest, most = int(requests[requests.argmin()]), int(requests[requests.argmax()])
-        else:
-            counts = [each.load.requests for each in seen]
-            fewest, most = min(counts), max(counts)
-        if most - fewest > max(config.balance_abs_threshold, config.balance_rel_threshold * most):
-            return fewest_tokens(context)
-
         of_hits = config.hit_ratio_weight * _MISSING_WEIGHT * config.cache_block_size
         of_load = config.load_balance_weight
         # The length of the prompt is the same for all.
-        return _smallest(
-            context,
-            lambda requests, _, tokens, hits: ((tokens + requests * _REQUEST_TOKENS) * of_load - hits * of_hits,),
-        )
+        if seen._whole is None:
+            requests, _, tokens = seen._columns()  # of which `argmin` and `argmax` take less than `min` and `max`
+            fewest, most = int(requests[requests.argmin()]), int(requests[requests.argmax()])
+            scores = (tokens + requests * _REQUEST_TOKENS) * of_load - seen.expected_hits * of_hits
+        else:
+            counts, scores = [], []
+            for one in seen._whole:
+                load = one.load
+                counts.append(load.requests)
+                scores.append(
+                    (load.prefill_tokens + load.requests * _REQUEST_TOKENS) * of_load - one.expected_hits * of_hits
+                )
+            fewest, most = min(counts), max(counts)
+        if most - fewest > max(config.balance_abs_threshold, config.balance_rel_threshold * most):
+            return fewest_tokens(context)
+        if seen._whole is None:
+            return lowest(seen, context.random, scores)
+        return _drawn(seen._whole, scores, context.random)
 
 
 class PrefixHash(RouterPolicy):

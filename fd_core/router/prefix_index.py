@@ -25,46 +25,36 @@ _FEW: Final = 8
 """Number of bits up to which they are iterated one by one."""
 
 
-class Holders:
-    """The blocks of every worker."""
+class Holders(dict[bytes, int]):
+    """The workers that hold each block, as bits."""
 
     def __init__(self, indices: WorkerIndices) -> None:
         """`indices` assigns the bits; before a bit is reused, the caller discards the blocks of its previous worker."""
+        super().__init__()
         self._indices = indices
-        self._of: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._of
-
-    def bit(self, worker: Hashable) -> int:
-        """Return the number in which only this worker has its bit."""
-        return 1 << self._indices.of(worker)
-
-    def add(self, bit: int, keys: Iterable[bytes]) -> None:
-        """Record that the worker with this `bit` holds blocks that it did not hold."""
-        of = self._of
+    def add(self, worker: Hashable, keys: Iterable[bytes]) -> None:
+        """Record that `worker` holds blocks that it did not hold."""
+        bit = 1 << self._indices[worker]
         for key in keys:
-            others = of.get(key)
+            others = self.get(key)
             # One number for all blocks that this worker alone holds, which are most.
-            of[key] = bit if others is None else others | bit
+            self[key] = bit if others is None else others | bit
 
-    def discard(self, bit: int, keys: Iterable[bytes]) -> None:
-        """Record that the worker with this `bit` no longer holds blocks; blocks that it did not hold are ignored."""
-        of = self._of
+    def discard(self, worker: Hashable, keys: Iterable[bytes]) -> None:
+        """Record that `worker` no longer holds blocks; blocks that it did not hold are ignored."""
+        bit = 1 << self._indices[worker]
         for key in keys:
-            holders = of.get(key, 0)
+            holders = self.get(key, 0)
             if holders == bit:
-                del of[key]
+                del self[key]
             elif holders & bit:
-                of[key] = holders ^ bit
+                self[key] = holders ^ bit
 
     def leading(self, keys: Sequence[bytes]) -> Numbers:
         """Return leading blocks by index, if no block is held without those before it; logarithmic in the blocks."""
         found: list[tuple[int, int]] = []
-        first = self._of.get(keys[0], 0) if keys else 0
+        first = self.get(keys[0], 0) if keys else 0
         open_ = [(1, len(keys), first)] if first else []
         while open_:
             least, most, here = open_.pop()
@@ -72,7 +62,7 @@ class Holders:
                 found.append((least, here))
                 continue
             middle = (least + most + 1) // 2
-            on = here & self._of.get(keys[middle - 1], 0)
+            on = here & self.get(keys[middle - 1], 0)
             if on:
                 open_.append((middle, most, on))
             if on != here:
@@ -82,8 +72,8 @@ class Holders:
     def unbroken(self, keys: Iterable[bytes]) -> Numbers:
         """Return the same, block by block, if blocks may be held without those before; reads one key ahead."""
         here, found, count = -1, [], 0
-        for key in keys if self._of else ():
-            on = here & self._of.get(key, 0)
+        for key in keys if self else ():
+            on = here & self.get(key, 0)
             if count and on != here:
                 found.append((count, here ^ on))
             here = on
@@ -149,7 +139,8 @@ class PrefixIndex:
         """Record that `worker` served a prompt of these blocks."""
         if not keys:
             return
-        self.sweep(now)
+        if self._oldest and now - self._oldest[0][0] >= self._duration:
+            self.sweep(now)
         held = self._held.get(worker)
         if held is None:
             held = self._held[worker] = OrderedDict()
@@ -162,10 +153,9 @@ class PrefixIndex:
             else:
                 new.append(key)
             held[key] = now
-        bit = self._holders.bit(worker)
-        self._holders.add(bit, new)
+        self._holders.add(worker, new)
         if len(held) > self._capacity:
-            self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
+            self._holders.discard(worker, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
 
     def holds(self, keys: Sequence[bytes]) -> bool:
         """Return True if some worker may hold the first block of a prompt."""
@@ -180,7 +170,7 @@ class PrefixIndex:
         """Forget all blocks of `worker`: it was lost, or restarted with an empty cache."""
         held = self._held.pop(worker, None)
         if held is not None:
-            self._holders.discard(self._holders.bit(worker), held)
+            self._holders.discard(worker, held)
             self._oldest = [entry for entry in self._oldest if entry[2] != worker]
             heapq.heapify(self._oldest)
 
@@ -196,7 +186,7 @@ class PrefixIndex:
             gone = [key for key, _ in takewhile(lambda entry: now - entry[1] >= self._duration, held.items())]
             for key in gone:
                 del held[key]
-            self._holders.discard(self._holders.bit(worker), gone)
+            self._holders.discard(worker, gone)
             if held:
                 heapq.heappush(self._oldest, (next(iter(held.values())), number, worker))
             else:
@@ -238,7 +228,7 @@ class PrefixesInFlight:
             if count > 1:  # then all blocks before it are there already
                 break
             new.append(key)
-        self._holders.add(self._holders.bit(worker), new)
+        self._holders.add(worker, new)
 
     def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
         """Record the end, with success or not, of a prompt that was assigned to `worker`."""
@@ -253,7 +243,7 @@ class PrefixesInFlight:
                 break
             del nodes[key]
             gone.append(key)
-        self._holders.discard(self._holders.bit(worker), gone)
+        self._holders.discard(worker, gone)
         if not nodes:
             del self._nodes[worker]
 
@@ -333,6 +323,7 @@ class ReportedKV:
         holders = self._holders.setdefault(block_size, Holders(self._indices))
         names = (worker, *((worker, engine) for engine in range(1, engines)))
         self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders=holders) for name in names]
+        self._indices.among(names)  # assigned now, so that arrays have room for them
         self._sizes |= dict.fromkeys(names, block_size)
         if engines > 1:
             self._further[worker] = names[1:]
@@ -405,7 +396,6 @@ class _Mirror:
         self.name = name
         self.block_size = block_size
         self._holders = holders
-        self._bit = holders.bit(name)
         self._capacity = capacity
         self._hasher = block_hasher(block_size)
         self._root = self._hasher.root("")
@@ -416,7 +406,7 @@ class _Mirror:
         return len(self._names)
 
     def clear(self) -> None:
-        self._holders.discard(self._bit, self._names.values())
+        self._holders.discard(self.name, self._names.values())
         self._names.clear()
 
     def apply(self, event: KVEvent) -> None:
@@ -425,7 +415,7 @@ class _Mirror:
                 self._store(event)
             case Removed(keys):
                 gone = [name for key in keys if (name := self._names.pop(key, None)) is not None]
-                self._holders.discard(self._bit, gone)
+                self._holders.discard(self.name, gone)
             case Cleared():
                 self.clear()
 
@@ -440,6 +430,6 @@ class _Mirror:
         tokens = np.frombuffer(event.tokens, f"<i{TOKEN_BYTES}")
         chain: list[bytes] = []
         self._hasher.extend(chain, parent, tokens, len(tokens))
-        self._holders.discard(self._bit, [name for key in event.keys if (name := self._names.get(key)) is not None])
+        self._holders.discard(self.name, [name for key in event.keys if (name := self._names.get(key)) is not None])
         self._names.update(zip(event.keys, chain, strict=True))
-        self._holders.add(self._bit, chain)
+        self._holders.add(self.name, chain)

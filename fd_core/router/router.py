@@ -11,9 +11,10 @@ selection = router.retry(selection, now, rng)     # after a failure: another wor
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from copy import copy, deepcopy
+from collections.abc import Callable, Collection
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -70,7 +71,8 @@ class Router:
             indices=self._indices,
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
-        self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
+        self._departed: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
+        """Counts of all workers that were lost, by role."""
         self._modes: dict[Mode, int] = dict.fromkeys(PARTS, 0)
         self._refused: Counter[str] = Counter()
         self._retries = 0
@@ -87,7 +89,7 @@ class Router:
     def deregister(self, url: str, now: float) -> RouterWorker | None:
         """Drain a worker: it gets no new requests and leaves after its last one. None if no worker has the address."""
         worker = self.registry.deregister(url, now)
-        if worker is not None and self._loads.of(worker) == IDLE:
+        if worker is not None and worker not in self._loads.by_worker:
             self._on_idle(worker)
         return worker
 
@@ -161,7 +163,7 @@ class Router:
 
     def served(self, selection: Selection, now: float) -> None:
         """Record the prefix for the worker that succeeded; workers that failed before are then at fault."""
-        if self._did_well(selection, selection.decode, now):
+        if self._did_well(selection, selection.workers[-1], now):
             for suspect in selection.suspects:
                 member = self.registry.member(suspect)
                 if member is not None:
@@ -186,8 +188,11 @@ class Router:
 
     def snapshot(self) -> RouterSnapshot:
         """Return everything that metrics and the live page show."""
-        loads = self._loads.by_worker()
+        loads = dict(self._loads.by_worker)
         total = functools.reduce(WorkerLoad.plus, loads.values(), IDLE)
+        roles = {role: copy(counts) for role, counts in self._departed.items()}
+        for worker, counts in self._by_worker.items():
+            roles[worker.role] = roles[worker.role].plus(counts)
         workers = tuple(
             WorkerSnapshot(
                 worker=member.worker,
@@ -210,7 +215,7 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            roles=deepcopy(self._by_role),
+            roles=roles,
             modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
@@ -231,17 +236,19 @@ class Router:
         held: dict[RouterWorker, WorkerLoad] = {}
         trials: frozenset[RouterWorker] = frozenset()
         for member in placement.members:
-            worker, circuit, is_first = member.worker, member.circuit, not held
-            circuit.admit(now)
-            if circuit.state == "half_open":
-                trials |= {worker}
-            held[worker] = load = WorkerLoad(1, 1, placement.missing if is_first else 0)
-            self._loads.add(worker, load)
-            for counts in self._counts(worker):
-                counts.selected += 1
-                if is_first:
-                    counts.prompt_blocks += len(placement.keys)
-                    counts.hit_blocks += placement.hits
+            worker, missing = member.worker, 0
+            if member.circuit.state != "closed":
+                member.circuit.admit(now)
+                if member.circuit.state == "half_open":
+                    trials |= {worker}
+            counts = self._by_worker.get(worker) or self._counts(worker)
+            counts.selected += 1
+            if not held:
+                missing = placement.missing
+                counts.prompt_blocks += len(placement.keys)
+                counts.hit_blocks += placement.hits
+            held[worker] = WorkerLoad(1, 1, missing)
+            self._loads.change(worker, 1, 1, missing)
         chosen = Selection(
             request,
             tuple(held),
@@ -253,12 +260,13 @@ class Router:
             tried=tried,
             trials=trials,
             kv_port=placement.members[0].kv_port if len(held) > 1 else None,
+            mode="pd" if len(held) > 1 else "mixed" if worker.role == "mixed" else "alone",
             attempt=1 if after is None else after.attempt + 1,
             suspects=() if after is None else after.suspects,
             failures=0 if after is None else after.failures,
         )
         self._modes[chosen.mode] += 1
-        self._in_flight.begin(chosen.prefill, placement.keys)
+        self._in_flight.begin(chosen.workers[0], placement.keys)
         return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:
@@ -283,16 +291,21 @@ class Router:
             self._loads.faults += 1
             return False, None
         selection.verdicts[worker] = verdict
-        self._count(worker, verdict)
+        counts = self._by_worker.get(worker) or self._counts(worker)
+        setattr(counts, verdict, getattr(counts, verdict) + 1)
         return True, self.registry.member(worker)
 
     def _on_release(self, selection: Selection) -> None:
-        self._in_flight.end(selection.prefill, selection.keys)
-        ended_well = selection.verdicts.get(selection.decode) == "served"
+        self._in_flight.end(selection.workers[0], selection.keys)
+        ended_well = selection.verdicts.get(selection.workers[-1]) == "served"
         for worker in selection.workers:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
-                self._count(worker, "unused" if ended_well else "left")
+                counts = self._by_worker.get(worker) or self._counts(worker)
+                if ended_well:
+                    counts.unused += 1
+                else:
+                    counts.left += 1
             member = self.registry.member(worker)
             if member is None:
                 self._release(worker)
@@ -307,28 +320,24 @@ class Router:
         """Forget an incarnation; its running requests stay counted until their selections are released."""
         self._index.remove(worker)
         self.reported_kv.remove(worker)
-        self._by_worker.pop(worker, None)
+        counts = self._by_worker.pop(worker, None)
+        if counts is not None:
+            self._departed[worker.role] = counts.plus(self._departed[worker.role])
         for policy in self._policies.values():
             policy.departed(worker)
         self._release(worker)
 
     def _release(self, worker: RouterWorker) -> None:
         """Free the index of a lost incarnation, unless requests that run there are still counted."""
-        if self._loads.of(worker) == IDLE and worker not in self._in_flight:
+        if worker not in self._loads.by_worker and worker not in self._in_flight:
             self._indices.release(worker)
 
-    def _count(self, worker: RouterWorker, outcome: str) -> None:
-        for counts in self._counts(worker):
-            setattr(counts, outcome, getattr(counts, outcome) + 1)
-
-    def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
-        """Return the counts that a selection of `worker` changes: those of its role and, if registered, its own."""
-        own = self._by_worker.get(worker)
-        if own is None:
-            if self.registry.member(worker) is None:
-                return (self._by_role[worker.role],)
-            own = self._by_worker[worker] = SelectionCounts()
-        return self._by_role[worker.role], own
+    def _counts(self, worker: RouterWorker) -> SelectionCounts:
+        """Return the counts of a worker that has none yet, or, if it was lost, those of lost workers of its role."""
+        if self.registry.member(worker) is None:
+            return self._departed[worker.role]
+        self._by_worker[worker] = counts = SelectionCounts()
+        return counts
 
 
 _PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in the prefix index.")
@@ -356,6 +365,10 @@ class SelectionCounts(msgspec.Struct):
     ] = 0
     prompt_blocks: Annotated[int, _PROMPT_BLOCKS] = 0
     hit_blocks: Annotated[int, _HIT_BLOCKS] = 0
+
+    def plus(self, other: SelectionCounts) -> SelectionCounts:
+        """Return the sum of both."""
+        return SelectionCounts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 OUTCOMES: Final = ("served", "failed", "declined", "unused", "left")
@@ -439,8 +452,7 @@ class RouterSnapshot:
     @property
     def tally(self) -> SelectionCounts:
         """Counts of all workers there ever were."""
-        columns = zip(*map(msgspec.structs.astuple, self.roles.values()), strict=True)
-        return SelectionCounts(*map(sum, columns))
+        return functools.reduce(SelectionCounts.plus, self.roles.values(), SelectionCounts())
 
     @property
     def prompt_blocks(self) -> Annotated[int, _PROMPT_BLOCKS]:

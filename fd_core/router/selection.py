@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Final, Literal, Self
 
@@ -20,32 +20,29 @@ from fd_core.types.metrics import gauge
 Numbers = npt.NDArray[np.int64]
 
 
-class WorkerIndices:
+class WorkerIndices(dict[Hashable, int]):
     """The index of each worker in arrays and in bit sets, assigned on first use and kept until `release`."""
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, int] = {}
+        super().__init__()
         self._free: list[int] = []
         """Free indices, as a heap, so that there are at most as many indices as workers at one time."""
         self.size = 0
         """Length of arrays with one element for every index."""
 
-    def of(self, worker: Hashable) -> int:
-        """Return the index of one worker."""
-        index = self._of.get(worker)
-        if index is None:
-            index = heapq.heappop(self._free) if self._free else self.size
-            self.size = max(self.size, index + 1)
-            self._of[worker] = index
+    def __missing__(self, worker: Hashable) -> int:
+        """Assign and return the index of a worker that has none."""
+        self[worker] = index = heapq.heappop(self._free) if self._free else self.size
+        self.size = max(self.size, index + 1)
         return index
 
     def among(self, workers: Iterable[Hashable]) -> Numbers:
         """Return the indices of several workers, shape [n]."""
-        return np.array([*map(self.of, workers)], np.int64)
+        return np.array([self[worker] for worker in workers], np.int64)
 
     def release(self, worker: Hashable) -> None:
         """Free the index of a worker without any state left."""
-        index = self._of.pop(worker, None)
+        index = self.pop(worker, None)
         if index is not None:
             heapq.heappush(self._free, index)
 
@@ -69,12 +66,6 @@ class WorkerLoad(msgspec.Struct, frozen=True):
             self.requests + other.requests, self.waiting + other.waiting, self.prefill_tokens + other.prefill_tokens
         )
 
-    def minus(self, other: WorkerLoad) -> WorkerLoad:
-        """Return this load without `other`."""
-        return WorkerLoad(
-            self.requests - other.requests, self.waiting - other.waiting, self.prefill_tokens - other.prefill_tokens
-        )
-
 
 IDLE: Final = WorkerLoad()
 
@@ -84,7 +75,8 @@ class WorkerLoads:
 
     def __init__(self, on_idle: Callable[[RouterWorker], None], indices: WorkerIndices) -> None:
         """`on_idle` is called with each worker whose last request ended."""
-        self._by_worker: dict[RouterWorker, WorkerLoad] = {}
+        self.by_worker: dict[RouterWorker, WorkerLoad] = {}
+        """The load of every incarnation that has one, lost ones included; read-only for others."""
         self._indices = indices
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
         """The same by field and index."""
@@ -93,40 +85,27 @@ class WorkerLoads:
         self.faults = 0
         """Duplicate or late releases and verdicts: 0 unless a caller has a bug."""
 
-    def of(self, worker: RouterWorker) -> WorkerLoad:
-        """Return the load of one incarnation, also of one that was lost."""
-        return self._by_worker.get(worker, IDLE)
-
     def at(self, indices: Numbers) -> Numbers:
         """Return the current loads of workers by their indices: shape [fields of `WorkerLoad`, n]."""
         if self._indices.size > self._room:
             self._make_room()
         return self._columns.take(indices, axis=1)
 
-    def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
-        """Return the load of every incarnation that has one, lost ones included."""
-        return dict(self._by_worker)
-
-    def add(self, worker: RouterWorker, load: WorkerLoad) -> None:
-        """Count `load` on `worker`."""
-        self._set(worker, self._by_worker.get(worker, IDLE).plus(load))
-
-    def subtract(self, worker: RouterWorker, load: WorkerLoad) -> None:
-        """Release load that was added."""
-        left = self._by_worker[worker].minus(load)
-        self._set(worker, left)
-        if left != IDLE:
-            return
-        del self._by_worker[worker]
-        self._on_idle(worker)
-
-    def _set(self, worker: RouterWorker, load: WorkerLoad) -> None:
-        self._by_worker[worker] = load
-        index = self._indices.of(worker)
+    def change(self, worker: RouterWorker, requests: int, waiting: int, prefill_tokens: int) -> None:
+        """Count load on `worker`; negative numbers release what was counted."""
+        load = self.by_worker.get(worker, IDLE)
+        requests, waiting = load.requests + requests, load.waiting + waiting
+        prefill_tokens += load.prefill_tokens
+        index = self._indices[worker]
         if index >= self._room:
             self._make_room()
         cells = self._cells  # a third of the time of `_columns[:, index] =`
-        cells[0, index], cells[1, index], cells[2, index] = load.requests, load.waiting, load.prefill_tokens
+        cells[0, index], cells[1, index], cells[2, index] = requests, waiting, prefill_tokens
+        if requests or waiting or prefill_tokens:
+            self.by_worker[worker] = WorkerLoad(requests, waiting, prefill_tokens)
+        else:
+            del self.by_worker[worker]
+            self._on_idle(worker)
 
     def _make_room(self) -> None:
         longer = np.zeros((len(self._columns), 2 * self._indices.size), np.int64)
@@ -192,8 +171,7 @@ class NoWorker:
         return 503 if self.reason in ("none_registered", "none_healthy") else 502
 
 
-@dataclass(slots=True, eq=False)
-class Selection:
+class Selection(msgspec.Struct, eq=False):
     """The guard of one attempt, made by `Router.select` and `retry`: the load of its workers, until `release`."""
 
     request: RouteRequest
@@ -213,6 +191,7 @@ class Selection:
     """Workers whose circuit breaker let this one request through."""
     kv_port: int | None = None
     """Port from which the decode worker of a pair takes the KV of the prompt; None where there is no pair."""
+    mode: Mode = "mixed"
     attempt: int = 1
     suspects: tuple[RouterWorker, ...] = ()
     """Workers that failed on the request, now or earlier: they are at fault once another one succeeds."""
@@ -221,7 +200,7 @@ class Selection:
     started: bool = False
     """True once the answer has begun; then the request may not be retried."""
     released: bool = False
-    verdicts: dict[RouterWorker, Verdict] = field(default_factory=dict)
+    verdicts: dict[RouterWorker, Verdict] = {}
 
     @property
     def prefill(self) -> RouterWorker:
@@ -233,22 +212,15 @@ class Selection:
         """The worker that streams the answer; the same as `prefill` unless `mode` is `pd`."""
         return self.workers[-1]
 
-    @property
-    def mode(self) -> Mode:
-        """See `Mode`."""
-        return "pd" if len(self.workers) > 1 else "mixed" if self.workers[-1].role == "mixed" else "alone"
-
     def first_token(self) -> None:
         """Release the prefill load: the first token has arrived. May be called for every token."""
         if self.started:
             return
         self.started = True
-        for worker, held in list(self.held.items()):
-            if worker.role == "prefill":
-                self._give_back(worker)
-            else:
-                self.held[worker] = WorkerLoad(requests=held.requests)
-                self.loads.subtract(worker, WorkerLoad(0, held.waiting, held.prefill_tokens))
+        for worker, held in self.held.items():
+            left = 0 if worker.role == "prefill" else held.requests
+            self.held[worker] = WorkerLoad(left)
+            self.loads.change(worker, left - held.requests, -held.waiting, -held.prefill_tokens)
 
     def release(self) -> bool:
         """Release the remaining load: the stream ended. A second call is counted as a fault and returns False."""
@@ -256,13 +228,12 @@ class Selection:
             self.loads.faults += 1
             return False
         self.released = True
-        for worker in list(self.held):
-            self._give_back(worker)
+        for worker, held in self.held.items():
+            if held.requests:
+                self.loads.change(worker, -held.requests, -held.waiting, -held.prefill_tokens)
+        self.held.clear()
         self.on_release(self)
         return True
-
-    def _give_back(self, worker: RouterWorker) -> None:
-        self.loads.subtract(worker, self.held.pop(worker))
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,9 @@ _SERVED = "7.2: a prefix is recorded for a worker only after that worker served 
 _RETRY = "7.3: retries go to another worker and only before the first byte"
 _BACK = "7.4: a returning worker is a new incarnation; health checks never write counters"
 
-_GIVE_BACK = "        self.loads.subtract(worker, self.held.pop(worker))\n"
+_GIVE_BACK = (
+    "self.loads.change(worker, -held.requests, -held.waiting, -held.prefill_tokens)\n        self.held.clear()\n"
+)
 _TRIED = "tried = selection.tried | {worker.url for worker in failed or selection.workers}"
 
 _HELD = "7.2: reports of a worker count exactly, for its own incarnation and while they continue"
@@ -38,7 +40,7 @@ MUTANTS = (
     mutant(
         "removed-blocks-still-count",
         _HELD,
-        (REPORTED_KV, "                self._holders.discard(self._bit, gone)\n", ""),
+        (REPORTED_KV, "                self._holders.discard(self.name, gone)\n", ""),
     ),
     mutant(
         "salted-prompt-matches-reported-blocks",
@@ -51,19 +53,18 @@ MUTANTS = (
         (
             SELECTION,
             _GIVE_BACK,
-            "        held = self.held.pop(worker)\n"
-            "        self.loads.subtract(worker, WorkerLoad(held.requests, held.waiting, 0))\n",
+            _GIVE_BACK.replace("-held.prefill_tokens", "0"),
         ),
     ),
     mutant(
         "first-token-releases-nothing",
         "7.1: in PD mode the prefill side's guard is released at the first token",
-        (SELECTION, "        for worker, held in list(self.held.items()):\n", "        for worker, held in ():\n"),
+        (SELECTION, "            left = 0 if worker.role", "            continue\n            left = 0 if worker.role"),
     ),
     mutant(
         "prefill-load-is-held-until-the-end",
         "7.1: in PD mode the prefill side's guard is released at the first token",
-        (SELECTION, 'if worker.role == "prefill":', "if False:"),
+        (SELECTION, '0 if worker.role == "prefill" else held.requests', "held.requests"),
     ),
     mutant(
         "tickets-of-clients-are-accepted",
@@ -115,14 +116,14 @@ MUTANTS = (
         _COUNTED,
         (
             SELECTION,
-            "        for worker in list(self.held):\n",
-            "        for worker in list(self.held)[-1:]:\n",
+            "        for worker, held in self.held.items():\n            if held.requests:\n",
+            "        for worker, held in [*self.held.items()][-1:]:\n            if held.requests:\n",
         ),
     ),
     mutant(
         "guard-is-released-twice",
         _ONCE,
-        (SELECTION, _GIVE_BACK, _GIVE_BACK.replace("self.held.pop(worker)", "self.held[worker]")),
+        (SELECTION, "            if held.requests:\n", "            for _ in range(2):\n"),
     ),
     mutant(
         "selection-is-released-twice",
@@ -191,19 +192,19 @@ MUTANTS = (
         "7.2: requests of different salts share no prefix",
         (
             PLACEMENT,
-            "request.tokens, request.salt, adapter=self._adapter(request))",
-            'request.tokens, "", adapter=self._adapter(request))',
+            "request.tokens, request.salt, adapter=",
+            'request.tokens, "", adapter=',
         ),
     ),
     mutant(
         "router-ignores-the-adapter",
         "7.2: prompts of different adapters share no prefix",
-        (PLACEMENT, "request.salt, adapter=self._adapter(request))", "request.salt)"),
+        (PLACEMENT, 'request.salt, adapter=adapter or "")', "request.salt)"),
     ),
     mutant(
         "adapter-prompt-matches-reported-blocks",
         _HELD,
-        (PLACEMENT, " or self._adapter(request) or ", " or "),
+        (PLACEMENT, " or adapter or ", " or "),
     ),
     mutant(
         "retry-goes-to-the-same-worker",
@@ -231,10 +232,9 @@ MUTANTS = (
         (
             ROUTER,
             "        if worker != after:\n",
-            "        self._loads._by_worker.pop(worker, None)\n        if worker != after:\n",
+            "        self._loads.by_worker.pop(worker, None)\n        if worker != after:\n",
         ),
-        (ACCOUNTING, "left = self._by_worker[worker].minus(load)", "left = self.of(worker).minus(load)"),
-        (ACCOUNTING, "        del self._by_worker[worker]\n", "        self._by_worker.pop(worker, None)\n"),
+        (ACCOUNTING, "            del self.by_worker[worker]\n", "            self.by_worker.pop(worker, None)\n"),
     ),
     mutant(
         "returning-worker-keeps-its-incarnation",
@@ -289,15 +289,15 @@ MUTANTS = (
     mutant(
         "index-is-reused-while-requests-count",
         _COUNTED,
-        (ROUTER, "if self._loads.of(worker) == IDLE and worker not in self._in_flight:", "if True:"),
+        (ROUTER, "if worker not in self._loads.by_worker and worker not in self._in_flight:", "if True:"),
     ),
     mutant(
         "index-is-reused-while-a-prompt-is-computed",
         "7.2: a worker counts as computing a prefix only while a request that computes it runs",
         (
             ROUTER,
-            "if self._loads.of(worker) == IDLE and worker not in self._in_flight:",
-            "if self._loads.of(worker) == IDLE:",
+            "if worker not in self._loads.by_worker and worker not in self._in_flight:",
+            "if worker not in self._loads.by_worker:",
         ),
     ),
     mutant(
@@ -327,7 +327,7 @@ MUTANTS = (
     mutant(
         "reused-index-keeps-reported-blocks",
         _BACK,
-        (INDEX, "            self._holders.discard(self._holders.bit(worker), held)\n", "            pass\n"),
+        (INDEX, "            self._holders.discard(worker, held)\n", "            pass\n"),
     ),
     mutant(
         "unhealthy-worker-is-a-candidate",
@@ -343,7 +343,7 @@ MUTANTS = (
         "7.2: a worker counts as computing a prefix only while a request that computes it runs",
         (
             INDEX,
-            "        self._holders.discard(self._holders.bit(worker), gone)\n        if not nodes:\n",
+            "        self._holders.discard(worker, gone)\n        if not nodes:\n",
             "        if not nodes:\n",
         ),
     ),
@@ -398,7 +398,7 @@ MUTANTS = (
     mutant(
         "draining-worker-is-removed-at-once",
         "7.1: a guard is released from the stream itself",
-        (ROUTER, "if worker is not None and self._loads.of(worker) == IDLE:", "if worker is not None:"),
+        (ROUTER, "if worker is not None and worker not in self._loads.by_worker:", "if worker is not None:"),
     ),
     mutant(
         "load-imbalance-is-ignored",

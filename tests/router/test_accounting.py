@@ -23,19 +23,19 @@ def take(loads: WorkerLoads, prefill_tokens: int, *workers: RouterWorker) -> Sel
     """Count a request whose prompt is computed by the first of its workers."""
     held = dict.fromkeys(workers, WAITING) | {workers[0]: WorkerLoad(1, 1, prefill_tokens)}
     for worker, load in held.items():
-        loads.add(worker, load)
+        loads.change(worker, *msgspec.structs.astuple(load))
     return Selection(request(), workers, held, loads, lambda _: None)
 
 
 def test_first_token_releases_prefill_tokens_and_end_the_rest() -> None:
     loads = loads_of()
     selection = take(loads, 100, MIXED)
-    assert loads.of(MIXED) == WorkerLoad(1, 1, 100)
+    assert loads.by_worker[MIXED] == WorkerLoad(1, 1, 100)
     selection.first_token()
     selection.first_token()
-    assert loads.of(MIXED) == RUNNING
+    assert loads.by_worker[MIXED] == RUNNING
     assert selection.release()
-    assert loads.by_worker() == {}
+    assert loads.by_worker == {}
 
 
 def test_end_before_first_token_releases_prefill_tokens_too() -> None:
@@ -43,7 +43,7 @@ def test_end_before_first_token_releases_prefill_tokens_too() -> None:
     selection = take(loads, 100, MIXED)
     assert selection.release()
     selection.first_token()
-    assert loads.by_worker() == {} and loads.faults == 0
+    assert loads.by_worker == {} and loads.faults == 0
 
 
 @pytest.mark.law("7.1")
@@ -51,11 +51,11 @@ def test_prefill_side_is_released_at_the_first_token() -> None:
     loads = loads_of()
     other, selection = take(loads, 7, PREFILL, DECODE), take(loads, 100, PREFILL, DECODE)
     selection.first_token()
-    assert loads.by_worker() == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WorkerLoad(2, 1, 0)}
+    assert loads.by_worker == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WorkerLoad(2, 1, 0)}
     assert selection.release()
-    assert loads.by_worker() == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WAITING}
+    assert loads.by_worker == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WAITING}
     assert other.release()
-    assert loads.by_worker() == {} and loads.faults == 0
+    assert loads.by_worker == {} and loads.faults == 0
 
 
 @pytest.mark.law("7.1")
@@ -66,7 +66,7 @@ def test_second_release_is_a_fault_and_changes_nothing() -> None:
     assert selection.release()
     assert not selection.release()
     assert loads.faults == 1
-    assert loads.of(MIXED) == WorkerLoad(1, 1, 7)
+    assert loads.by_worker[MIXED] == WorkerLoad(1, 1, 7)
 
 
 def test_earlier_incarnation_keeps_its_own_counters() -> None:
@@ -74,9 +74,9 @@ def test_earlier_incarnation_keeps_its_own_counters() -> None:
     again = RouterWorker(MIXED.url, "mixed", 9)
     old = take(loads, 5, MIXED)
     take(loads, 3, again)
-    assert (loads.of(MIXED), loads.of(again)) == (WorkerLoad(1, 1, 5), WorkerLoad(1, 1, 3))
+    assert loads.by_worker == {MIXED: WorkerLoad(1, 1, 5), again: WorkerLoad(1, 1, 3)}
     old.release()
-    assert (loads.of(MIXED), loads.of(again)) == (IDLE, WorkerLoad(1, 1, 3))
+    assert loads.by_worker == {again: WorkerLoad(1, 1, 3)}
 
 
 def test_idle_callback_runs_once() -> None:
@@ -96,13 +96,15 @@ def test_columns_match_workers_when_slots_are_reused() -> None:
     loads = WorkerLoads(lambda _: None, slots)
     workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]
     for number, worker in enumerate(workers):
-        loads.add(worker, WorkerLoad(number + 1, number, 100 * number))
+        loads.change(worker, number + 1, number, 100 * number)
     for worker in workers[:9]:
-        loads.subtract(worker, loads.of(worker))
+        loads.change(worker, *(-count for count in msgspec.structs.astuple(loads.by_worker[worker])))
         slots.release(worker)
     late = [RouterWorker(f"http://late{number}", "mixed", 100 + number) for number in range(12)]
     for worker in late[6:]:
-        loads.add(worker, WorkerLoad(7, 6, 5))
+        loads.change(worker, 7, 6, 5)
     shown = loads.at(slots.among([*late, *workers[9:]])).T.tolist()
-    assert shown == [list(msgspec.structs.astuple(loads.of(worker))) for worker in (*late, *workers[9:])]
+    assert shown == [
+        list(msgspec.structs.astuple(loads.by_worker.get(worker, IDLE))) for worker in (*late, *workers[9:])
+    ]
     assert slots.size == 43

@@ -490,7 +490,7 @@ def test_returning_worker_starts_without_load() -> None:
     for selection in before:
         selection.release()
     assert {place(router).decode for _ in range(2)} == {back, other}
-    assert router._indices.of(add(router, "http://last")) <= 3, "slots of removed workers are reused"
+    assert router._indices[add(router, "http://last")] <= 3, "slots of removed workers are reused"
 
 
 def test_returning_worker_starts_without_prefixes_in_flight() -> None:
@@ -501,7 +501,7 @@ def test_returning_worker_starts_without_prefixes_in_flight() -> None:
     with place(router, PROMPT):
         assert router.snapshot().total.prefill_tokens == len(PROMPT)
     selection.release()
-    assert router._indices.of(add(router, "http://last")) <= 2 and is_idle(router)
+    assert router._indices[add(router, "http://last")] <= 2 and is_idle(router)
 
 
 def test_decode_worker_prefills_without_available_prefill_worker() -> None:

@@ -23,14 +23,14 @@ def test_prefixes_match_to_their_full_length(paths: list[tuple[int, int]], left:
     holders, model = Holders(slots), dict.fromkeys(WORKERS, 0)
     for number, length in paths:
         worker = WORKERS[number]
-        holders.add(holders.bit(worker), KEYS[model[worker] : length])
+        holders.add(worker, KEYS[model[worker] : length])
         model[worker] = max(model[worker], length)
     for worker in WORKERS[:left]:  # the slots of leaving workers are reused
-        holders.discard(holders.bit(worker), KEYS)
+        holders.discard(worker, KEYS)
         slots.release(worker)
         model[worker] = 0
     late = RouterWorker("http://late", "mixed", 99)
-    holders.add(holders.bit(late), KEYS[:2])
+    holders.add(late, KEYS[:2])
     all_workers = slots.among([*WORKERS, late])
     assert holders.leading(KEYS)[all_workers].tolist() == [*model.values(), 2]
     assert holders.unbroken(iter(KEYS))[all_workers].tolist() == [*model.values(), 2]
@@ -43,7 +43,7 @@ def test_blocks_without_their_parents_do_not_count(changes: list[tuple[int, byte
     holders, model = Holders(slots), {worker: set[bytes]() for worker in WORKERS}
     for number, key, held in changes:
         worker = WORKERS[number]
-        (holders.add if held else holders.discard)(holders.bit(worker), [key])
+        (holders.add if held else holders.discard)(worker, [key])
         (model[worker].add if held else model[worker].discard)(key)
     all_workers = slots.among(WORKERS)
     assert holders.unbroken(KEYS)[all_workers].tolist() == [leading(model[worker]) for worker in WORKERS]
@@ -54,7 +54,7 @@ def test_lookup_stops_at_the_first_unheld_key() -> None:
     slots, read_keys = WorkerIndices(), []
     slots.among(WORKERS[:2])
     holders = Holders(slots)
-    holders.add(holders.bit(WORKERS[0]), KEYS[:2])
+    holders.add(WORKERS[0], KEYS[:2])
 
     def keys():
         for key in KEYS:
@@ -65,8 +65,8 @@ def test_lookup_stops_at_the_first_unheld_key() -> None:
     assert read_keys == KEYS[:3]
 
 
-class Counted(dict[bytes, int]):
-    """A table that counts its lookups."""
+class Counted(Holders):
+    """Counts its lookups."""
 
     looks = 0
 
@@ -78,13 +78,12 @@ class Counted(dict[bytes, int]):
 def test_workers_with_equal_blocks_cost_one_lookup() -> None:
     looks = []
     for count in (1, 1000):
-        holders = Holders(WorkerIndices())
+        holders = Counted(WorkerIndices())
         workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(count)]
         keys = [b"%d" % number for number in range(512)]
         for worker in workers:
-            holders.add(holders.bit(worker), keys[:300])
-        holders.add(holders.bit(workers[0]), keys[300:400])
-        holders._of = Counted(holders._of)
+            holders.add(worker, keys[:300])
+        holders.add(workers[0], keys[300:400])
         Counted.looks = 0
         assert holders.leading(keys).tolist() == [400, *[300] * (count - 1)]
         looks.append(Counted.looks)

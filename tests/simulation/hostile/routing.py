@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from fd_core.router.config import RouterConfig
@@ -496,8 +496,7 @@ class WatchedRouter(Router):
         self.check()
 
     def _everything_counted(self) -> tuple[Any, ...]:
-        roles = [msgspec.structs.astuple(counts) for counts in self._by_role.values()]
-        return self._loads.by_worker(), len(self._index), roles
+        return dict(self._loads.by_worker), len(self._index), deepcopy((self._departed, self._by_worker))
 
     # Invariants at every moment -----------------------------------------------------------------------------------
 
@@ -505,7 +504,7 @@ class WatchedRouter(Router):
         """Check that counters and beliefs follow from the inputs."""
         self._remove_drained()
         expected = self._loads_expected()
-        counted = {worker.incarnation: load for worker, load in self._loads.by_worker().items()}
+        counted = {worker.incarnation: load for worker, load in self._loads.by_worker.items()}
         self._require(counted == expected, "7.1", f"{counted} is counted, {expected} is in progress")
         self._require(
             self._loads.faults == self._rudeness, "7.1", "wrong number of double or late releases and verdicts"

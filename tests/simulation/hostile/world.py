@@ -214,7 +214,7 @@ class HostileWorld(World):
         for name, text in self.oracle.texts.items():
             tokens = np.array(text, np.int32)
             prompt = HashedPrompt(tokens, block_hasher(hasher.block_size), ())
-            published = gateway.router.reported_kv.leading_tokens(prompt)[0][gateway.router._indices.of(known)]
+            published = gateway.router.reported_kv.leading_tokens(prompt)[0][gateway.router._indices[known]]
             chain: list[bytes] = []
             hasher.extend(chain, hasher.root(""), tokens, len(tokens))
             held = hasher.block_size * sum(1 for _ in takewhile(probe.pool.knows, chain))
