@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 import msgspec
 
@@ -38,8 +36,7 @@ class BodyBudget:
         return share
 
 
-@dataclass(slots=True)
-class BodyShare(AbstractContextManager["BodyShare"]):
+class BodyShare(msgspec.Struct, eq=False):
     """Share of one body in the budget; a context manager that returns it."""
 
     _budget: BodyBudget
@@ -47,6 +44,9 @@ class BodyShare(AbstractContextManager["BodyShare"]):
     _received: int = 0
     _reserved: int = 0
     _held: int = 0
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -11,8 +11,10 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import urlsplit
+
+import msgspec
 
 from fd_core.errors import ConfigError
 from fd_core.http.errors import ApiError
@@ -31,7 +33,7 @@ _EXPOSED: Final = ", ".join(
 )
 
 
-class Visit(NamedTuple):
+class Visit(msgspec.Struct, frozen=True):
     """Host and origin of a request."""
 
     hosts: Sequence[str]

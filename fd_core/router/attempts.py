@@ -41,7 +41,8 @@ class Attempts(Generic[_Answer]):
     def __init__(self, router: Router, request: RouteRequest) -> None:
         self._router = router
         self._request = request
-        self._selection: Selection | None = None
+        self.selection: Selection
+        """The attempt that was chosen last."""
         self._kept: _Answer | None = None
         self._none: NoWorker | None = None
 
@@ -52,13 +53,6 @@ class Attempts(Generic[_Answer]):
     def next(self, now: float, rng: float) -> Selection | None:
         """Return the selection for a retry after an attempt failed and was released; None if no worker is left."""
         return self._take(self._router.retry(self.selection, now, rng))
-
-    @property
-    def selection(self) -> Selection:
-        """The attempt that was chosen last."""
-        if self._selection is None:
-            raise RuntimeError("no worker has been chosen for this request")
-        return self._selection
 
     @property
     def result(self) -> _Answer | NoWorker:
@@ -110,7 +104,7 @@ class Attempts(Generic[_Answer]):
         if isinstance(chosen, NoWorker):
             self._none = chosen
             return None
-        self._selection = chosen
+        self.selection = chosen
         return chosen
 
 

@@ -76,10 +76,10 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "        if self._did_well(selection, selection.decode, now):\n",
+            "        if self._did_well(selection, selection.workers[-1], now):\n",
             "        if selection.prefill not in selection.verdicts and selection.mode == 'pd':\n"
             "            self._did_well(selection, selection.prefill, now)\n"
-            "        if self._did_well(selection, selection.decode, now):\n",
+            "        if self._did_well(selection, selection.workers[-1], now):\n",
         ),
     ),
     mutant(

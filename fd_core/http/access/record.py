@@ -11,7 +11,6 @@ import hmac
 import logging
 import re
 import time
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
@@ -168,8 +167,7 @@ def _reported(body: bytes) -> tuple[int, int] | None:
     return read, usage.completion_tokens or usage.output_tokens
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, eq=False):
     """Filled in from the gate to the last token; read for headers, the access log and the limits of the key."""
 
     request_id: str = ""

@@ -27,6 +27,7 @@ from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, no_such_p
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
+from fd_core.router.attempts import Attempts
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, error_answer, json_answer
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, RESPONSES_PATH, abort, change_all, keeper
 from fd_core.router.gateway.requests.forwarding import Exchange, read_body, to_worker
@@ -56,28 +57,37 @@ class RouterGate:
         given = request.headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape")
         arrived, status = time.monotonic(), CLIENT_LEFT
         record = RequestRecord(request_id_of(given).decode())
+        added = {"X-Request-Id": record.request_id}
         try:
-            answer = await self._guarded(request, record)
+            try:
+                added |= self._hosts.check(request.visit())
+                if request.method == "OPTIONS":
+                    answer = WholeAnswer(204, headers=CIMultiDict(allow_header(request.path)))
+                elif ROUTES[template := self._authorize(request, record)].forwarded:
+                    answer = await self._forward(request, record, added)
+                else:
+                    answer = await self._answer(request, record, template)
+            except ConnectionError:  # the client disconnected
+                request.abort()
+                return WholeAnswer(CLIENT_LEFT)
+            except Exception as error:  # noqa: BLE001  # the outermost handler: the client gets a response to every error
+                answer = error_answer(to_api_error(error), request.path)
+                if request.started:
+                    request.abort()
+            self._finish(request, answer, record, added)
             status = answer.status
             return answer
         finally:
-            record.close()
+            if record.account is not None:
+                record.close()
             if self._state.config.access_log:
                 seconds = time.monotonic() - arrived
                 log_access(request.remote, request.method, request.path, status, seconds, record)
 
-    async def _guarded(self, request: ClientRequest, record: RequestRecord) -> WholeAnswer:
-        added = {"X-Request-Id": record.request_id}
-        try:
-            added |= self._hosts.check(request.visit())
-            answer = await self._answer(request, record, added)
-        except ConnectionError:  # the client disconnected
-            request.abort()
-            return WholeAnswer(CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the outermost handler: the client gets a response to every error
-            answer = error_answer(to_api_error(error), request.path)
-            if request.started:
-                request.abort()
+    def _finish(
+        self, request: ClientRequest, answer: WholeAnswer, record: RequestRecord, added: dict[str, str]
+    ) -> None:
+        """Add the headers that every answer gets, and count it."""
         if not request.started:
             answer.headers.update(added)
             if record.account is not None:
@@ -90,28 +100,21 @@ class RouterGate:
         # Clients cannot create label values.
         path = found[0] if found is not None and (found[1].forwarded or found[0] in PAGES) else "other"
         self._state.metrics.answers[path, answer.status] += 1
-        return answer
 
-    async def _answer(self, request: ClientRequest, record: RequestRecord, added: dict[str, str]) -> WholeAnswer:
+    def _authorize(self, request: ClientRequest, record: RequestRecord) -> str:
+        """Fill in the record, and return the template of the request's route. Raises `ApiError`."""
         path = request.path
-        if request.method == "OPTIONS":
-            return WholeAnswer(204, headers=CIMultiDict(allow_header(path)))
         if self._access.has_keys:
             sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
             record.key = self._access.identify(request.method, path, *sent)
-        CLIENT.set(record.owner or source_of(request.remote))
+        CLIENT.set(source_of(request.connection.remote) if record.key is None else record.owner)
         template = self._access.authorize(record, request.method, path)
-        self._access.enter(record, request.method, path, now=time.monotonic())
-        if ROUTES[template].forwarded:
-            if self._state.drain.refusing:
-                raise unavailable("the router is shutting down", "draining", retry_after=5)
-            self._state.drain.running += 1
-            try:
-                with self._share(request) as share:
-                    return await self._forward(request, record, added, share=share)
-            finally:
-                self._state.drain.running -= 1
-        shown = PAGES.get(template)
+        if record.key is not None:
+            self._access.enter(record, request.method, path, now=time.monotonic())
+        return template
+
+    async def _answer(self, request: ClientRequest, record: RequestRecord, template: str) -> WholeAnswer:
+        path, shown = request.path, PAGES.get(template)
         if shown is not None:
             return await shown(self._state)
         if template.startswith("/v1/models"):
@@ -134,44 +137,55 @@ class RouterGate:
     def _share(self, request: ClientRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)
 
-    async def _forward(
-        self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str], share: BodyShare
-    ) -> WholeAnswer:
-        arrived = time.monotonic()
-        body = await read_body(request, share)
-        session = request.headers.get("X-Session-Id", "")[:256] or None
-        headers, meter = to_worker(self._state, request.headers, record, method=request.method, path=request.path), None
-        if request.path in COMPUTES_NOTHING or request.method != "POST":
-            asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
-        else:
-            cost = None
-            if record.tokens_per_minute is not None:
-                kind, limit = request.headers.get("Content-Type", ""), record.tokens_per_minute
-                cost = await self._state.costs.cost(request.path, kind, body, limit=limit)
-                self._access.reserve(record, cost.most)
-            asked = await self._state.reader.read(body, session, request.path)
-            length = asked.length if cost is None else cost.prompt
-            salt = self._access.salt(record.owner, asked.salt)
-            if (salt, length) != (asked.salt, asked.length):
-                asked = msgspec.structs.replace(asked, salt=salt, prefill_tokens=length)
-        if request.path.startswith(RESPONSES_PATH):
-            home = await keeper(self._state, request, body, record=record)
-            asked = msgspec.structs.replace(asked, home=home)
-        if record.reservation is not None or self._state.config.access_log:
-            headers[USAGE_HEADER], meter = "1", UsageMeter()
-        exchange = Exchange(
-            state=self._state,
-            request=request,
-            added=added,
-            headers=headers,
-            body=body,
-            share=share,
-            asked=asked,
-            arrived=arrived,
-            record=record,
-            meter=meter,
-        )
-        return await exchange.forward()
+    async def _forward(self, request: ClientRequest, record: RequestRecord, added: Mapping[str, str]) -> WholeAnswer:
+        if self._state.drain.refusing:
+            raise unavailable("the router is shutting down", "draining", retry_after=5)
+        share = self._share(request)
+        self._state.drain.running += 1
+        try:
+            arrived = time.monotonic()
+            body = await read_body(request, share)
+            session = request.headers.get("X-Session-Id", "")[:256] or None
+            headers, meter = (
+                to_worker(self._state, request.headers, record, method=request.method, path=request.path),
+                None,
+            )
+            if request.path in COMPUTES_NOTHING or request.method != "POST":
+                asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
+            else:
+                cost = None
+                if record.account is not None and record.tokens_per_minute is not None:
+                    kind, limit = request.headers.get("Content-Type", ""), record.tokens_per_minute
+                    cost = await self._state.costs.cost(request.path, kind, body, limit=limit)
+                    self._access.reserve(record, cost.most)
+                asked = await self._state.reader.read(body, session, request.path)
+                if record.key is not None:
+                    length = asked.length if cost is None else cost.prompt
+                    salt = self._access.salt(record.owner, asked.salt)
+                    asked = msgspec.structs.replace(asked, salt=salt, prefill_tokens=length)
+            if request.path.startswith(RESPONSES_PATH):
+                home = await keeper(self._state, request, body, record=record)
+                asked = msgspec.structs.replace(asked, home=home)
+            if record.reservation is not None or self._state.config.access_log:
+                headers[USAGE_HEADER], meter = "1", UsageMeter()
+            exchange = Exchange(
+                state=self._state,
+                request=request,
+                added=added,
+                headers=headers,
+                body=body,
+                share=share,
+                asked=asked,
+                arrived=arrived,
+                record=record,
+                meter=meter,
+                attempts=Attempts(self._state.router, asked),
+            )
+            spans = self._state.spans
+            return await (exchange.forward() if spans is None else exchange.recorded(spans))
+        finally:
+            self._state.drain.running -= 1
+            share.release()
 
     async def _list(self, path: str, headers: Mapping[str, str]) -> WholeAnswer:
         models: list[dict[str, Any]] = await union(self._state, headers)

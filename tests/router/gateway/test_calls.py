@@ -42,7 +42,7 @@ class Worker(asyncio.Protocol):
 
 
 @pytest.mark.parametrize(
-    ("policy", "stream", "most"), [("request_num", False, 330), ("cache_aware", False, 355), ("request_num", True, 385)]
+    ("policy", "stream", "most"), [("request_num", False, 236), ("cache_aware", False, 246), ("request_num", True, 276)]
 )
 @in_loop
 async def test_forwarding_takes_few_calls(policy: str, stream: bool, most: int) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -27,13 +27,12 @@ _LINGER_SECONDS: Final = 2.0
 """Time for a client to finish a body that was not needed: closed at once, it might lose the answer."""
 
 
-@dataclass(slots=True)
-class WholeAnswer:
+class WholeAnswer(msgspec.Struct, eq=False):
     """Answer in one piece."""
 
     status: int
     body: bytes = b""
-    headers: Headers = field(default_factory=CIMultiDict)
+    headers: Headers = msgspec.field(default_factory=CIMultiDict)
 
 
 def json_answer(value: Any, status: int = 200) -> WholeAnswer:
@@ -52,7 +51,6 @@ class ClientRequest:
 
     __slots__ = (
         "_chunked",
-        "_connection",
         "_expects",
         "_failed",
         "_parts",
@@ -60,6 +58,7 @@ class ClientRequest:
         "_waiter",
         "authority",
         "complete",
+        "connection",
         "headers",
         "keep_alive",
         "method",
@@ -96,7 +95,7 @@ class ClientRequest:
         """True once some of the answer was sent."""
         self.unread = 0
         """Bytes of the body that were received and not read."""
-        self._connection = connection
+        self.connection = connection
         self._parts: list[bytes] = []
         self._failed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -107,25 +106,26 @@ class ClientRequest:
     @property
     def remote(self) -> str:
         """Address of the client."""
-        return self._connection.remote
+        return self.connection.remote
 
     def visit(self) -> Visit:
         """Return the host and the origin of the request."""
         hosts = self.headers.getall("Host", []) if self.authority is None else [self.authority]
-        return Visit.of(self.method, hosts, self._connection.local, self.headers.get)
+        return Visit.of(self.method, hosts, self.connection.local, self.headers.get)
 
     async def readany(self) -> bytes:
         """Return what arrived of the body, nothing at its end. Raises `ApiError` (400) if it is wrongly framed."""
         if not self._parts and not self.complete:
             if self._expects:
                 self._expects = False
-                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._waiter = self._connection.loop.create_future()
+                self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._waiter = self.connection.loop.create_future()
             await self._waiter
         if self._failed:
             raise ApiError(400, "the body is incomplete or wrongly framed", code="invalid_body")
         parts, self._parts, self.unread = self._parts, [], 0
-        self._connection.regulate()
+        if self.connection.paused:
+            self.connection.regulate()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
@@ -137,13 +137,15 @@ class ClientRequest:
         """Process a piece of the body."""
         self._parts.append(part)
         self.unread += len(part)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def completed(self, *, failed: bool = False) -> None:
         """Process the end of the body; `failed`: the rest of it cannot be read."""
         self.complete, self._failed = True, failed
         self.keep_alive &= not failed
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def drop(self) -> None:
         """Drop what was received and not read."""
@@ -162,34 +164,29 @@ class ClientRequest:
             self.keep_alive = False
         self._start(status, headers, framing)
 
-    @property
-    def has_room(self) -> bool:
-        """True if the client is connected and has read most of what was written."""
-        return self._connection.full is None and not self._connection.transport.is_closing()
-
     def put(self, piece: bytes) -> None:
         """Send a piece of the answer."""
         if piece and self.method != "HEAD":
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
-            self._connection.transport.write(framed)
+            self.connection.transport.write(framed)
 
     async def write(self, piece: bytes) -> None:
         """Send a piece of the answer, and wait until there is room for more. Raises `ConnectionError`: client left."""
         self.put(piece)
-        if self._connection.full is not None:
-            await self._connection.full.wait()
-        if self._connection.transport.is_closing():
+        if self.connection.full is not None:
+            await self.connection.full.wait()
+        if self.connection.transport.is_closing():
             raise ConnectionResetError("the client disconnected")
 
     def end(self) -> None:
         """End the streamed answer."""
         if self._chunked and self.method != "HEAD":
-            self._connection.transport.write(b"0\r\n\r\n")
+            self.connection.transport.write(b"0\r\n\r\n")
 
     def abort(self) -> None:
         """Close the connection, so that the client notices that its answer is incomplete."""
         self.keep_alive = False
-        self._connection.transport.close()
+        self.connection.transport.close()
 
     def send(self, answer: WholeAnswer) -> None:
         """Send a whole answer."""
@@ -199,10 +196,10 @@ class ClientRequest:
     def _start(self, status: int, headers: Mapping[str, str], framing: str, body: bytes = b"") -> None:
         self.started = True
         # A client that waits for permission may send the body nevertheless, or the next request.
-        self.keep_alive &= self._connection.persists and (self.complete or not self._expects)
+        self.keep_alive &= self.connection.persists and (self.complete or not self._expects)
         if not self.keep_alive:
             framing += "Connection: close\r\n"
-        self._connection.transport.write(answer_head(status, headers, framing) + body)
+        self.connection.transport.write(answer_head(status, headers, framing) + body)
 
 
 Handler = Callable[[ClientRequest], Awaitable[WholeAnswer]]
@@ -250,12 +247,15 @@ class ClientConnection(WatchedProtocol):
         self._handler = handler
         self._group = group
         self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        """Received part of the target of the next request, as `_lines` is of its headers."""
+        self._lines: list[tuple[bytes, bytes]] = []
         self._receiving: ClientRequest | None = None
         self._queue: deque[ClientRequest] = deque()
         """Pipelined requests."""
         self.full: asyncio.Event | None = None
         """While the client has to read more of its answer before it is continued: set once it has."""
-        self._paused = False
+        self.paused = False
         self._deaf = False
         """True if further input is ignored."""
         self._lingering: asyncio.TimerHandle | None = None
@@ -298,8 +298,8 @@ class ClientConnection(WatchedProtocol):
     def regulate(self) -> None:
         """Receive only what can be processed soon."""
         pauses = bool(self._queue) or (self._receiving is not None and self._receiving.unread > _PAUSE_BYTES)
-        if pauses != self._paused and not self.transport.is_closing():
-            self._paused = pauses
+        if pauses != self.paused and not self.transport.is_closing():
+            self.paused = pauses
             (self.transport.pause_reading if pauses else self.transport.resume_reading)()
 
     def data_received(self, data: bytes) -> None:
@@ -309,13 +309,14 @@ class ClientConnection(WatchedProtocol):
             return
         self._unreported += len(data)
         try:
-            self._parser.feed_data(self.without_upgrade(data))
+            self._parser.feed_data(self.without_upgrade(data) if b"pgrade:" in data else data)
         except httptools.HttpParserError as error:
             self._refuse(error.__context__ if isinstance(error.__context__, ApiError) else None)
         else:
             if self._unreported > MAX_HEAD_BYTES:
                 self._refuse(self.head_too_large())
-            self.regulate()
+            if self.paused or self._queue or (self._receiving is not None and self._receiving.unread > _PAUSE_BYTES):
+                self.regulate()
 
     def _refuse(self, error: ApiError | None) -> None:
         """Process nothing else; a request with an invalid body gets its own answer."""
@@ -328,12 +329,6 @@ class ClientConnection(WatchedProtocol):
         else:
             self.end(error or self.not_http())
 
-    def on_message_begin(self) -> None:
-        """Begin a request."""
-        self._target = b""
-        self._lines: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
-
     def on_url(self, url: bytes) -> None:
         """Process a part of the target."""
         self._target += url
@@ -342,12 +337,11 @@ class ClientConnection(WatchedProtocol):
         """Process a header; those of a trailer are dropped."""
         if self._receiving is None:
             self._lines.append((name, value))
-            self._head_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         """Begin to answer, or queue the request. Raises `ApiError` for a head that is not accepted."""
         self._unreported = 0
-        if self._head_bytes + len(self._target) > MAX_HEAD_BYTES:
+        if len(self._target) + 4 * len(self._lines) + sum(map(len, chain.from_iterable(self._lines))) > MAX_HEAD_BYTES:
             raise self.head_too_large()
         if self._parser.should_upgrade():  # CONNECT
             raise self.not_http()
@@ -359,6 +353,7 @@ class ClientConnection(WatchedProtocol):
             recent=self._parser.get_http_version() == "1.1",
             lasts=self._parser.should_keep_alive(),
         )
+        self._target, self._lines = b"", []
         self.head_complete()
         if self.task is None:
             self.task = self.loop.create_task(self._answer(request))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
 
-from multidict import CIMultiDict, MultiMapping
+from multidict import CIMultiDict
 
 Headers = CIMultiDict[str]
 HOP_BY_HOP: Final = frozenset(
@@ -28,7 +28,7 @@ def read_headers(lines: Iterable[tuple[bytes, bytes]]) -> Headers:
     )
 
 
-def forwarded(given: MultiMapping[str], dropped: frozenset[str]) -> Headers:
+def forwarded(given: Headers, dropped: frozenset[str]) -> Headers:
     """Return headers for the next connection, without those that are `dropped` (in lower case) or of this connection.
 
     `dropped` includes `HOP_BY_HOP`.
@@ -36,7 +36,11 @@ def forwarded(given: MultiMapping[str], dropped: frozenset[str]) -> Headers:
     connection = given.get("Connection")
     if connection is not None:
         dropped = dropped | {name.strip().lower() for name in connection.split(",")}
-    return CIMultiDict([(name, value) for name, value in given.items() if name.lower() not in dropped])
+    kept = given.copy()
+    for name in given:
+        if name.lower() in dropped:
+            kept.popall(name, None)
+    return kept
 
 
 def request_head(method: str, target: str, host: str, headers: Mapping[str, str], length: int | None) -> bytes:
@@ -51,11 +55,10 @@ def answer_head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
 
 
 def _head(first: str, headers: Mapping[str, str]) -> bytes:
-    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
-    rest = "".join(lines)
-    if not rest.count("\n") == rest.count("\r") == len(lines):
+    rest = "\r\n".join([*map(": ".join, headers.items()), "\r\n"])
+    if not rest.count("\n") == rest.count("\r") == len(headers) + 1:
         raise ValueError("a header contains a line break")
-    return f"{first}{rest}\r\n".encode("utf-8", "surrogateescape")
+    return (first + rest).encode("utf-8", "surrogateescape")
 
 
 @lru_cache(maxsize=64)

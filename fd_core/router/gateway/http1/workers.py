@@ -49,7 +49,6 @@ class WorkerAnswer:
 
     __slots__ = (
         "_error",
-        "_parts",
         "_waiter",
         "connection",
         "direct",
@@ -57,6 +56,7 @@ class WorkerAnswer:
         "forwards",
         "headers",
         "method",
+        "parts",
         "passes",
         "status",
         "unread",
@@ -80,59 +80,49 @@ class WorkerAnswer:
         """Takes a part of the body while the reader waits, without waking it; False if it cannot take the part now."""
         self.waits_since: float | None = None
         """Time since which the worker is awaited, by the loop's clock; None while it is not."""
-        self._parts: list[bytes] = []
+        self.parts: list[bytes] = []
+        """Of the body, received and not read."""
         self._error: OSError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def content_type(self) -> str:
-        """Media type of the body, in lower case without parameters."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
     async def readany(self) -> bytes:
         """Return what arrived of the body, nothing at its end. Raises `UPSTREAM_ERRORS`."""
-        while not self._parts and not self.ended:
+        while not self.parts and not self.ended:
             await self.wait()
-        parts, self._parts, self.unread = self._parts, [], 0
-        self.connection.regulate(self)
+        return self._take()
+
+    def _take(self) -> bytes:
+        parts, self.parts, self.unread = self.parts, [], 0
+        if self.connection.paused:
+            self.connection.regulate(self)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_up_to(self, limit: int) -> bytes:
         """Return all of the body, or its first `limit` bytes; nothing else is read then. Raises `UPSTREAM_ERRORS`."""
         if self.ended and self.unread <= limit:
-            return await self.readany()
+            return self._take()
         parts: list[bytes] = []
-        while limit > 0 and (self._parts or not self.ended) and (part := await self.readany()):
+        while limit > 0 and (self.parts or not self.ended) and (part := await self.readany()):
             parts.append(part[:limit])
             if len(part) > limit:
-                self._parts.insert(0, part[limit:])
+                self.parts.insert(0, part[limit:])
             limit -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def wait(self) -> None:
-        """Wait until something arrives. Raises `UPSTREAM_ERRORS`."""
+    def wait(self) -> asyncio.Future[None]:
+        """Return a future that is done once something arrives. Raises `UPSTREAM_ERRORS`."""
         if self._error is not None:
             raise self._error
         loop = self.connection.loop
         self._waiter, self.waits_since = loop.create_future(), loop.time()
-        try:
-            await self._waiter
-        finally:
-            self.waits_since = None
+        return self._waiter
 
     def wake(self) -> None:
         """Continue the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def received(self, part: bytes) -> None:
-        """Process a part of the body."""
-        if self.direct is not None and self.waits_since is not None and not self._parts and self.direct(part):
-            self.waits_since = self.connection.loop.time()
-            return
-        self._parts.append(part)
-        self.unread += len(part)
-        self.wake()
+        if self.waits_since is not None and self._waiter is not None:
+            self.waits_since = None
+            if not self._waiter.done():
+                self._waiter.set_result(None)
 
     def fail(self, error: OSError) -> None:
         """End the answer with an error, after what has arrived."""
@@ -235,7 +225,7 @@ class WorkerClient:
             reused = connection is not None
             if connection is None:
                 async with asyncio.timeout(self._connect_seconds):
-                    connection = await address.connect(lambda: WorkerConnection(self._ended, address.idle))
+                    connection = await address.connect(lambda: WorkerConnection(self._answers, address.idle))
             answer = connection.answer = WorkerAnswer(connection, method, forwards=forwards)
             self._answers[answer] = url
             connection.send(head, body)
@@ -259,9 +249,6 @@ class WorkerClient:
                 return connection
             connection.transport.abort()
         return None
-
-    def _ended(self, answer: WorkerAnswer) -> None:
-        self._answers.pop(answer, None)
 
     def expire_first_bytes(self, url: str) -> int:
         """End every wait of clients for the first bytes of a worker, so that others are tried; return their number."""
@@ -307,16 +294,18 @@ class WorkerClient:
 class WorkerConnection(asyncio.Protocol):
     """Connection to a worker, for one request after the other."""
 
-    def __init__(self, on_end: Callable[[WorkerAnswer], None], idle: list[WorkerConnection]) -> None:
-        """`on_end` is called with each answer that ended; the connection enters `idle` whenever it is reusable."""
+    def __init__(self, answers: dict[WorkerAnswer, str], idle: list[WorkerConnection]) -> None:
+        """Answers that ended leave `answers`; the connection enters `idle` whenever it is reusable."""
         self.loop = asyncio.get_running_loop()
         self.answer: WorkerAnswer | None = None
         self.idle_since = 0.0
-        self._on_end = on_end
+        self._answers = answers
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
         self._poll: select.poll | None = None
-        self._paused = False
+        self.paused = False
+        self._has_news = False
+        """True if a head, a part of a body or its end arrived for the reader of the answer."""
         self._unreported = 0
         """Bytes since the end of a head or a part of a body."""
 
@@ -341,20 +330,20 @@ class WorkerConnection(asyncio.Protocol):
     def regulate(self, answer: WorkerAnswer) -> None:
         """Receive no more than the client of the answer takes."""
         pauses = answer.unread > _PAUSE_BYTES
-        if pauses != self._paused and answer is self.answer and not self.transport.is_closing():
-            self._paused = pauses
+        if pauses != self.paused and answer is self.answer and not self.transport.is_closing():
+            self.paused = pauses
             (self.transport.pause_reading if pauses else self.transport.resume_reading)()
 
     def abandon(self) -> None:
         """Close the connection, with its answer."""
-        self._detach()
+        self._end(complete=False)
         self.transport.abort()
 
-    def _detach(self) -> WorkerAnswer | None:
+    def _end(self, *, complete: bool) -> None:
         answer, self.answer = self.answer, None
         if answer is not None:
-            self._on_end(answer)
-        return answer
+            answer.ended = complete
+            self._answers.pop(answer, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the answer; one without a length is complete."""
@@ -363,7 +352,8 @@ class WorkerConnection(asyncio.Protocol):
         if (answer := self.answer) is None:
             return
         if exc is None and self._until_closed:
-            self._complete()
+            self._end(complete=True)
+            answer.wake()
         else:
             lost = exc if isinstance(exc, OSError) else InvalidAnswer("the worker closed the connection")
             answer.fail(lost)
@@ -371,18 +361,18 @@ class WorkerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse."""
         self._unreported += len(data)
+        answer = self.answer
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._fail("the worker's answer is not HTTP/1.1")
-            return
-        answer = self.answer
-        if answer is None:
-            return
         if self._unreported > MAX_HEAD_BYTES:
             self._fail("the head of the worker's answer is too large")
-        elif answer.unread > _PAUSE_BYTES:
-            self.regulate(answer)
+        if answer is not None and self._has_news:
+            self._has_news = False
+            if answer.unread > _PAUSE_BYTES:
+                self.regulate(answer)
+            answer.wake()
 
     def _fail(self, reason: str) -> None:
         if self.answer is not None:
@@ -414,34 +404,35 @@ class WorkerConnection(asyncio.Protocol):
         answer.status = status
         self._until_closed = "Content-Length" not in headers and "Transfer-Encoding" not in headers
         if answer.method == "HEAD":
-            self._complete()
+            self._end(complete=True)
             self.transport.abort()  # the parser expects a body
-        else:
-            answer.wake()
+        self._has_news = True
 
     def on_body(self, part: bytes) -> None:
         """Process a part of the body."""
         self._unreported = 0
-        if self.answer is not None:
-            self.answer.received(part)
+        answer = self.answer
+        if answer is None:
+            return
+        if answer.direct and answer.waits_since is not None and not answer.parts and answer.direct(part):
+            answer.waits_since = self.loop.time()
+        else:
+            answer.parts.append(part)
+            answer.unread += len(part)
+            self._has_news = True
 
     def on_message_complete(self) -> None:
         """Complete the answer; its connection is free."""
         if self._interim or self.answer is None:
             return
-        self._complete()
+        self._end(complete=True)
+        self._has_news = True
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
-            if self._paused:
-                self._paused = False
+            if self.paused:
+                self.paused = False
                 self.transport.resume_reading()
             self._unreported = 0
             self.idle_since = self.loop.time()
             self._idle.append(self)
         else:
             self.transport.abort()
-
-    def _complete(self) -> None:
-        answer = self._detach()
-        if answer is not None:
-            answer.ended = True
-            answer.wake()

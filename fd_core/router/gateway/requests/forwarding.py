@@ -6,10 +6,11 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Final, get_args
 from urllib.parse import urlsplit
+
+import msgspec
 
 from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
@@ -73,11 +74,15 @@ async def read_body(request: ClientRequest, share: BodyShare) -> bytes:
     """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if incomplete, 413 or 503 beyond its share."""
     if "Content-Encoding" in request.headers:
         refuse_encoding(request.headers.getall("Content-Encoding"))
-    parts: list[bytes] = []
+    body = await request.readany()
+    share.received(len(body))
+    if not request.has_more:
+        return body
+    parts = [body]
     while request.has_more and (part := await request.readany()):
         share.received(len(part))
         parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return b"".join(parts)
 
 
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
@@ -94,10 +99,9 @@ def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method
     if record.key is not None:
         tenant = Tenant.of(record.key)
         headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
-    requires_keys = state.config.requires_keys
-    if requires_keys:
+    if state.requires_keys:
         headers.popall("Authorization", None)
-    if requires_keys or "Authorization" in state.own_headers:
+    if state.requires_keys or "Authorization" in state.own_headers:
         headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
     return headers
@@ -122,7 +126,7 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
 
 def ticket_headers(state: GatewayState, selection: Selection, headers: Headers, request_id: str) -> Headers:
     """Return the headers of a request, which carries `request_id`; a ticket names the prefill side of a pair."""
-    if selection.kv_port is None or state.ticket_key is None:
+    if state.ticket_key is None:
         return headers
     host = urlsplit(selection.prefill.url).hostname or ""
     peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
@@ -137,12 +141,7 @@ def outcome_of(headers: Mapping[str, str]) -> str:
     return outcome if outcome in _OUTCOMES else _NOT_REPORTED
 
 
-class _TryElsewhere(Exception):
-    """Nothing of this attempt reached the client: another worker may be tried."""
-
-
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """One client's request: sends it to the workers that the router chooses, and reports the outcome to the router."""
 
     state: GatewayState
@@ -157,42 +156,40 @@ class Exchange:
     arrived: float
     """Time at which the headers of the request were read, by `time.monotonic`."""
     record: RequestRecord
+    attempts: Attempts[WholeAnswer]
     meter: UsageMeter | None = None
     """Reads the usage of the answer, if it is needed."""
     span: RequestSpan | None = None
-    attempts: Attempts[WholeAnswer] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.attempts = Attempts(self.state.router, self.asked)
-
-    def forward(self) -> Awaitable[WholeAnswer]:
-        """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
-        return self._forward() if self.state.spans is None else self._recorded(self.state.spans)
-
-    async def _recorded(self, spans: RequestSpans) -> WholeAnswer:
+    async def recorded(self, spans: RequestSpans) -> WholeAnswer:
+        """Do what `forward` does within a span."""
         path = self.request.path
         _, attributes = span_name(path, self.asked.model)
         attributes |= {"http.request.method": self.request.method, "url.path": path}
         ago = time.monotonic() - self.arrived
         with spans.begin(f"POST {path}", "server", self.headers, attributes, seconds_ago=ago) as self.span:
-            answer = await self._forward()
+            answer = await self.forward()
             failed = str(answer.status) if answer.status >= 500 else None
             self.span.end({"http.response.status_code": answer.status}, error=failed)
             return answer
 
-    async def _forward(self) -> WholeAnswer:
+    async def forward(self) -> WholeAnswer:
+        """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
         chosen = self.attempts.first(time.monotonic(), random.random())  # noqa: S311  # no secret
         self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
         try:
             while chosen is not None:
-                self.state.pairing.saw(chosen.mode)
+                if chosen.mode != "mixed":
+                    self.state.pairing.saw(chosen.mode)
                 try:
-                    with chosen:
-                        if self.span is None:
-                            return await self._ask(chosen, self.headers)
-                        return await self._attempt(chosen, self.span)
-                except _TryElsewhere:
-                    pass
+                    if self.span is None:
+                        answer = await self._ask(chosen, self.headers)
+                    else:
+                        answer = await self._attempt(chosen, self.span)
+                finally:
+                    chosen.release()
+                if answer is not None:
+                    return answer
                 chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
             self._not_processed()
         except (asyncio.CancelledError, ConnectionError):
@@ -210,7 +207,7 @@ class Exchange:
         if self.meter is not None:
             self.meter.whole(b"")
 
-    async def _attempt(self, selection: Selection, parent: RequestSpan) -> WholeAnswer:
+    async def _attempt(self, selection: Selection, parent: RequestSpan) -> WholeAnswer | None:
         name, attributes = span_name(self.request.path, self.asked.model)
         url = urlsplit(selection.decode.url)
         where = {"server.address": url.hostname, "server.port": url.port, "fdcore.attempt": selection.attempt}
@@ -224,8 +221,11 @@ class Exchange:
                 if verdict in _ENDS:
                     span.end(error=_ENDS[verdict])
 
-    async def _ask(self, selection: Selection, headers: Headers) -> WholeAnswer:
+    async def _ask(self, selection: Selection, headers: Headers) -> WholeAnswer | None:
+        """Return the answer of the selected worker; None if another one is to be tried."""
         worker = selection.decode
+        if selection.kv_port is not None:
+            headers = ticket_headers(self.state, selection, headers, request_id=self.record.request_id)
         response: WorkerAnswer | None = None
         try:
             try:
@@ -233,7 +233,7 @@ class Exchange:
                     self.request.method,
                     worker.url,
                     self.request.target,
-                    ticket_headers(self.state, selection, headers, request_id=self.record.request_id),
+                    headers,
                     self.body,
                     forwards=True,
                 )
@@ -243,7 +243,7 @@ class Exchange:
                     outcome = outcome_of(response.headers)
                     self.state.metrics.counts.transfers[outcome] += 1
                     self.attempts.prefilled(outcome, time.monotonic())
-                if is_refusal(response.status):
+                if response.status >= 400 and is_refusal(response.status):
                     refused = await self._refused(response)
                     self._not_processed()
                     return refused
@@ -255,10 +255,7 @@ class Exchange:
                     raise unavailable("the router has no free connection", "no_connections", retry_after=1) from error
                 self.attempts.lost(time.monotonic(), severe=isinstance(error, WorkerUnreachable))
                 self.state.metrics.counts.attempts_lost += 1
-                raise _TryElsewhere from error
-            self.attempts.began()
-            self.body = b""  # no other worker needs it
-            self.share.release()
+                return None
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
             kept = self._to_client(response)
             if answer.whole:
@@ -266,10 +263,13 @@ class Exchange:
                     self.meter.whole(first)
                 self.attempts.ended(response.status, time.monotonic())
                 return WholeAnswer(response.status, first, kept)
+            self.attempts.began()
+            self.body = b""  # no other worker needs it
+            self.share.release()
             response.passes = True
             return await self._stream(response, answer, first=first, headers=kept)
         finally:
-            if response is not None:
+            if response is not None and not response.ended:
                 response.close()
 
     def _to_client(self, response: WorkerAnswer) -> Headers:
@@ -281,16 +281,15 @@ class Exchange:
             headers.update(limit_headers(self.record.account, time.monotonic()))
         return headers
 
-    async def _refused(self, response: WorkerAnswer) -> WholeAnswer:
-        """Return an error response that every worker would give; `_TryElsewhere` if another worker may succeed."""
+    async def _refused(self, response: WorkerAnswer) -> WholeAnswer | None:
+        """Return an error response that every worker would give; None if another worker may succeed."""
         body = await response.read_up_to(_ELSEWHERE_BYTES)
         refused = WholeAnswer(response.status, body, self._to_client(response))
         if response.status in (429, 503):
             refused.headers.setdefault("Retry-After", "1")
         no_model = self.request.path.startswith(OLLAMA_PATH) or any(name in body for name in _NO_MODEL)
-        if self.attempts.refused(response.status, refused, time.monotonic(), no_model=no_model):
-            raise _TryElsewhere
-        return refused
+        retries = self.attempts.refused(response.status, refused, time.monotonic(), no_model=no_model)
+        return None if retries else refused
 
     async def _stream(
         self, response: WorkerAnswer, answer: relaying.UpstreamAnswer, first: bytes, headers: Headers
@@ -303,12 +302,12 @@ class Exchange:
         request.begin(
             response.status, headers, None if answer.is_stream else length_of(response.headers.get("Content-Length"))
         )
-        meter = self.meter if answer.is_stream else None
+        meter, client, cut = self.meter if answer.is_stream else None, request.connection, answer.cut
 
         def relay(part: bytes) -> bool:
-            if not request.has_room:
+            if client.full is not None or client.transport.is_closing():
                 return False
-            piece = answer.cut(part)
+            piece = cut(part)
             request.put(piece if meter is None else meter.piece(piece))
             return True
 

@@ -5,6 +5,7 @@ Of server-sent events and lines of JSON only whole ones are passed on, so that a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -106,21 +107,17 @@ class UpstreamAnswer:
     def __init__(self, response: WorkerAnswer, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event that marks it as such."""
         self._response = response
-        self._kind = kind = response.content_type
+        self._kind = kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         readable = kind in ("text/event-stream", _LINES) and "Content-Encoding" not in response.headers
         self._cutter = EventCutter(lines=kind == _LINES) if readable else None
+        self.is_stream = readable
+        """True if the answer consists of server-sent events or lines of JSON."""
+        self.whole = False
+        """True if `begin` returned the whole answer."""
+        self.cut: Callable[[bytes], bytes] = bytes if self._cutter is None else self._cutter.push
+        """Processes a chunk; returns the bytes that may be sent to the client."""
         self._ends_with_done = ends_with_done and response.status == 200
         self._ended = False
-
-    @property
-    def is_stream(self) -> bool:
-        """True if the answer consists of server-sent events or lines of JSON."""
-        return self._cutter is not None
-
-    @property
-    def whole(self) -> bool:
-        """True if `begin` returned the whole answer."""
-        return self._ended and not self.is_stream
 
     @property
     def error_forwarded(self) -> bool:
@@ -141,15 +138,11 @@ class UpstreamAnswer:
             return ready
         if self._kind != "application/json":
             first = await response.readany()
-            self._ended = not first
+            self._ended = self.whole = not first
             return first
         first = await response.read_up_to(_HELD_BYTES + 1)
-        self._ended = len(first) <= _HELD_BYTES
+        self._ended = self.whole = len(first) <= _HELD_BYTES
         return first
-
-    def cut(self, chunk: bytes) -> bytes:
-        """Process a chunk; return the bytes that may be sent to the client."""
-        return chunk if self._cutter is None else self._cutter.push(chunk)
 
     async def more(self) -> bytes:
         """Return the next bytes, none at the end. Raises `WorkerLost` if the answer is incomplete."""

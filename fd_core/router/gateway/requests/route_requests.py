@@ -19,7 +19,7 @@ from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
 from fd_core.server.ollama import routes as ollama
 from fd_core.server.ollama.schemas import LATEST, EmbedRequest, OllamaTextRequest
-from fd_core.server.preprocess.body import BodyFormat, decodable, require_json
+from fd_core.server.preprocess.body import SMALL_BYTES, BodyFormat, decodable, require_json
 from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
@@ -127,6 +127,7 @@ def _image_text(given: object) -> str:
 
 _IMAGES: Final = frozenset({"image_url", "input_image", "image"})
 _decoder: Final = msgspec.json.Decoder(_Body)
+_encoder: Final = msgspec.json.Encoder(order="sorted")
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -151,7 +152,7 @@ class RouteRequestReader:
 
     async def read(self, body: bytes, session: str | None = None, path: str = "") -> RouteRequest:
         """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
-        if not await decodable(body, _MAX_IDS):  # the worker rejects it
+        if len(body) > SMALL_BYTES and not await decodable(body, _MAX_IDS):  # the worker rejects it
             return _by_bytes(body, session, "")
         if self._prompts is None:
             return self._read(body, session, path)
@@ -175,11 +176,11 @@ class RouteRequestReader:
         if path.startswith(OLLAMA_PATH):
             self._read_ollama(asked)
         exact = True
-        if isinstance(asked.messages, list):
+        if isinstance(asked.messages, list) and (b"image" in body or b"\\u" in body):  # names may be escaped
             given, asked.messages = asked.messages, [_described(message) for message in asked.messages]
             # Workers report blocks with tokens of images, which the router does not know.
             exact = asked.messages == given
-        session = session or _name(asked.session_id) or _name(asked.user)
+        session = session or _name(asked.session_id, asked.user)
         salt = _name(asked.cache_salt) or ""
         model, output = _name(asked.model), asked.output_tokens
         if self._prompts is not None or isinstance(asked.text, list):
@@ -227,7 +228,7 @@ class RouteRequestReader:
 def _bytes_of(asked: _Body) -> bytes:
     """Return bytes with equal prefixes for prompts with equal prefixes, independent of all other fields."""
     if isinstance(asked.messages, list):
-        return b"".join([msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation])
+        return _encoder.encode_lines(asked.conversation)
     prompt = asked.text
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         prompt = prompt[0]
@@ -245,8 +246,12 @@ def _by_bytes(
     return RouteRequest(tokens, session, salt, length, model, tokenized=False, output_tokens=output_tokens)
 
 
-def _name(value: Any) -> str | None:
-    return value[:256] if isinstance(value, str) and value else None
+def _name(*values: Any) -> str | None:
+    """Return the first of these values that is a name."""
+    for value in values:
+        if isinstance(value, str) and value:
+            return value[:256]
+    return None
 
 
 _UNKNOWN_CONTEXT: Final = 1 << 19

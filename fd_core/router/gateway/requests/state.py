@@ -151,10 +151,13 @@ class GatewayState:
     spans: RequestSpans | None = None
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they store it."""
+    requires_keys: bool = field(init=False)
+    """True if clients need a key of the router, which is not sent to workers."""
     own_headers: Mapping[str, str] = field(init=False)
     """Headers of requests to workers that the gateway itself makes."""
 
     def __post_init__(self) -> None:
+        self.requires_keys = self.config.requires_keys
         key = next(iter(self.config.worker_api_keys), "")
         self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         self.own_headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -81,10 +81,11 @@ async def test_parts_taken_directly_wake_no_reader_and_end_its_silence() -> None
         reading = asyncio.create_task(answer.readany())
         await asyncio.sleep(0.01)
         since = answer.waits_since
-        answer.received(b"b")
+        answer.connection.on_body(b"b")
         assert since is not None and answer.waits_since is not None and answer.waits_since > since
         for part in (b"c", b"d"):
-            answer.received(part)
+            answer.connection.on_body(part)
+        answer.wake()
         assert (await reading, taken) == (b"cd", [b"b"])
         answer.close()
 
