@@ -1,4 +1,5 @@
 import ctypes
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -28,16 +29,23 @@ def isa(request):
 
 @pytest.fixture(scope="session")
 def native(isa):
-    """Return a function from dtype and threads to a native pack; skips where it cannot be built."""
+    """Return a function from dtype and threads to a native pack; skips where it cannot be built.
+
+    The first set is compiled as for users, the others with few optimizations, which takes two thirds of the time.
+    `nox -s conformance` compiles them as for users.
+    """
     packs = {}
 
     def get(dtype="float32", threads=1):
         key = (dtype, threads)
         if key not in packs:
-            try:
-                packs[key] = NativeOps(declare(build.load(isa)), dtype, threads)
-            except build.BuildError as error:
-                pytest.skip(f"the native kernels cannot be built here: {error}")
+            with pytest.MonkeyPatch.context() as patch:
+                if isa != SETS[0]:
+                    patch.setenv("FD_CXXFLAGS", f"-O1 {os.environ.get('FD_CXXFLAGS', '')}")
+                try:
+                    packs[key] = NativeOps(declare(build.load(isa)), dtype, threads)
+                except build.BuildError as error:
+                    pytest.skip(f"the native kernels cannot be built here: {error}")
         return packs[key]
 
     return get
