@@ -41,6 +41,7 @@ from fd_core.types import (
 from fd_core.types.kv_events import KVEvent, Stored, StoredBlocks
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
+_PHASES: Final = tuple(Phase)
 _STATES: Final[Mapping[str, tuple[str, ...]]] = {
     "waits": ("waiting",),
     "loads": ("loading", "running"),
@@ -1105,18 +1106,21 @@ class Auditor:
         """Compare the activities of requests with the holdings, unless the scheduler tracks none."""
         if not activities:
             return
-        require(activities.keys() == self.unfinished, "3.6", f"activities of {set(activities)}")
+        if activities.keys() != self.unfinished:
+            broken("3.6", f"activities of {set(activities)}")
         states = Counter(each.state for each in activities.values())
         for state in ("waiting", "loading", "running"):
             count = getattr(held, state)
             require(states[state] == count, "3.6", f"{states[state]} activities are {state}, but it holds {count}")
         for name, activity in activities.items():
             request, possible = self.requests[name], _STATES[self.requests[name].where]
-            require(activity.state in possible, "3.6", f"the activity of {name} is {activity.state!r}, not {possible}")
+            if activity.state not in possible:
+                broken("3.6", f"the activity of {name} is {activity.state!r}, not {possible}")
             phases, loading = self._phases_of(request), request.loading
             if loading is not None and loading.operation in self._operations:
                 phases = {Phase.TRANSFER if isinstance(loading, operations.Fetch) else Phase.STORE}
-            require(activity.phase in phases, "8", f"{name} is {activity.state}, but in phase {activity.phase.name}")
+            if activity.phase not in phases:
+                broken("8", f"{name} is {activity.state}, but in phase {activity.phase.name}")
 
     def _phases_of(self, request: Followed) -> set[Phase]:
         """Return the phases in which a request may be, or have been."""
@@ -1127,11 +1131,12 @@ class Auditor:
             Phase.TRANSFER: bool(request.spec.prefill_at),
             Phase.PREEMPTED: request.revoked,
         }
-        return {phase for phase in Phase if conditional.get(phase, True)}
+        return {phase for phase in _PHASES if conditional.get(phase, True)}
 
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare the scheduler's reported holdings with the audited state."""
-        require(set(names) == self.unfinished, "1.7", f"expected unfinished {self.unfinished}, got {set(names)}")
+        if set(names) != (unfinished := self.unfinished):
+            broken("1.7", f"expected unfinished {unfinished}, got {set(names)}")
         loading = [request for request in self.requests.values() if request.loading is not None]
         draining = sum(occupancy.revoked for occupancy in self.occupancies.values())
         slots = len(self.occupancies) + len(loading)

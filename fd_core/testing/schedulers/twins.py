@@ -17,7 +17,7 @@ from fd_core.errors import FdError
 from fd_core.scheduling.contract import RequestActivity, Scheduler, SchedulerSetup
 from fd_core.signals import MalformedOutput
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.law import require
+from fd_core.testing.kit.law import broken
 from fd_core.types import Delta, RequestSpec
 
 Make = Callable[[SchedulerSetup], Scheduler]
@@ -56,10 +56,12 @@ class _Twins:
         with another_world(7, self._make):
             again = _contents(_attempt(getattr(self._other, name), arguments))
         expected = _contents(result)
-        what = f"{name} returned {expected}, and that of a second scheduler with the same calls {again}"
-        require(expected == again, "8", what)
+        # Messages with whole results take longer to write than all the calls.
+        if expected != again:
+            broken("8", f"{name} returned {expected}, and that of a second scheduler with the same calls {again}")
         for call, earlier, before in self._results:
-            require(_contents(earlier) == before, "8", f"{name} changed what {call} returned: {before} to {earlier}")
+            if _contents(earlier) != before:
+                broken("8", f"{name} changed what {call} returned: {before} to {earlier}")
         self._results.append((name, result, expected))
         if isinstance(result, Exception):
             raise result
