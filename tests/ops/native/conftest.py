@@ -17,6 +17,11 @@ RUNNABLE = [isa for isa in build.INSTRUCTION_SETS if not build.missing(isa)]
 # Sets are ordered from newest to oldest, so the second available one is what `native` resolves to.
 SETS = [RUNNABLE[0], *RUNNABLE[2:]]
 """Instruction sets that this processor runs or emulates; test_build.py compiles the others."""
+TILES = not build.missing("amx") and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+"""True if `native` computes with AMX: Linux permits it to this process, see `amx::request`."""
+COVERED = ("avx512", "amx_emulated") if TILES else ("avx512",)
+"""Sets whose code other sets have: `avx512` computes as `avx512_vnni` does, but products of bytes as `avx2`, and
+`amx_emulated` has the tiles of `native`."""
 COMPOSED = ("test_attention.py", "test_fusions.py", "test_models.py", "test_ranks.py")
 """Whole models, layers and ranks."""
 
@@ -79,15 +84,14 @@ def one_torch_thread():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest, and those of `avx512`.
+    """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest, and all of `COVERED`.
 
     Tests of single operations and formats run on every other set; each set runs a different sixth of the compositions.
-    `avx512` computes as `avx512_vnni` does, but products of bytes as `avx2`.
     """
     turns: Counter[tuple[str, str, str]] = Counter()
     for item in items:
         isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
-        if isa == "avx512" != SETS[0]:
+        if isa in COVERED and isa != SETS[0]:
             item.add_marker(pytest.mark.soak)
         elif isa in SETS[1:] and item.path.parent == Path(__file__).parent and item.path.name in COMPOSED:
             test = item.path.name, item.originalname, isa
