@@ -70,9 +70,18 @@ def covering_cases(
     other axes one without their plainest values.
     """
     rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
-    open_pairs = [pair for pair in _all_pairs(axes) if allowed({**plain, **dict(pair)})]
-    rng.shuffle(open_pairs)
     bits = {(axis.name, value): 1 << index for index, (axis, value) in enumerate(_all_values(axes))}
+    alone = {setting: allowed({**plain, **dict([setting])}) for setting in bits}
+
+    def possible(one: _Setting, other: _Setting) -> bool:
+        """Return True if the plainest case with a pair is allowed: often it has one other value, as many pairs do."""
+        for plainest, left in ((one, other), (other, one)):
+            if plainest[1] == plain[plainest[0]]:
+                return alone[left]
+        return allowed({**plain, **dict((one, other))})
+
+    open_pairs = [pair for pair in _all_pairs(axes) if possible(*pair)]
+    rng.shuffle(open_pairs)
     partners = dict.fromkeys(bits, 0)
     for one, other in open_pairs:
         partners[one] |= bits[other]
@@ -82,16 +91,17 @@ def covering_cases(
     for first in open_pairs:
         if not partners[first[0]] & bits[first[1]]:
             continue
-        fixed, case = dict(first), {**plain, **dict(first)}
+        case, settings = {**plain, **dict(first)}, bits[first[0]] | bits[first[1]]
         for axis in rng.sample(axes, len(axes)):
-            if axis.name in fixed:
+            name = axis.name
+            if name in (first[0][0], first[1][0]):
                 continue
-            settings = sum(bits[setting] for setting in fixed.items())
-            gains = {value: (partners[axis.name, value] & settings).bit_count() for value in axis.values}
+            gains = {value: (partners[name, value] & settings).bit_count() for value in axis.values}
             values = rng.sample(axis.values, len(axis.values)) if mixed else axis.values
-            for value in sorted(values, key=lambda value: -gains[value]):
-                if value == case[axis.name] or allowed({**case, axis.name: value}):
-                    case[axis.name] = fixed[axis.name] = value
+            for value in sorted(values, key=gains.__getitem__, reverse=True):
+                if value == case[name] or allowed({**case, name: value}):
+                    case[name] = value
+                    settings |= bits[name, value]
                     break
         _close(case, bits, partners)
         cases.append(case)

@@ -204,8 +204,8 @@ _SAME: Final = {*Geometry.__dataclass_fields__} & {axis.name for axis in AXES} -
 
 def allowed(case: Case) -> bool:
     """Return True if a layer can have the values of a case, and numpy computes it in about a second."""
-    rows, experts = rows_of(case), int_of(case, "experts")
-    if not rows or (experts and (not has_groups(case) or case["adapters"])):
+    experts = int_of(case, "experts")
+    if experts and (not has_groups(case) or case["adapters"]):
         return False
     if case["uniform"] and (case["chunk"] or case["image_tokens"]):
         return False
@@ -214,6 +214,8 @@ def allowed(case: Case) -> bool:
     kv_heads, d, hidden, inner = (int_of(case, name) for name in ("kv_heads", "head_dim", "hidden", "inner"))
     heads, block_size = kv_heads * int_of(case, "group"), int_of(case, "block_size")
     if case["packed"] is not None and (hidden % 128 or inner % 128 or heads * d % 128):
+        return False
+    if not (rows := rows_of(case)):
         return False
     attention = hidden * d * 2 * (heads + kv_heads)
     active = attention + 3 * hidden * inner * (int_of(case, "top_k") if experts else 1)
