@@ -118,8 +118,3 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter free the excluded objects at exit."""
-    gc.unfreeze()
