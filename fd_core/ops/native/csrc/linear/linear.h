@@ -136,7 +136,7 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
             const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
             const int next = vec + count;
             const int parts = S::kPartBytes && blocks > 1 ? ceil_div(int(panel.bytes), S::kPartBytes) : 1;
-            const int part_steps = round_up(ceil_div(steps, parts), S::kAlign / kStep);
+            const int part_steps = round_up(ceil_div(steps, parts), std::max(1, S::kAlign / kStep));
             TileCall<E, A> call{};
             call.b_step = panel.step();
             call.a_stride = std::is_same_v<E, A> ? x_stride : round_up(w.padded_k, kLanes);
