@@ -67,7 +67,7 @@ void dispatch(int rows, int vecs, const TileCall<E, A>& call) {
 
 // R and N count 16-row and 16-column tiles: a block of up to 2 x 2 accumulators.
 template <int R, int N, bool Passes>
-void amx_tile_of(const TileCall<bf16>& call) {
+void amx_tile(const TileCall<bf16>& call) {
     constexpr int kTile = amx::kTile, kTileK = 2 * amx::kDepth;
     const size_t c_bytes = call.c_stride * sizeof(float), a_bytes = call.a_stride * sizeof(bf16);
     const size_t b_bytes = call.b_step * sizeof(bf16);
@@ -107,11 +107,6 @@ void amx_tile_of(const TileCall<bf16>& call) {
     if constexpr (R > 1 && N > 1) amx::store<3>(lower + kTile, c_bytes);
 }
 
-template <int R, int N>
-void amx_tile(const TileCall<bf16>& call) {
-    call.a_passes ? amx_tile_of<R, N, true>(call) : amx_tile_of<R, N, false>(call);
-}
-
 #endif
 
 }  // namespace
@@ -124,9 +119,10 @@ void tile<float>(int rows, int vecs, const TileCall<float>& call) {
 #if defined(FD_AMX)
 template <>
 void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
-    static constexpr void (*table[2][2])(const TileCall<bf16>&) = {{amx_tile<1, 1>, amx_tile<1, 2>},
-                                                                  {amx_tile<2, 1>, amx_tile<2, 2>}};
-    table[rows > 16][vecs - 1](call);
+    static constexpr void (*table[2][2][2])(const TileCall<bf16>&) = {
+        {{amx_tile<1, 1, false>, amx_tile<1, 2, false>}, {amx_tile<2, 1, false>, amx_tile<2, 2, false>}},
+        {{amx_tile<1, 1, true>, amx_tile<1, 2, true>}, {amx_tile<2, 1, true>, amx_tile<2, 2, true>}}};
+    table[call.a_passes][rows > 16][vecs - 1](call);
 }
 #else
 template <>
