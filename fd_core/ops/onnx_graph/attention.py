@@ -78,11 +78,10 @@ def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSym
         return graph.op("Cast", graph.op("Concat", *columns, axis=1), to=TensorProto.INT64)
 
     where = graph.once(("places", kv_slots.name), places)
-    if layer.shape.latent:
-        layer.keys = graph.op("ScatterND", layer.keys, where, graph.op("Concat", k, v, axis=-1))
-        return
-    layer.keys = graph.op("ScatterND", layer.keys, where, k)
-    layer.values = graph.op("ScatterND", layer.values, where, v)
+    parts = {"keys": graph.op("Concat", k, v, axis=-1)} if layer.shape.latent else {"keys": k, "values": v}
+    written = {part: graph.op("ScatterND", getattr(layer, part), where, symbol) for part, symbol in parts.items()}
+    layer.written.append(written)
+    layer.keys, layer.values = written["keys"], written.get("values", layer.values)
 
 
 def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads, group: int) -> GraphSymbol:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,8 @@ class Session:
         # decode batches about 1.4 times as fast and single rows no faster.
         self._weights = {name: provider.place(array) for name, array in graph.weights.items()}
 
-    def bind(self, in_place: Mapping[str, tuple[str, Any]]) -> Binding:
-        """Bind values that runs modify in place: input name -> (output name, OrtValue)."""
+    def bind(self, in_place: Mapping[str, Any]) -> Binding:
+        """Bind OrtValues that runs modify in place, by input; their outputs are named as `TracedCache.outputs` says."""
         return Binding(self._session, self._weights, in_place)
 
 
@@ -68,7 +68,7 @@ class Binding:
     """A session bound to memory that its runs modify, such as one KV cache."""
 
     def __init__(
-        self, session: onnxruntime.InferenceSession, weights: Mapping[str, Any], in_place: Mapping[str, tuple[str, Any]]
+        self, session: onnxruntime.InferenceSession, weights: Mapping[str, Any], in_place: Mapping[str, Any]
     ) -> None:
         self._session = session
         self._held = (weights, in_place)  # the runtime holds no reference to the memory of arrays
@@ -78,13 +78,14 @@ class Binding:
         for name, value in weights.items():
             self._binding.bind_ortvalue_input(name, value)
         order = []
-        for name, (output, value) in in_place.items():
+        for name, value in in_place.items():
             if name in self._inputs:
                 self._binding.bind_ortvalue_input(name, value)
-            if output in outputs:
-                # Same memory as the input, so the runtime's ScatterND writes in place without a copy.
-                self._binding.bind_ortvalue_output(output, value)
-                order.append(output)
+            for output in outputs:
+                if output.startswith(f"{name}_after_"):
+                    # Same memory as the input, so the runtime's ScatterND writes in place without a copy.
+                    self._binding.bind_ortvalue_output(output, value)
+                    order.append(output)
         self._results = [name for name in outputs if name not in order]
         self._in_place = len(order)
 
@@ -102,14 +103,11 @@ class Binding:
 _PARTS = ("keys", "values")
 
 
-def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any]]:
-    """Return the bindings for layers of the numpy pack's cache, which the operators of a `TracedCache` modify.
-
-    A binding is an input name, an output name, and an OrtValue over the memory of both.
-    """
+def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
+    """Return OrtValues over layers of the numpy pack's cache, by input: operators of a `TracedCache` modify them."""
     wrap = onnxruntime.OrtValue.ortvalue_from_numpy
     return {
-        f"{part}_{index}": (f"{part}_{index}_after", wrap(memory))
+        f"{part}_{index}": wrap(memory)
         for index, layer in enumerate(layers)
         for part, memory in zip(_PARTS, layer, strict=False)  # a latent cache has keys only
     }
@@ -128,6 +126,8 @@ class TracedLayer:
     shape: KVShape
     plans: dict[PlanKey, Heads]
     """Of all attention operators so far, the heads of one of each kind; see `attention.plans`."""
+    written: list[dict[str, GraphSymbol]] = field(default_factory=list)
+    """Keys and values after each write."""
 
 
 class TracedCache:
@@ -152,10 +152,14 @@ class TracedCache:
         return self._layers[index]
 
     def outputs(self) -> dict[str, GraphSymbol]:
-        """Return the keys and values that the forward wrote, under the names of `bound`."""
+        """Return the keys and values after each write of the forward.
+
+        Layers of several groups write to the same memory one after the other. A write that were no output would get
+        memory of its own, with a copy of all blocks, and what was imported meanwhile would be lost.
+        """
         return {
-            f"{part}_{index}_after": getattr(layer, part)
+            f"{part}_{index}_after_{number}": symbol
             for index, layer in enumerate(self._layers)
-            for part in _PARTS
-            if getattr(layer, part).name != f"{part}_{index}"
+            for number, symbols in enumerate(layer.written)
+            for part, symbol in symbols.items()
         }

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from fd_core.ops.contract import Heads, HostStep, KVShape, Rope
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.onnx_graph.attention import plan
+from fd_core.ops.onnx_graph.attention import plan, write
+from fd_core.ops.onnx_graph.graph import Graph
 from fd_core.ops.onnx_graph.pack import OnnxOps
+from fd_core.ops.onnx_graph.session import CPU, Session, TracedCache, bound
 from fd_core.testing.models.arrays import step_input
 
 BLOCK = 4
@@ -111,3 +113,19 @@ def test_write_is_in_place_without_copying():
     assert values.reshape(-1, 2)[9].tolist() == [2, 2]
     assert keys.sum() == 2
     assert values.sum() == 4
+
+
+def test_layers_that_share_memory_write_in_place():
+    """Only an output has given memory: another write copies all blocks, and loses what was imported meanwhile."""
+    graph = Graph()
+    cache = TracedCache(graph, KVShape(1, 1, 2, BLOCK))
+    k, slots = graph.input("k", np.float32, ["tokens", 1, 2]), graph.input("slots", np.int32, ["tokens"])
+    others = graph.input("others", np.int32, ["tokens"])
+    for where in (slots, others):
+        write(cache.layer(0), k, k, where)
+    outputs, layer = cache.outputs(), np.zeros((2, 3, BLOCK, 1, 2), np.float32)
+    assert len(outputs) == 4
+    values = {"k": np.ones((1, 1, 2), np.float32), "slots": np.array([2], np.int32), "others": np.array([9], np.int32)}
+    assert Session(graph, outputs, CPU).bind(bound([layer])).run(values) == ()
+    assert np.flatnonzero(layer[0].reshape(-1, 2)[:, 0]).tolist() == [2, 9]
+    assert np.flatnonzero(layer[1].reshape(-1, 2)[:, 0]).tolist() == [2, 9]
