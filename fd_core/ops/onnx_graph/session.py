@@ -60,7 +60,7 @@ class Session:
         self._weights = {name: provider.place(array) for name, array in graph.weights.items()}
 
     def bind(self, in_place: Mapping[str, Any]) -> Binding:
-        """Bind OrtValues that runs modify in place, by input; their outputs are named as `TracedCache.outputs` says."""
+        """Bind OrtValues that runs modify in place, by input names; `TracedCache.outputs` names the outputs."""
         return Binding(self._session, self._weights, in_place)
 
 
@@ -154,8 +154,8 @@ class TracedCache:
     def outputs(self) -> dict[str, GraphSymbol]:
         """Return the keys and values after each write of the forward.
 
-        Layers of several groups write to the same memory one after the other. A write that were no output would get
-        memory of its own, with a copy of all blocks, and what was imported meanwhile would be lost.
+        Layers of several groups write to the same memory one after the other. If a write were not an output, the
+        runtime would give it other memory and copy all blocks, and what was imported meanwhile would be lost.
         """
         return {
             f"{part}_{index}_after_{number}": symbol

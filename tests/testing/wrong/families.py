@@ -1,6 +1,7 @@
 """Families with one deliberate mistake each, and the test that detects it."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
@@ -158,7 +159,7 @@ class ForgetsPermutationOfGguf(Llama):
 class ForgetsPermutationOfGranite(Granite):
     """Garbage from every file, which only the family itself converts back: `transformers` does not read them."""
 
-    gguf = {"granite": replace(Granite.gguf["granite"], permuted=False)}  # noqa: RUF012
+    gguf: ClassVar = {"granite": replace(Granite.gguf["granite"], permuted=False)}
 
 
 @found_by(GGUF, "the GGUF file describes another model: .*router.* is 8, expected 6")

@@ -655,7 +655,7 @@ class KnowsAsciiKeys(QwenCoderTools):
 
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
 class TracesEachPiece(HermesTools):
-    """As much for each piece, whatever came before, but a millisecond of the server's event loop."""
+    """Each piece takes a millisecond of the server's event loop, however long the text is."""
 
     def push(self, text):
         self.traces = [traceback.format_stack() for _ in range(9)]

@@ -19,7 +19,7 @@ from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
 from fd_core.server.ollama import routes as ollama
 from fd_core.server.ollama.schemas import LATEST, EmbedRequest, OllamaTextRequest
-from fd_core.server.preprocess.body import SMALL_BYTES, BodyFormat, decodable, require_json
+from fd_core.server.preprocess.body import BodyFormat, decodable, require_json
 from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
@@ -152,7 +152,7 @@ class RouteRequestReader:
 
     async def read(self, body: bytes, session: str | None = None, path: str = "") -> RouteRequest:
         """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
-        if len(body) > SMALL_BYTES and not await decodable(body, _MAX_IDS):  # the worker rejects it
+        if not await decodable(body, _MAX_IDS):  # the worker rejects it
             return _by_bytes(body, session, "")
         if self._prompts is None:
             return self._read(body, session, path)
