@@ -222,7 +222,10 @@ class RoutingContext:
 
 
 class RouterPolicy(abc.ABC):
-    """Chooses one worker for each request; the router makes one instance for each role, which share no state."""
+    """Chooses one worker for each request; the router makes one instance for each role, which share no state.
+
+    One that remembers sessions remembers `config.max_sessions` of them at most, those that were used last.
+    """
 
     uses_prefix: ClassVar[bool] = False
     """True if the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""

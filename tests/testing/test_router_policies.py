@@ -500,6 +500,79 @@ class WritesThePrompt(RouterPolicy):
         return context.candidates[zlib.crc32(",".join(map(str, context.tokens)).encode()) % len(context.candidates)]
 
 
+class ChoosesWhoServedLeast(RouterPolicy):
+    """Counts its choices: one that joins gets all requests until it has caught up."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._served = Counter()
+
+    def choose(self, context):
+        chosen = least(context.candidates, lambda each: self._served[each.worker], context.random)
+        self._served[chosen.worker] += 1
+        return chosen
+
+    def departed(self, worker):
+        self._served.pop(worker, None)
+
+
+class AvoidsAddressesThatFailed(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._lost = OrderedDict()
+
+    def choose(self, context):
+        there = [each for each in context.candidates if each.worker.url not in self._lost] or context.candidates
+        return least(there, lambda each: each.load.requests, context.random)
+
+    def departed(self, worker):
+        self._lost[worker.url] = True
+        while len(self._lost) > 16:
+            self._lost.popitem(last=False)
+
+
+class ChoosesAmongTheFirst64(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[int(context.random * min(64, len(context.candidates)))]
+
+
+class PrefersMoreTokens(RouterPolicy):
+    def choose(self, context):
+        return least(context.candidates, lambda each: (each.load.requests, -each.load.prefill_tokens), context.random)
+
+
+class PrefersFewerHits(RouterPolicy):
+    uses_prefix = True
+
+    def choose(self, context):
+        return least(context.candidates, lambda each: (each.load.requests, each.expected_hits), context.random)
+
+
+class ForgetsToUsePrefixes(RouterPolicy):
+    def choose(self, context):
+        return least(context.candidates, lambda each: (each.load.requests, -each.hits), context.random)
+
+
+class SessionsWithoutALimit(SessionAffinity):
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes._capacity = 10**9
+
+
+class ForgetsTheFirstSession(SessionAffinity):
+    """Compares all sessions to find the first one, which may be in use."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes.put = self._put
+
+    def _put(self, key, value, now):
+        entries = self._homes._entries
+        entries[key] = (now, value)
+        if len(entries) > self.config.max_sessions:
+            del entries[min(entries, key=lambda each: entries[each][0])]
+
+
 class HashesTheFirstBlock(RouterPolicy):
     uses_prefix = True
 
@@ -518,6 +591,8 @@ ORDER = "test_order_of_workers_never_matters_if_it_does_not_at_first"
 DURATION = "test_a_session_that_it_keeps_is_kept_for_the_configured_duration"
 LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
 NAMES = "test_long_names_that_differ_in_one_character_spread_like_short_ones"
+PREFIX = "test_a_cached_prefix_counts_but_does_not_outweigh_every_load"
+SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -546,6 +621,15 @@ def without_shrinking(monkeypatch):
         (ChoosesAmongTheFirstEight, SERVES, (False, True, 300, 0)),
         (TakesNoSessionForOne, SERVES, (False, False, 300, 0)),
         (HashesTheFirstBlock, SERVES, (False, True, 5, 0)),
+        (ChoosesWhoServedLeast, SERVES, (False, True, 300, 0)),
+        (AvoidsAddressesThatFailed, SERVES, (True, False, 300, 0)),
+        (ChoosesAmongTheFirst64, SERVES, (False, False, 5, 0)),
+        (PrefersMoreTokens, LOADS, ("prefill_tokens",)),
+        (PrefersFewerHits, PREFIX, ()),
+        (ForgetsToUsePrefixes, PREFIX, ()),
+        (SessionsWithoutALimit, SESSIONS, ()),
+        (ForgetsTheFirstSession, SESSIONS, ()),
+        (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
         (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
@@ -586,7 +670,7 @@ def without_shrinking(monkeypatch):
         (CutsNamesOfSessions, NAMES, ("sessions", 33)),
         (CutsUrls, NAMES, ("urls", 65)),
         (TimesSessionsFromTheirFirstUse, DURATION, ()),
-        (LooksAtThePrefixFirst, "test_a_cached_prefix_does_not_outweigh_every_load", ()),
+        (LooksAtThePrefixFirst, PREFIX, ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

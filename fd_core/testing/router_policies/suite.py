@@ -13,6 +13,7 @@ import random
 import string
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
 from typing import Any, Final
@@ -39,9 +40,13 @@ from fd_core.types import IntArray
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
 _REQUESTS: Final = 400
-"""Number of requests after which a policy must free old state, and after which each worker has served one."""
-_WORKERS: Final = 17
+"""Number of requests after which a policy must free old state."""
+_WORKERS: Final = 65
 """Workers of a role that are in use together."""
+_SERVED: Final = 1600
+"""Requests after which each of them has served one."""
+_NEXT: Final = 40
+"""Requests of which a worker that has just joined serves no more than a quarter."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _TOKENS: Final = 100_000
@@ -53,6 +58,7 @@ _LONG: Final = 1e6
 """Seconds after which all state has expired."""
 _SMALL: Final = (5, 10, 20, 40, 80)
 """Loads at which a policy shows whether it prefers the less busy one of two workers."""
+_DRAWS: Final = (0.0, 0.25, 0.5, 0.75, 0.99)
 _EDGES: Final = tuple(2**bits + more for bits in (8, 15, 16, 24, 31) for more in (-1, 0, 1))
 """Loads at which a number of some bits is full."""
 _FEW: Final = (3, 257)
@@ -178,28 +184,53 @@ class RouterPolicySuite:
         if not stays(_LONG):  # others return to a worker for another reason, such as a hash of the prompt
             assert not stays(1.05 * seconds), f"a session is kept for longer than these {seconds:g} seconds"
 
+    @pytest.mark.law("7.1", "7.2")
+    def test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten(self) -> None:
+        """Use one session in turn with others, then count what is kept of others that all have not expired."""
+        config = replace(self.router_config(), max_sessions=4)
+        policy, homes = self.policy_class()(config), set()
+        there = [(_worker(at, at), WorkerLoad(5 * at, 0, 999 * at), 0) for at in range(2)]
+        for number in range(9):
+            homes.add(policy.choose(self.shown(there, 0.5, "a session", now=1.0)).worker)
+            there = [(_worker(at, at), WorkerLoad(5 - 5 * at, 0, 999 - 999 * at), 0) for at in range(2)]
+            if number == 0 and policy.choose(self.shown(there, 0.5, "a session", now=1.0)).worker not in homes:
+                break  # it keeps no sessions
+            policy.choose(self.shown(there, 0.5, f"other {number}", now=1.0))
+        assert len(homes) == 1, "with max-sessions=4, a session is forgotten although others were idle for longer"
+        policy = self.policy_class()(replace(config, max_sessions=64))
+        require_bounded(
+            lambda number: policy.choose(self.shown(there, 0.5, f"session {number}", number % 8)),
+            _REQUESTS,
+            "sessions, none of which has expired, with max-sessions=64",
+            "7.1",
+        )
+
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
     def test_less_busy_worker_is_preferred_at_every_size_of_its_load(self, field: str) -> None:
         """Show two workers that differ in one field of the load by its half, then more; other fields are equal."""
 
-        def prefers(load: int, other: int, count: int = 2) -> bool:
+        def chosen(load: int, other: int, count: int = 2) -> set[bool]:
+            """Return whether the less busy one, first or last, was chosen."""
             loads = [WorkerLoad(**{**dict.fromkeys(fields, other), field: each}) for each in (load, 2 * load + 1)]
-            chosen = [
-                (
-                    less,
-                    self.new_policy().choose(
-                        self.shown([(_worker(at, at), loads[at != less], 0) for at in range(count)], draw)
-                    ),
-                )
+            return {
+                self.new_policy()
+                .choose(self.shown([(_worker(at, at), loads[at != less], 0) for at in range(count)], draw))
+                .worker
+                == _worker(less, less)
                 for less in (0, count - 1)
                 for draw in (0.0, 0.99)
-            ]
-            return all(worker.worker == _worker(less, less) for less, worker in chosen)
+            }
+
+        def prefers(load: int, other: int, count: int = 2) -> bool:
+            return chosen(load, other, count) == {True}
 
         fields = WorkerLoad.__struct_fields__
         others = [other for other in (0, 1, 2, 300, 70_000) if all(prefers(load, other) for load in _SMALL)]
         if not others:
+            if field != "waiting":  # which are requests that do not decode yet
+                busier = all(chosen(load, load) == {False} for load in _SMALL)
+                assert not busier, f"of two workers that differ only in {field}, it chooses the busier one"
             lacks(f"a choice between two workers does not depend on their {field}")
         for load, other in itertools.product(_EDGES, others):
             assert prefers(load, other), (
@@ -213,16 +244,36 @@ class RouterPolicySuite:
                 )
 
     @pytest.mark.law("7.2")
-    def test_a_cached_prefix_does_not_outweigh_every_load(self) -> None:
-        """Send prompts that share a prefix to idle workers and to a busy one that holds it."""
-        if not self.policy_class().uses_prefix:
-            lacks("the policy reads no prefixes")
-        policy, busy = self.new_policy(), WorkerLoad(100_000, 100_000, 100_000_000)
-        for number, draw in enumerate((0.0, 0.25, 0.5, 0.75, 0.99)):
-            there = [(_worker(at, at), WorkerLoad(0, 0, 0) if at else busy, 0 if at else _BLOCKS) for at in range(4)]
-            assert policy.choose(self.shown(there, draw, prompt=number)).worker != _worker(0, 0), (
+    def test_a_cached_prefix_counts_but_does_not_outweigh_every_load(self) -> None:
+        """Show workers that hold more or less of a prompt, equally busy ones and a busy one among idle ones."""
+        prefix, none = self.policy_class().uses_prefix, (0, 0)
+        held = ((none, (_BLOCKS, _BLOCKS)), (none, (0, _BLOCKS)), ((0, _BLOCKS), (_BLOCKS, _BLOCKS)))
+        for (less, more), load in itertools.product(held, (IDLE, WorkerLoad(5, 1, 1000))):
+            both = [
+                (first, draw, self._among([(load, first), (load, less if first == more else more)], draw))
+                for first, draw in itertools.product((less, more), _DRAWS)
+            ]
+            if prefix:
+                assert any((at == 0) == (first == more) for first, _, at in both), (
+                    f"of two workers with equal loads, it chooses the one with hits and expected hits of {less}, and "
+                    f"never the one with {more}"
+                )
+            else:
+                assert all(at == self._among([(load, none)] * 2, draw) for _, draw, at in both), (
+                    "the choice depends on the hits of workers or the keys of the prompt, but the class does not set "
+                    "`uses_prefix = True`: the router will supply neither"
+                )
+        busy, whole = WorkerLoad(100_000, 100_000, 100_000_000), (_BLOCKS, _BLOCKS)
+        for draw in _DRAWS if prefix else ():
+            assert self._among([(busy, whole), *[(IDLE, none)] * 3], draw), (
                 f"of four workers, three of them idle, it chose the one with {busy.requests:,} requests for its prefix"
             )
+
+    def _among(self, workers: Sequence[tuple[WorkerLoad, tuple[int, int]]], draw: float) -> int:
+        """Return the index that a new policy chooses of workers with these loads, hits and expected hits."""
+        made = [Candidate(_worker(at, at), load, *hits) for at, (load, hits) in enumerate(workers)]
+        shown, (_, keys) = self.shown([(_worker(0, 0), IDLE, 0)], draw), self._prompt(0, prefix=True)
+        return made.index(self.new_policy().choose(replace_fields(shown, candidates=Candidates.of(made), keys=keys)))
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("what", ["sessions", "urls"])
@@ -276,7 +327,8 @@ class RouterPolicySuite:
     @pytest.mark.fd_alone
     @pytest.mark.law("7.2")
     def test_the_time_of_a_choice_does_not_grow_with_past_requests(self) -> None:
-        policy = self.new_policy()
+        """Also once there are as many sessions as the settings allow."""
+        policy = self.policy_class()(replace(self.router_config(), max_sessions=_PAST // 4))
         before = self._seconds(policy, workers=4)
         shown = self.shown([(_worker(at, at), WorkerLoad(at % 2), 0) for at in range(4)])
         for number in range(_PAST):
@@ -351,41 +403,64 @@ class RouterPolicySuite:
     ) -> None:
         """Requests may lack a session, and a full block of the prompt: none of them may all go to one worker.
 
-        Nor may many at once whose prompts have a beginning in common, such as a system prompt.
+        Nor may many at once whose prompts have a beginning in common, such as a system prompt, or all requests after
+        a worker has joined, or has returned as another process.
         """
         name = self.policy_class().__name__  # `role` is part of error messages
         config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
         router = Router(config, lambda _: self.policy_class())
         draw = random.Random(1)  # noqa: S311 - not for cryptography
         roles: tuple[Role, ...] = ("prefill", "decode") if pair else ("mixed",)
-        for at in range(_WORKERS):
-            for role in roles:
-                worker = router.register(f"http://{role}{at}", role, 0.0)
-                router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
-        for number in range(_REQUESTS):
-            prompt = np.concatenate([np.arange(common), np.arange(number, number + tokens)]).astype(np.int32)
-            request = RouteRequest(prompt, session=f"session {number}" if session else None)
-            answer = router.select(request, float(number), draw.random())
-            assert isinstance(answer, Selection), answer
-            running.append(answer)
-            if len(running) > (200 if common else 10):
-                _end(router, running.pop(draw.randrange(len(running))), float(number))
+
+        def join(at: int, instance: str) -> None:
+            for role in roles:
+                worker = router.register(f"http://{role}{at}", role, 0.0, instance=instance)
+                kv_port = 7001 if role == "prefill" else None
+                router.health(worker, True, 0.0, instance=instance, role=role, kv_port=kv_port)
+
+        def serve(numbers: range) -> Counter[RouterWorker]:
+            served = Counter[RouterWorker]()
+            for number in numbers:
+                prompt = np.concatenate([np.arange(common), np.arange(number, number + tokens)]).astype(np.int32)
+                request = RouteRequest(prompt, session=f"session {number}" if session else None)
+                answer = router.select(request, float(number), draw.random())
+                assert isinstance(answer, Selection), answer
+                running.append(answer)
+                served.update(answer.workers)
+                if len(running) > (200 if common else 10):
+                    _end(router, running.pop(draw.randrange(len(running))), float(number))
+            return served
+
+        for at in range(_WORKERS):
+            join(at, "first")
+        count = _REQUESTS if common else _SERVED
+        what = f"different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
+        what += f", after {common:,} tokens that all have in common" if common else ""
+        served = serve(range(count))
+        _require_spread(router, served, what, all_of_them=not common)
+        join(0, "second")
+        join(_WORKERS, "first")
+        what += ", once one worker had joined and another one had returned as another process"
+        served = serve(range(count, count + _NEXT))
+        _require_spread(router, served, what, all_of_them=False)
+        served += serve(range(count + _NEXT, 2 * count))
+        _require_spread(router, served, what, all_of_them=not common)
         for selection in running:
-            _end(router, selection, float(_REQUESTS))
+            _end(router, selection, 2.0 * count)
         state = router.snapshot()
         assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
-        assert sum(one.tally.selected for one in state.workers) == _REQUESTS * len(roles)
-        what = f"{_REQUESTS} different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
-        if common:
-            busiest = max(state.workers, key=lambda one: one.tally.selected)
-            assert busiest.tally.selected <= _REQUESTS // 4, (
-                f"{busiest.worker.url}, one of {_WORKERS} workers, served {busiest.tally.selected} of {what}, after "
-                f"{common:,} tokens that all have in common"
-            )
-            return
-        idle = [one.worker.url for one in state.workers if not one.tally.selected]
-        assert not idle, f"of {len(state.workers)} workers, {len(idle)}, such as {idle[0]}, served none of {what}"
+        assert state.tally.selected == 2 * count * len(roles)
+
+
+def _require_spread(router: Router, served: Counter[RouterWorker], what: str, *, all_of_them: bool) -> None:
+    """Fail if a worker served more than a quarter of the requests, or, with `all_of_them`, none."""
+    workers = [one.worker for one in router.snapshot().workers]
+    (busiest, most), count = served.most_common(1)[0], served.total() // len({each.role for each in workers})
+    assert most <= count // 4, f"{busiest.url}, one of {len(workers)} workers, served {most} of {count} {what}"
+    idle = [worker.url for worker in workers if not served[worker]] if all_of_them else []
+    none = f"{len(idle)}, such as {idle[:1]}, served none of {count} {what}; break ties by `random`"
+    assert not idle, f"of {len(workers)} workers, {none}"
 
 
 def print_choices() -> None:
