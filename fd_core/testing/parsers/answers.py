@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from string import digits
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
-from fd_core.text.parsing.events import Event, joined
+from fd_core.text.parsing.events import CallBegun, Event, joined
 from fd_core.text.parsing.reader import SPACE
 
 TEXTS: Final = {
@@ -63,18 +64,20 @@ _COMMON: Final = (
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
     Axis("earlier", ("none", "other cases")),
 )
-_FORMS: Final[Mapping[str, Callable[[str, Any], dict[str, Any]]]] = {
+_FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "string": lambda kind, value: {"type": kind},
     "optional": lambda kind, value: {"type": [kind, "null"]},
     "any_of": lambda kind, value: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
     "one_of": lambda kind, value: {"oneOf": [{"type": "null"}, {"type": kind}]},
     "all_of": lambda kind, value: {"allOf": [{"type": kind}]},
     "enum": lambda kind, value: {"enum": ["Rome", "10115", "true"] if kind == "string" else [value]},
+    "const": lambda kind, value: {"const": value},
+    "anything": lambda kind, value: {"type": kind} if kind == "string" and _is_json(value) else True,
     "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
     "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
 }
 """Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
-_NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64)
+_NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64, "name", "arguments")
 """Names of tools and of their arguments."""
 _TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"shape": "words"})
 """Cases whose arguments have each type of JSON, to meet each form of a schema."""
@@ -82,7 +85,7 @@ CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
     Axis("size", _SIZES, rare=tuple({"size": _HUGE, "chunk": chunk} for chunk in ("whole", 64))),
-    Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",)),
+    Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",), ({"calls": 300, "chunk": 64},)),
     Axis("groups", (1, 2, 3), ("CallForm.opening", "CallForm.closing", "CallForm.anywhere")),
     Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
@@ -104,7 +107,11 @@ ANSWER_AXES: Final = (
     Axis("text", (*TEXTS, "none")),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),
-    Axis("begins", ("text", "prompt", "later_turn", "cut_off_turn", "continued"), ("ReasoningParser.prompt_tail",)),
+    Axis(
+        "begins",
+        ("text", "prompt", "bare_prompt", "later_turn", "cut_off_turn", "continued"),
+        ("ReasoningParser.prompt_tail",),
+    ),
     *_COMMON,
 )
 EXCUSED: Final[Mapping[str, str]] = {
@@ -276,7 +283,7 @@ def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _described(form: str, value: Any) -> dict[str, Any]:
+def _described(form: str, value: Any) -> Any:
     if value == "null":  # it would be ambiguous
         form = "string"
     kind = "integer" if value is None and form in _OPTIONAL else _TYPES[type(value)]
@@ -345,6 +352,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             before = {"later_turn": f"<|user|>Hi<|assistant|>{head}{earlier}", "cut_off_turn": earlier}
             model.prompt = before.get(str(case["begins"]), "<|user|>Hi<|assistant|>") + head
             model.prompt += f"{SHOWN.reasoning} It" if case["begins"] == "continued" else ""
+            model.prompt = model.prompt.rstrip() if case["begins"] == "bare_prompt" else model.prompt
         else:
             model.add(head)
         half = _half(target, middle.lstrip()) if case["tail"] == "half-marker" else ""
@@ -457,8 +465,14 @@ def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], 
     if case["instances"] == "abandoned":
         another = other()
         target.read(another.text[: 2 * len(another.text) // 3], tools=another.tools)
+    schemas = json.dumps(model.tools)
     once = target.read(model.text, tools=model.tools, prompt=model.prompt, finish=finished)
+    require(json.dumps(model.tools) == schemas, "8", f"it changed the schemas of the request's tools, {schemas:.200}")
     model.require_of(meaning_of(once), whole=whole, finished=finished)
+    for call_id in [event.call_id for event in once if isinstance(event, CallBegun)]:
+        written = call_id.rstrip(digits) or call_id  # a format may count the calls of a conversation
+        fault = "is not in the text, so that another answer may have it; leave it empty, and the server chooses one"
+        require(written in model.text, "8.3", f"the id {call_id!r} of a call {fault}")
     with another_world(shift=1):  # it has no clock
         found = _read(target, case, model, pieces, other)
     if found != once:

@@ -10,13 +10,13 @@ import traceback
 import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
 from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema, referred
 from fd_core.text.parsing.contract import OutputParser, ToolParser
-from fd_core.text.parsing.events import CallEnded, Content
+from fd_core.text.parsing.events import ArgumentsDelta, CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.reader import TextReader
@@ -404,12 +404,104 @@ class ReadsOneCallOnly(HermesTools):
         return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
 
 
+@breaks("8.3", "characters:test_text_without_markers_is_emitted_unchanged[indentation]")
+class StripsTheBeginning(HermesTools):
+    begun = False
+
+    def emit_content(self, text):
+        text = text if self.begun else text.lstrip()
+        self.begun = self.begun or bool(text)
+        super().emit_content(text)
+
+
+@breaks("8.3", "characters:test_a_marker_in_other_case_is_text")
+class KnowsMarkersInAnyCase(HermesTools):
+    def push(self, text):
+        return super().push(re.sub("(?i)</?tool_call>", lambda marker: marker[0].lower(), text))
+
+
+@breaks("8.3", "calls:plain")
+class NumbersCallsAsIds(HermesTools):
+    def begin_call(self, name, call_id=""):
+        super().begin_call(name, f"call_{self._calls}")
+
+
+@breaks("8", "calls:plain")
+class CompletesTheSchemas(GlmTools):
+    def __init__(self, tools):
+        for schema in tools.values():
+            schema["additionalProperties"] = False
+        super().__init__(tools)
+
+
+@breaks("8.4", "calls:shape=mixed,schema=anything")
+class ExpectsObjectsAsSchemas(GlmTools):
+    """A schema may be `true`."""
+
+    def push(self, text):
+        for schema in self.tools.values():
+            assert all(each.get("type", "any") for each in schema.get("properties", {}).values())
+        return super().push(text)
+
+
+@breaks("8.3", "calls:shape=numbers,schema=const")
+class TakesConstantsForStrings(GlmTools):
+    def __init__(self, tools):
+        constants = {"properties": {name: {"type": "string"} for name in ("where", "n", "x")}}
+        super().__init__({name: constants if "const" in str(schema) else schema for name, schema in tools.items()})
+
+
+@breaks("8.3", "calls:calls=300,chunk=64")
+class ReadsUpTo128Calls(HermesTools):
+    def push(self, text):
+        return [each for each in super().push(text) if getattr(each, "index", 0) < 128]
+
+
+@breaks("8.3", "calls:key=arguments")
+class TakesTheLastKeyForTheArguments(HermesTools):
+    def push(self, text):
+        events = super().push(text)
+        return [
+            replace(each, text=each.text.rpartition('"arguments": ')[2]) if isinstance(each, ArgumentsDelta) else each
+            for each in events
+        ]
+
+
+@breaks("8.6", "time:test_time_is_linear_in_the_text")
+class LooksForEachTool(HermesTools):
+    def push(self, text):
+        for _ in range(3):
+            assert None not in [re.search(rf"\b{re.escape(name)}\b", text) or "" for name in self.tools]
+        return super().push(text)
+
+
 # Reasoning ----------------------------------------------------------------------------------------------------
 
 
 @breaks("8.3", "reasoning:test_the_end_of_reasoning_is_the_one_that_is_named")
 class NamesAnotherEnd(QwenReasoning):
     end = "</reasoning>"
+
+
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
+class AlwaysDelaysGrammars(QwenReasoning):
+    @classmethod
+    def begins_reasoning(cls, prompt_tail, switched):
+        return True
+
+
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
+class KnowsOneWayToCloseReasoning(QwenReasoning):
+    @classmethod
+    def begins_reasoning(cls, prompt_tail, switched):
+        return not prompt_tail.endswith(cls.end)
+
+
+@breaks("8.3", "answer:begins=bare_prompt")
+class ExpectsALineAfterTheMarker(QwenReasoning):
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return f"{cls.begin}\n" in prompt_tail and super()._opened_by(prompt_tail)
 
 
 @breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")

@@ -9,6 +9,7 @@ from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.answers import ANSWERS
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
+from fd_core.text.parsing.reader import SPACE
 
 
 @pytest.mark.law("8.3")
@@ -27,14 +28,22 @@ def test_the_end_of_reasoning_is_the_one_that_is_named(target: ParserTarget) -> 
 
 @pytest.mark.law("8.3")
 def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTarget) -> None:
-    """Parse after a template that disables reasoning by writing its start and end into the prompt."""
+    """Parse after a template that disables reasoning by writing its start and end into the prompt.
+
+    A grammar applies only once the parser says that no reasoning is left.
+    """
     for answer in target.answers():
         tail, end, text = answer.text.partition(target.cls.end or answer.text)
-        if not target.cls.end or target.cls.begins_reasoning(tail + end, switched=True):
-            lacks("such a prompt does not disable its reasoning")
-        parser = target.cls(tail + end)
-        meaning = meaning_of([*parser.push(text), *parser.flush()])
-        require(meaning.reasoning == "", "8.3", f"reasoning after a prompt that closed it: {meaning.reasoning!r}")
+        head, content = tail.partition(SHOWN.reasoning)[0], text.lstrip(SPACE)
+        space = text[: len(text) - len(content)] or "\n"
+        for prompt, rest in ((tail + end, text), (tail + end + space, content), (head + space + end + space, content)):
+            begins = [target.cls.begins_reasoning(prompt, switched=switched) for switched in (True, False)]
+            reasoning = meaning_of(target.read(rest, prompt=prompt)).reasoning
+            if not target.cls.end or (all(begins) and reasoning):
+                lacks("such a prompt does not disable its reasoning")
+            require(reasoning == "", "8.3", f"reasoning after the prompt {prompt!r}, which closed it: {reasoning!r}")
+            what = f"begins_reasoning is {begins} for switched or not after the prompt {prompt!r}, which closed"
+            require(not any(begins), "8.3", f"{what} reasoning: a grammar would wait for {end!r}; expected False")
 
 
 @pytest.mark.law("8.3")

@@ -19,13 +19,15 @@ FLOOR = 5e-4
 LONGEST = 2.0
 """CPU seconds that a text may take, in pieces of four characters as of tokens; the core's parsers take 0.04. All
 answers of a server are parsed on one thread."""
+TOOLS = tuple(f"tool_{number}" for number in range(500))
+"""Other tools of each request."""
 UNITS = ("{", '["', '{"a":[', '{"id":"\\"', '{"name":"', "\\", '"', "<", "`", "7", " ", "x", "xyz, ", "\\u00e9", "🙂")
 
 
 def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int) -> list[float]:
     """Return the CPU time to parse each part of a response in pieces of a size; the last one includes the end."""
-    parser, each = target.new(tools), -(-len(text) // PARTS)
-    times = []
+    each, times = -(-len(text) // PARTS), list[float]()
+    parser = target.new((*tools, *TOOLS))
     for part in range(0, len(text), each):
         began = time.thread_time()
         for start in range(part, min(part + each, len(text)), piece):
@@ -86,7 +88,7 @@ def test_time_of_a_whole_text_is_linear(target: ParserTarget) -> None:
 
 def seconds_of_whole(target: ParserTarget, tools: tuple[str, ...], text: str) -> list[float]:
     """Return the CPU time to parse a response in one piece."""
-    parser, began = target.new(tools), time.thread_time()
+    parser, began = target.new((*tools, *TOOLS)), time.thread_time()
     parser.push(text)
     parser.flush()
     return [time.thread_time() - began]
