@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +41,25 @@ def null_ops() -> Ops:
     return NullBackend(EngineConfig(model="null")).make_ops()
 
 
+class RecordedOptions(Mapping[str, int | float | str]):
+    """Options, and the names that a drafter has read."""
+
+    def __init__(self, values: Mapping[str, int | float | str]) -> None:
+        self._values, self.read = values, set[str]()
+        self.iterated = False
+
+    def __getitem__(self, name: str) -> int | float | str:
+        self.read.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self.iterated = True
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class DrafterUnderTest(NamedTuple):
     """A drafter, and the requirements on it."""
 
@@ -59,6 +78,7 @@ class DrafterUnderTest(NamedTuple):
         cheap_tokens: int = _MANY,
         model: str = "alike",
         ops: Ops | None = None,
+        options: Mapping[str, int | float | str] | None = None,
     ) -> Drafter:
         """Return a new drafter; the draft model, if it uses one, is the scripted one, or one of other sizes."""
         limits = Limits(
@@ -81,7 +101,7 @@ class DrafterUnderTest(NamedTuple):
                 load_model=lambda _: _DraftModel(
                     vocab_size + 64 * (model == "wider"), 16 if model == "shorter" else max_model_len
                 ),
-                options=MappingProxyType(dict(self.options)),
+                options=MappingProxyType(dict(self.options)) if options is None else options,
             )
         )
         drafter.allocate(limits)

@@ -22,7 +22,7 @@ from fd_core.errors import ConfigError
 from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, null_ops
+from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, RecordedOptions, null_ops
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
@@ -79,18 +79,25 @@ class DrafterSuite:
 
     @pytest.mark.law("8")
     def test_drafts_continue_a_text_that_repeats(self) -> None:
+        """Also of ids that 16 bits do not hold."""
         self.repeats.require()
         # With an odd period, positions that wrap at a power of two have other tokens.
         text: Sequence[int] = np.resize(np.arange(5, 12), 70_004).tolist()
         if self.drafter_class().uses_model:
             text = [*text[:30], *whole_text(greedy("text", text[:30], 874))]
         for length in sorted({min(length, len(text) - 4) for length in (40, 5000, 40_000, 70_000)}):
-            drafter = self.subject().new(1, 4, max_model_len=length + 8)
-            drafter.admit(0, np.array(text[:length], np.int32))
-            tokens, counts = drafter.propose(np.zeros(1, np.int32), 4)
-            found, right = tokens[0, : int(counts[0])].tolist(), text[length : length + 4]
-            what = f"after {length} tokens, expected {right} or the first of them, drafted {found}"
-            require(found and found == right[: len(found)], "8", what)
+            self._require_continued(text[:length], text[length : length + 4], 257)
+        if not self.drafter_class().uses_model:
+            large = (np.array(text[:44]) * 13_001).tolist()
+            self._require_continued(large[:40], large[40:], 152_064)
+
+    def _require_continued(self, text: Sequence[int], following: Sequence[int], vocab_size: int) -> None:
+        drafter = self.subject().new(1, 4, vocab_size=vocab_size, max_model_len=len(text) + 8)
+        drafter.admit(0, np.array(text, np.int32))
+        tokens, counts = drafter.propose(np.zeros(1, np.int32), 4)
+        found = tokens[0, : int(counts[0])].tolist()
+        what = f"after {len(text)} tokens with ids up to {max(text):,}, expected {following} or the first of them"
+        require(found and found == following[: len(found)], "8", f"{what}, drafted {found}")
 
     @pytest.mark.law("8")
     def test_text_of_the_length_of_the_model_is_accepted(self) -> None:
@@ -122,6 +129,16 @@ class DrafterSuite:
             found, expected = (_first_drafts(one, each, text) for one in (drafter, fresh))
             what = f"after {_HISTORY} steps of which {accepted} of the drafts were accepted, a request in slot {each}"
             require(found == expected, "8", f"{what} has the drafts {found}, with a new drafter {expected}")
+
+    @pytest.mark.law("8")
+    def test_options_that_are_read_are_those_that_are_declared(self) -> None:
+        """The engine rejects others, and a user's value of one that is not read has no effect."""
+        given, declared = RecordedOptions(self.options), {*self.drafter_class().options}
+        self.subject().new(2, 4, options=given).admit(0, np.array([1, 2, 1], np.int32))
+        unread = declared - given.read if not given.iterated else set()
+        require(not unread, "8", f"`options` of the class has {sorted(unread)}, which it does not read")
+        unknown = given.read - declared
+        require(not unknown, "8", f"it reads {sorted(unknown)}, which `options` of its class has to list")
 
     @pytest.mark.law("8")
     def test_wrong_values_of_options_are_refused_by_name(self) -> None:

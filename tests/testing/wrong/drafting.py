@@ -489,6 +489,27 @@ class KeepsPositionsIn16Bits(NgramDrafter):
         return np.array(text[place % (1 << 16) :][:limit], np.int32)
 
 
+@noticed("test_drafts_continue_a_text_that_repeats")
+class DraftsIdsOf16Bits(NgramDrafter):
+    def guess(self, slot, limit):
+        drafts = super().guess(slot, limit)
+        return drafts[: int((drafts < 1 << 16).cumprod().sum())]
+
+
+@noticed("test_options_that_are_read_are_those_that_are_declared")
+class MisspellsAnOption(NgramDrafter):
+    options = (*NgramDrafter.options, "window")
+
+    def __init__(self, context):
+        super().__init__(context)
+        context.whole("windw", 7)
+
+
+@noticed("test_options_that_are_read_are_those_that_are_declared")
+class IgnoresAnOption(NgramDrafter):
+    options = (*NgramDrafter.options, "window")
+
+
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
 class ComparesAllOccurrences(NgramDrafter):
     """Looks for the longest match among all occurrences of two tokens, of which a table has many."""
