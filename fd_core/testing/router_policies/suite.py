@@ -186,7 +186,7 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.1", "7.2")
     def test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten(self) -> None:
-        """Use one session in turn with others, then count what is kept of others that all have not expired."""
+        """Use one session in turn with others."""
         config = replace(self.router_config(), max_sessions=4)
         policy, homes = self.policy_class()(config), set()
         there = [(_worker(at, at), WorkerLoad(5 * at, 0, 999 * at), 0) for at in range(2)]
@@ -197,13 +197,6 @@ class RouterPolicySuite:
                 break  # it keeps no sessions
             policy.choose(self.shown(there, 0.5, f"other {number}", now=1.0))
         assert len(homes) == 1, "with max-sessions=4, a session is forgotten although others were idle for longer"
-        policy = self.policy_class()(replace(config, max_sessions=64))
-        require_bounded(
-            lambda number: policy.choose(self.shown(there, 0.5, f"session {number}", number % 8)),
-            _REQUESTS,
-            "sessions, none of which has expired, with max-sessions=64",
-            "7.1",
-        )
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
@@ -356,21 +349,27 @@ class RouterPolicySuite:
         return min(times)
 
     @pytest.mark.law("7.1")
-    def test_the_process_holds_nothing_of_past_requests_and_workers(self) -> None:
+    @pytest.mark.parametrize("expired", [True, False])
+    def test_the_process_holds_nothing_of_past_requests_and_workers(self, expired: bool) -> None:
         """Neither in the instance nor in its class, its module or a cache of a function.
 
-        Every second request is served by a worker that never leaves.
+        Every second request is served by a worker that never leaves. Sessions that have not `expired` are kept, as many
+        as `max_sessions`.
         """
-        policy = self.new_policy()
+        policy, there = self.policy_class()(replace(self.router_config(), max_sessions=64)), [(_worker(0, 0), IDLE, 0)]
 
         def use(number: int) -> None:
+            if not expired:
+                policy.choose(self.shown(there, 0.5, f"session {number}", number % 8))
+                return
             worker = _worker(number % 2 and number, number % 2 and number)
             policy.choose(self._varied(worker, number))
             if number % 2:
                 policy.departed(worker)
             policy.sweep((number + 1) * _LONG)
 
-        require_bounded(use, _REQUESTS, "requests and as many workers", "7.1")
+        what = "requests and as many workers" if expired else "sessions, none of them expired, with max-sessions=64"
+        require_bounded(use, _REQUESTS, what, "7.1")
 
     def _varied(self, worker: RouterWorker, number: int) -> RoutingContext:
         """Return a context that has nothing in common with those of other numbers, except for the worker."""
