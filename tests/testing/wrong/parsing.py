@@ -354,6 +354,20 @@ class KnowsOnlyTheBeginOfACall(HermesTools):
         return self.until(*begins, emit=self._emit_outside, space=True)
 
 
+@breaks("8.5", "markup:test_tags_of_the_format_are_markers")
+class NamesOneMarker(ToolParser):
+    """The server removes the other one, a control token, so that no call has an end."""
+
+    markers, form = HermesTools.markers[:1], HermesTools.form
+
+    def __init__(self, tools):
+        super().__init__(tools)
+        reading = HermesTools(tools)
+        self.push, self.flush, self.finish = reading.push, reading.flush, reading.finish
+
+    push = flush = None
+
+
 # Calls --------------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fd_core.testing.kit.law import require
-from fd_core.testing.parsers.target import ParserTarget, meaning_of
+from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 
 
 @pytest.mark.law("8.5")
@@ -25,3 +27,19 @@ def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> Non
                 require(not there, "8.5", f"content of {text!r} is {found.content!r}")
                 same = found.calls[: kept.ended] == kept.calls[: kept.ended]
                 require(same, "8.5", f"calls of {text!r} are {found.calls}; complete before the fault: {kept.calls}")
+
+
+_TAG = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_/]+\]")
+"""What is a control token in most vocabularies."""
+
+
+@pytest.mark.law("8.5")
+def test_tags_of_the_format_are_markers(target: ParserTarget) -> None:
+    """Look for tags in the sample and the form."""
+    texts = [answer.text for answer in target.answers()]
+    if (form := target.form(SHOWN.tool)) is not None:
+        texts += [form.opening, form.begin, form.end, form.closing]
+    for tag in sorted({tag for text in texts for tag in _TAG.findall(text)}):
+        what = f"the format has {tag!r}, which is not in `markers`"
+        fault = "if it is a control token, the server removes it from the text that the parser reads"
+        require(any(tag in marker for marker in target.markers), "8.5", f"{what}: {fault}")
