@@ -500,6 +500,13 @@ class WritesThePrompt(RouterPolicy):
         return context.candidates[zlib.crc32(",".join(map(str, context.tokens)).encode()) % len(context.candidates)]
 
 
+class PrintsSessions(SessionAffinity):
+    def choose(self, context):
+        chosen = super().choose(context)
+        print(context.session, chosen.worker.url)
+        return chosen
+
+
 class ChoosesWhoServedLeast(RouterPolicy):
     """Counts its choices: one that joins gets all requests until it has caught up."""
 
@@ -621,6 +628,7 @@ def without_shrinking(monkeypatch):
         (ChoosesAmongTheFirstEight, SERVES, (False, True, 300, 0)),
         (TakesNoSessionForOne, SERVES, (False, False, 300, 0)),
         (HashesTheFirstBlock, SERVES, (False, True, 5, 0)),
+        (PrintsSessions, SERVES, (False, True, 300, 0)),
         (ChoosesWhoServedLeast, SERVES, (False, True, 300, 0)),
         (AvoidsAddressesThatFailed, SERVES, (True, False, 300, 0)),
         (ChoosesAmongTheFirst64, SERVES, (False, False, 5, 0)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -54,21 +55,26 @@ def created_paths() -> Iterator[Collection[Path]]:
 
 @contextmanager
 def kept_out_of_logs(*values: bytes) -> Iterator[None]:
-    """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped."""
-    records, root, handler = list[str](), logging.getLogger(), logging.Handler()
+    """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped.
+
+    What Python prints to standard output and error is in the log of a server as well.
+    """
+    records, root, handler, printed = list[str](), logging.getLogger(), logging.Handler(), io.StringIO()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     try:
-        yield
+        with redirect_stdout(printed), redirect_stderr(printed):
+            yield
     finally:
         root.setLevel(level)
         root.removeHandler(handler)
+    records += printed.getvalue().splitlines()
     for part in (part for value in values for part in (value[:_PART], value[-_PART:]) if len(part) == _PART):
         forms = part.hex(), repr(part)[2:-1], part.decode("latin-1")
         shown = [record for record in records if any(form in record for form in forms)]
-        require(not shown, "8", f"a log shows a part of a key or a value of {len(shown)} calls")
+        require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show a part of what it was given")
 
 
 @contextmanager

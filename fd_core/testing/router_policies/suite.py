@@ -32,6 +32,7 @@ from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
@@ -45,6 +46,8 @@ _WORKERS: Final = 65
 """Workers of a role that are in use together."""
 _SERVED: Final = 1600
 """Requests after which each of them has served one."""
+_USER: Final = "a session of one user"
+"""Which no log shows."""
 _NEXT: Final = 40
 """Requests of which a worker that has just joined serves no more than a quarter."""
 _PAST: Final = 33_000
@@ -422,7 +425,7 @@ class RouterPolicySuite:
             served = Counter[RouterWorker]()
             for number in numbers:
                 prompt = np.concatenate([np.arange(common), np.arange(number, number + tokens)]).astype(np.int32)
-                request = RouteRequest(prompt, session=f"session {number}" if session else None)
+                request = RouteRequest(prompt, session=f"{_USER} {number}" if session else None)
                 answer = router.select(request, float(number), draw.random())
                 assert isinstance(answer, Selection), answer
                 running.append(answer)
@@ -436,7 +439,8 @@ class RouterPolicySuite:
         count = _REQUESTS if common else _SERVED
         what = f"different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
         what += f", after {common:,} tokens that all have in common" if common else ""
-        served = serve(range(count))
+        with kept_out_of_logs(_USER.encode()):
+            served = serve(range(count))
         _require_spread(router, served, what, all_of_them=not common)
         join(0, "second")
         join(_WORKERS, "first")

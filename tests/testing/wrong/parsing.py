@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import time
 import traceback
@@ -16,7 +17,7 @@ from typing import ClassVar
 
 from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema, referred
 from fd_core.text.parsing.contract import OutputParser, ToolParser
-from fd_core.text.parsing.events import ArgumentsDelta, CallEnded, Content
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.reader import TextReader
@@ -426,6 +427,15 @@ class StripsTheBeginning(HermesTools):
         text = text if self.begun else text.lstrip()
         self.begun = self.begun or bool(text)
         super().emit_content(text)
+
+
+@breaks("8", "characters:test_no_text_of_an_answer_is_in_a_log")
+class LogsUnknownTools(HermesTools):
+    def push(self, text):
+        events = super().push(text)
+        if any(isinstance(each, CallBegun) and each.name not in self.tools for each in events):
+            logging.getLogger(__name__).debug("unknown tool in %r", text)
+        return events
 
 
 @breaks("8.3", "characters:test_a_marker_in_other_case_is_text")

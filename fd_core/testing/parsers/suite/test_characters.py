@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fd_core.testing.kit.law import require
-from fd_core.testing.parsers.target import ParserTarget, meaning_of
+from fd_core.testing.kit.privacy import kept_out_of_logs
+from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
 from fd_core.text.parsing.reader import SPACE
 
+_PRIVATE = "of one user only"
 PLAIN = {
     "a letter": "a",
     "scripts": "Röm 🙂, 東京\u2028\u200f; e\u0301 and 👩‍👩‍👧\u00a0.",
@@ -45,3 +47,13 @@ def test_a_marker_in_other_case_is_text(target: ParserTarget) -> None:
     for marker in target.markers:
         if marker.swapcase() != marker:
             require_all(target, f"so {marker.swapcase()} it is")
+
+
+@pytest.mark.law("8")
+def test_no_text_of_an_answer_is_in_a_log(target: ParserTarget) -> None:
+    """Read answers, also truncated and malformed ones."""
+    for answer in target.answers(Words(_PRIVATE, _PRIVATE, city=_PRIVATE)):
+        with kept_out_of_logs(_PRIVATE.encode()):
+            for text in (answer.text, answer.text[:-9], *(answer.text.replace(each, "", 1) for each in '{":}')):
+                target.read(*text, tools=answer.tools)
+                target.read(text, tools=())
