@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.contract import ReasoningParser
 from fd_core.text.parsing.formats.harmony import HarmonyReasoning, HarmonyTools
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, QwenReasoning
@@ -211,13 +212,17 @@ def test_model_without_reasoning_rejects_a_budget(hermes: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "switched", "begins"),
+    ("parser", "tail", "switched", "begins"),
     [
-        ("<think>\n", False, True),
-        ("<think>\n\n</think>\n\n", True, False),
-        ("user: hi", True, True),
-        ("hi", False, False),
+        (QwenReasoning, "<think>\n", False, True),
+        (QwenReasoning, "<think>\n\n</think>\n\n", True, False),
+        (QwenReasoning, "user: hi", True, True),
+        (QwenReasoning, "hi", False, False),
+        (HarmonyReasoning, "<|channel|>final<|message|>Hi.<|return|><|start|>assistant", False, True),
+        (HarmonyReasoning, "<|start|>assistant<|channel|>final<|message|>The answer", False, False),
     ],
 )
-def test_reasoning_begins_by_prompt_tail_or_template(tail: str, switched: bool, begins: bool) -> None:
-    assert QwenReasoning.begins_reasoning(tail, switched) is begins
+def test_reasoning_begins_by_prompt_tail_or_template(
+    parser: type[ReasoningParser], tail: str, switched: bool, begins: bool
+) -> None:
+    assert parser.begins_reasoning(tail, switched) is begins

@@ -96,3 +96,9 @@ class HarmonyReasoning(HarmonyTools, ReasoningParser):
         ReasoningParser.__init__(self, prompt_tail)
         no_tools: ToolSchemas = {}
         HarmonyTools.__init__(self, no_tools)
+
+    @classmethod
+    def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
+        """Return True unless the prompt has the beginning of the final message, which the answer continues."""
+        last = max(prompt_tail.rfind(marker) for marker in (_START, *_ENDS))
+        return cls.end not in prompt_tail[last + 1 :]
