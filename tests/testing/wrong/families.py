@@ -288,3 +288,31 @@ class LlamaInOneExpression(Family):
 class ClassifiesByTheFirstToken(Llama):
     def outputs(self, config, architecture):
         return OutputLayers("cls", (DenseLayer("score"),))
+
+
+@found_by("test_tensors_are_checked_by_name", "q_proj.bias would be in the checkpoint of another model")
+class IgnoresAllBiases(Llama):
+    cases = {"plain": {}}  # noqa: RUF012
+
+    def traits(self, config):
+        return replace(super().traits(config), ignored=(r"bias$",))
+
+
+@found_by("test_other_architectures_are_those_of_the_reference", "as GraniteForCausalLM")
+class TakesGraniteForLlama(Llama):
+    architectures = ("LlamaForCausalLM", "GraniteForCausalLM")
+
+
+@found_by("test_other_sizes_are_those_of_the_reference", "with {'num_key_value_heads': 1}")
+class RotatesNothingWithOneKVHead(Llama):
+    def traits(self, config):
+        traits = super().traits(config)
+        rope = traits.rope(0)
+        return replace(traits, rope=lambda layer: rope.unrotated if config.count("num_key_value_heads") == 1 else rope)
+
+
+@found_by("test_wrong_values_of_fields_are_refused", "head_dim='word' raises TypeError")
+class ReadsAFieldAsItIs(Llama):
+    def traits(self, config):
+        scale = config.values["head_dim"] ** -0.5
+        return replace(super().traits(config), scale=scale)

@@ -47,6 +47,12 @@ _SHAPES: Final[Sequence[dict[str, int]]] = (
     {},
     {"num_hidden_layers": 13, "num_attention_heads": 64, "hidden_size": 64 * SIZES["head_dim"]},
 )
+_SIZES: Final[Sequence[dict[str, int]]] = (
+    {"num_key_value_heads": 4, "vocab_size": 161},
+    {"num_key_value_heads": 1},
+    {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 104},
+)
+"""Sizes of published models: every head with its own KV, one KV head for all, and numbers that are no power of two."""
 _LENGTHS: Final = (1, 23, 8, 11)
 _GENERATED: Final = 12
 _FORMS: Final[Mapping[str, float]] = {
@@ -71,6 +77,7 @@ _ROPES: Final[Sequence[dict[str, Any]]] = (
     {"rope_type": "default", "partial_rotary_factor": 0.5},
 )
 _VALUES_OF_ROPE: Final = (0.5, 2.0, 24, True, False)
+_WRONG_VALUES: Final[Sequence[Any]] = ("word", -1, 0, [], {}, 1.5, True, [[]], math.nan)
 _CONTEXT: Final = {"max_position_embeddings": LONGEST}
 _ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
@@ -182,6 +189,19 @@ class FamilySuite:
                 assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
         assert compared, "no field could be left out"
 
+    def test_wrong_values_of_fields_are_refused(self, target: FamilyTarget) -> None:
+        """Give each field that the family reads values of other types and ranges, as in a config that was edited."""
+        _require_code(target)
+        values = target.filled(next(iter(target.family.cases.values())))
+        for field, value in product(sorted(target.read(values) & values.keys()), _WRONG_VALUES):
+            try:
+                target.describe({**values, field: value})
+            except ModelError:
+                continue
+            except Exception as error:  # noqa: BLE001 -- a plugin may raise anything
+                fault = f"raises {type(error).__name__} ({error}), expected a ModelError"
+                pytest.fail(f"{field}={value!r} {fault}: read it with a typed method, such as `config.count`")
+
     def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
         """Change each switch, number, activation and list of the config that the family does not read.
 
@@ -214,16 +234,7 @@ class FamilySuite:
             except Exception:  # noqa: BLE001, S112 -- transformers has no such model
                 continue
             known += 1
-            try:
-                model, ops = load(_ORACLE, folder)
-            except ModelError:
-                continue
-            driver = PagedDriver(model, ops, _prompts(target.seed)[1:2], LONGEST)
-            driver.generate(1)
-            try:
-                _compare(target, driver, expected)
-            except AssertionError as error:
-                raise AssertionError(f"with rope_parameters={given['rope_parameters']!r:.200}: {error}") from error
+            self._require_logits(target, folder, expected, f"with rope_parameters={given['rope_parameters']!r:.200}")
         assert known, "the reference has none of these ropes"
 
     def test_every_field_of_rope_changes_the_model_or_is_refused(self, target: FamilyTarget) -> None:
@@ -267,7 +278,7 @@ class FamilySuite:
         assert known, "transformers reads none of these spellings"
 
     def test_tensors_are_checked_by_name(self, target: FamilyTarget, case: str) -> None:
-        """Lose each tensor, and then misshape it."""
+        """Lose each tensor, and then misshape it; add a bias to each linear that has none."""
         folder, _ = target.model(case)
         with open_checkpoint(folder) as checkpoint:
             spec = spec_of(checkpoint)
@@ -283,6 +294,17 @@ class FamilySuite:
                     with pytest.raises(ModelError) as refused:
                         check_tensors(spec, damaged)  # type: ignore[arg-type]
                     assert repr(name) in str(refused.value), f"the refusal of {name} does not name it: {refused.value}"
+            for linear in _linears(spec):
+                for name, out in linear.stored if not linear.bias and linear.stack is None else ():
+                    bias, refusal = linear.bias_tensor(name), ""
+                    try:
+                        check_tensors(spec, _Damaged(shapes, bias, (out,)))  # type: ignore[arg-type]
+                    except ModelError as error:
+                        refusal = str(error)
+                    assert repr(bias) in refusal, (
+                        f"{bias} would be in the checkpoint of another model, and it is ignored; expected a refusal "
+                        "that names it: `ignored` of its traits matches too much"
+                    )
 
     def test_logits_are_those_of_the_reference(self, target: FamilyTarget, case: str, backend: str, way: str) -> None:
         """Compute prompts beyond any window, whole or in chunks, and greedy tokens."""
@@ -341,6 +363,52 @@ class FamilySuite:
         driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST)
         driver.generate(1)
         _compare(target, driver, expected)
+
+    def test_other_sizes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
+        """Give the first case other numbers of heads and an odd vocabulary, which are computed or refused."""
+        _require_code(target)
+        known, given = 0, next(iter(target.family.cases.values()))
+        for sizes in _SIZES:
+            try:
+                folder, expected = target.model_of({**given, **sizes})
+                values = target.filled({**given, **sizes})
+                if expected is not None:
+                    expected([5])
+            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                continue
+            known += any(values.get(name) == value for name, value in sizes.items())
+            self._require_logits(target, folder, expected, f"with {sizes}")
+        assert known, "the reference has none of these sizes"
+
+    def test_other_architectures_are_those_of_the_reference(self, target: FamilyTarget) -> None:
+        """Compute models of further names in `architectures`, of which `transformers` has the code."""
+        _require_code(target)
+        import transformers
+
+        known = 0
+        for name in target.family.architectures[1:]:
+            cls = getattr(transformers, name, None)
+            if cls is None or not name.endswith("ForCausalLM"):
+                continue
+            known += 1
+            named = {"architectures": (name,), "model_type": cls.config_class.model_type}
+            other = FamilyTarget(name, type(name, (type(target.family),), named)(), target.seed)
+            self._require_logits(target, *other.model_of({}), f"as {name}, a name in `architectures`")
+        if not known:
+            lacks("transformers has the code of no further architecture")
+
+    def _require_logits(self, target: FamilyTarget, folder: Path, expected: Logits | None, what: str) -> None:
+        """Compare a model on numpy with the reference, unless the family refuses it."""
+        try:
+            model, ops = load(_ORACLE, folder)
+        except ModelError:
+            return
+        driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST)
+        driver.generate(1)
+        try:
+            _compare(target, driver, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
 
     def test_classes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
         """Classify the states of texts as the model of the family that `transformers` has for it."""
