@@ -47,7 +47,7 @@ _WORKERS: Final = 65
 _SERVED: Final = 1600
 """Requests after which each of them has served one."""
 _USER: Final = "a session of one user"
-"""Which no log shows."""
+"""Beginning of the names of sessions, which no log shows."""
 _NEXT: Final = 40
 """Requests of which a worker that has just joined serves no more than a quarter."""
 _PAST: Final = 33_000

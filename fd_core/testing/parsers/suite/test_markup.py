@@ -30,7 +30,7 @@ def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> Non
 
 
 _TAG = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_/]+\]")
-"""What is a control token in most vocabularies."""
+"""Strings of the kind that are control tokens in most vocabularies."""
 
 
 @pytest.mark.law("8.5")
