@@ -134,7 +134,9 @@ class DrafterSuite:
     def test_options_that_are_read_are_those_that_are_declared(self) -> None:
         """The engine rejects others, and a user's value of one that is not read has no effect."""
         given, declared = RecordedOptions(self.options), {*self.drafter_class().options}
-        self.subject().new(2, 4, options=given).admit(0, np.array([1, 2, 1], np.int32))
+        drafter = self.subject().new(2, 4, options=given)
+        drafter.admit(0, np.array([1, 2, 1], np.int32))
+        drafter.propose(np.zeros(1, np.int32), 4)
         unread = declared - given.read if not given.iterated else set()
         require(not unread, "8", f"`options` of the class has {sorted(unread)}, which it does not read")
         unknown = given.read - declared
