@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -23,6 +22,7 @@ from fd_core.testing.models.arrays import (
     assert_near,
     but_for_a_step,
     float32_of,
+    named,
     step_input,
 )
 from fd_core.testing.models.layers import Geometry, LayerOn, half_of, sizes_of_layer
@@ -254,9 +254,9 @@ def check_layer(ops: Ops, case: Case) -> None:
         found[3], expected[3] = found[3][decided], expected[3][decided]
     for name, one, other in zip(FUSIONS, found, expected, strict=False):
         if other.size:
-            with _named(name):
+            with named(name):
                 assert_near(ops, ops.from_host(one), other, of_sums if name == "attention" else tolerance)
-    with _named("cache"):
+    with named("cache"):
         assert oracle.written is not None
         check_cache(ops, ours, before, oracle.written, max(tolerance, KV_STEP[geometry.kv_dtype]))
 
@@ -291,14 +291,6 @@ def check_cache(
     found, expected = (float32_of(np.ascontiguousarray(each[written])) for each in (after, right))
     found = but_for_a_step(found, expected, layer.g.kv_dtype)
     assert_near(ops, ops.from_host(found.reshape(len(found), -1)), expected.reshape(len(found), -1), tolerance)
-
-
-@contextmanager
-def _named(part: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{part}: {error}") from error
 
 
 def sizes_of(case: Case) -> Mapping[str, int]:

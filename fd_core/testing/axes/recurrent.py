@@ -20,11 +20,14 @@ from fd_core.testing.models.arrays import (
     activations,
     assert_near,
     assert_same,
+    generator,
+    named,
     on_device,
     other_values,
     raw,
     step_input,
 )
+from fd_core.types import IntArray
 
 _SCAN: Final[Case] = {"rule": "scan"}
 _AXES: Final = (
@@ -34,8 +37,8 @@ _AXES: Final = (
         ("Recurrent.rule", "Recurrent.decay", "Recurrent.time_bias", "Recurrent.norm"),
     ),
     Axis("rows", (2, 1, 5, 33)),
-    Axis("prompt", (9, 1, 33, 65)),
-    Axis("chunk", (1, 5, 40, 129), rare=tuple({"chunk": 300, **rule} for rule in ({}, {"rule": "gate"}, _SCAN))),
+    Axis("prompt", (9, 1, 33, 65), rare=({"prompt": 33_000, "rule": "gate", "rows": 1, "taps": 2},)),
+    Axis("chunk", (1, 5, 40, 129), rare=tuple({"chunk": 2100, **rule} for rule in ({}, {"rule": "gate"}, _SCAN))),
     Axis("rejected", (0, 2), ("KVShape.journal",)),
     Axis("key_heads", (1, 2), ("Recurrent.key_heads",)),
     Axis("shared", (2, 1, 5), ("Recurrent.value_heads",)),
@@ -59,11 +62,16 @@ _AXES: Final = (
     Axis("composed", (False, True), needs="paged_kv"),
     Axis("again", (False, True)),
 )
-"""`prompt` and `chunk`: tokens of the first two steps of each row, the latter with `rejected` ones after them, and one
-token follows, with `moved` in another cache. `blocks` is the size of a block, in those that hold a state; `options` are
-those of `scan`; `again` computes with other values first, not twice, for a step changes the states that it reads."""
+"""`prompt` and `chunk`: tokens of the first two steps of each row, the latter with `rejected` ones after them; decodes
+of some rows follow, `moved` to another cache after the prompts. `blocks` is the size of a block, in those that hold a
+state; `options` are those of `scan`; `again` computes with other values first, not twice, for a step changes the states
+that it reads."""
 _HIDDEN: Final = 38
 _MOST_DRAFTS: Final = 4
+_DECODES: Final = 7
+"""Steps after the first two."""
+_MOST_FORKS: Final = 24
+"""Ends of blocks from which other requests continue."""
 
 
 class _RecurrentOn:
@@ -93,10 +101,13 @@ class _RecurrentOn:
         shape = KVShape(2, 4, 64, 1, str(case["kv_dtype"]), groups=LayerGroups(1, 1, 2), state=state, journal=journal)
         least = shape.least_block_size(ITEM_BYTES[ops.dtype], _MOST_DRAFTS)
         self.size = -(-least // 16) * 16 * int_of(case, "blocks")
-        self.longest = _lengths(case).max() + int_of(case, "rejected") + 1
+        self.longest = _longest(case)
         each = -(-self.longest // self.size)
-        self.count = int_of(case, "rows") * each + 1
-        self.tables = np.arange(self.count - 1, 0, -1, dtype=np.int32).reshape(-1, each)
+        forks = min(_MOST_FORKS, int_of(case, "rows") * (self.longest // self.size))
+        self.count = int_of(case, "rows") * each + forks + 1
+        self.tables = np.arange(self.count - 1, forks, -1, dtype=np.int32).reshape(-1, each)
+        self.spare = np.arange(1, forks + 1, dtype=np.int32)
+        """Blocks for forks."""
         self.shape = KVShape(**{**_fields(shape), "block_size": self.size})
         self.cache = ops.allocate_kv(self.shape, self.count)
         blocks = self.exported()
@@ -113,13 +124,19 @@ class _RecurrentOn:
         self.cache.import_blocks(places, np.zeros_like(held))
         self.cache = self.ops.allocate_kv(self.shape, self.count)
         self.cache.import_blocks(places, held)
-        self.tables = places[self.tables]
+        self.tables, self.spare = places[self.tables], places[self.spare]
 
-    def compute(self, begins: Any, ends: Any) -> Floats:
-        """Return the outputs of the tokens between two positions of each row."""
+    def fork(self, some: Any, ends: Any) -> Floats:
+        """Return the outputs of other requests that continue from the states at some ends of blocks of some rows."""
+        tables = self.tables[some]
+        tables[np.arange(len(some)), ends // self.size] = self.spare[: len(some)]
+        return self.compute(some, ends, ends + 1, tables)
+
+    def compute(self, some: Any, begins: Any, ends: Any, tables: IntArray | None = None) -> Floats:
+        """Return the outputs of the tokens between two positions of each of some rows."""
         ops, rows = self.ops, [*zip((ends - begins).tolist(), ends.tolist(), strict=True)]
-        step = on_device(ops, step_input(rows, self.size, self.tables))
-        x = np.concatenate([row[begin:end] for row, begin, end in zip(self.x, begins, ends, strict=True)])
+        step = on_device(ops, step_input(rows, self.size, self.tables[some] if tables is None else tables))
+        x = np.concatenate([row[begin:end] for row, begin, end in zip(self.x[some], begins, ends, strict=True)])
         given = activations(ops, x), self.norm, self.inputs, self.recurrent, self.cache.layer(1), step
         y = Ops.recurrence(ops, *given) if self.case["composed"] else ops.recurrence(*given)
         return np.array(ops.to_host(y), np.float32)
@@ -129,14 +146,14 @@ def _fields(shape: KVShape) -> dict[str, Any]:
     return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
 
 
-def _lengths(case: Case) -> Any:
-    """Return the accepted tokens of each row after the first two steps; of every other row the second is a decode."""
-    rows = np.arange(int_of(case, "rows"))
-    return int_of(case, "prompt") + rows + np.where(rows % 2, 1, int_of(case, "chunk"))
+def _longest(case: Case) -> int:
+    """Return the most tokens of a row: accepted ones, and rejected ones after them."""
+    drafted = 1 + int_of(case, "rejected")
+    return int_of(case, "prompt") + int_of(case, "rows") + int_of(case, "chunk") + (1 + _DECODES) * drafted
 
 
 def check_recurrent(ops: Ops, case: Case) -> None:
-    """Compare outputs of three steps with numpy. Raises `AssertionError`."""
+    """Compare outputs of steps with numpy, and of requests that continue from each block. Raises `AssertionError`."""
     if case["again"]:
         with other_values():
             _check_steps(ops, case)
@@ -146,20 +163,35 @@ def check_recurrent(ops: Ops, case: Case) -> None:
 def _check_steps(ops: Ops, case: Case) -> None:
     ours, oracle = _RecurrentOn(ops, case), _RecurrentOn(NumpyOps(), case)
     before, tolerance = ours.exported(), max(4 * TOLERANCE[ops.dtype], 1e-4)
-    prompts, lengths = int_of(case, "prompt") + np.arange(int_of(case, "rows")), _lengths(case)
-    steps = (0 * prompts, prompts), (prompts, lengths + int_of(case, "rejected")), (lengths, lengths + 1)
-    for begins, ends in steps:
-        assert_near(ops, ops.from_host(ours.compute(begins, ends)), oracle.compute(begins, ends), tolerance)
-        drafts = np.random.default_rng(5).permutation(ours.x.shape[1])
-        if case["moved"] and begins is prompts:
+    rng, rows = generator(0), np.arange(int_of(case, "rows"))
+    at, drafts, moved = 0 * rows, int_of(case, "rejected"), bool(case["moved"])
+    # Of every other row the second step is a decode.
+    first = int_of(case, "prompt") + rows, np.where(rows % 2, 1, int_of(case, "chunk"))
+    for step in range(2 + _DECODES):
+        some = rows if step < 2 else rng.permutation(rows)[: rng.integers(1, len(rows) + 1)]
+        accepted = first[step][some] if step < 2 else rng.integers(1, 2 + drafts, len(some))
+        tokens = accepted + drafts if step == 1 else accepted if step == 0 else np.full(len(some), 1 + drafts)
+        found, expected = (side.compute(some, at[some], at[some] + tokens) for side in (ours, oracle))
+        assert_near(ops, ops.from_host(found), expected, tolerance)
+        at[some] += accepted
+        others = rng.permutation(ours.x.shape[1])
+        if moved and step == 0:
             ours.move()
         for side in (ours, oracle):  # other tokens follow rejected ones
-            side.x = np.where(np.arange(side.longest)[:, None] < lengths[:, None, None], side.x, side.x[:, drafts])
+            side.x = np.where(np.arange(side.longest)[:, None] < at[:, None, None], side.x, side.x[:, others])
+    ends = [(row, end) for row in rows for end in range(ours.size, at[row] + 1, ours.size)]
+    forks = np.array([ends[index] for index in rng.permutation(len(ends))[:_MOST_FORKS]], np.int32).reshape(-1, 2)
+    if len(forks):
+        what = f"requests that continue from rows {forks[:, 0].tolist()} at the ends {forks[:, 1].tolist()} of blocks"
+        found, expected = (side.fork(*forks.T) for side in (ours, oracle))
+        with named(what):
+            assert_near(ops, ops.from_host(found), expected, tolerance)
     after = ours.exported()
-    if case["moved"]:  # block 0 is the last one
+    if moved:  # block 0 is the last one
         after = np.roll(after, 1, axis=0)
     assert_same(after[:, 0], before[:, 0], "another layer")
-    assert_same(after[0], before[0], "a block of no request")
+    free = [0, *range(1 + len(forks), 1 + len(ours.spare))]
+    assert_same(after[free], before[free], "a block of no request")
 
 
 def _allowed(case: Case) -> bool:
@@ -169,7 +201,7 @@ def _allowed(case: Case) -> bool:
 
 
 def _sizes(case: Case) -> dict[str, int]:
-    return {"max_num_seqs": int_of(case, "rows"), "max_model_len": int(_lengths(case).max()) + 3, "head_dim": 64}
+    return {"max_num_seqs": int_of(case, "rows"), "max_model_len": _longest(case), "head_dim": 64}
 
 
 def _of_model(model: DecoderSpec) -> list[Case]:

@@ -121,6 +121,15 @@ class Inputs:
             assert_same(found.view(np.int64) if found.dtype == np.uint64 else found, array, f"{name} was modified")
 
 
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Name what is compared in the message of an `AssertionError`."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
+
+
 def assert_same(found: Any, expected: Any, what: str = "result") -> None:
     """Compare arrays, or sequences of numbers, element by element. Raises `AssertionError` with the first difference.
 

@@ -281,7 +281,7 @@ class ConsumesRejectedTokens(NumpyOps):
             return super().recur(x, recurrent, layer, step)
 
 
-@shown_by("recurrent", rule="delta", chunk=300)
+@shown_by("recurrent", rule="delta", chunk=2100)
 class ForgetsTheConvolutionBetweenTiles(NumpyOps):
     """Prompts are computed in tiles of 64 tokens; the first tokens of the later ones convolve zeros."""
 
@@ -294,6 +294,52 @@ class ForgetsTheConvolutionBetweenTiles(NumpyOps):
         ).astype(int)
         found[firsts] = super().recur(right, recurrent, layer.copy(), step)[firsts]
         return found
+
+
+@shown_by("recurrent", chunk=40)
+class WritesTheLastStateToAllBlocks(NumpyOps):
+    """A request that continues from the end of an earlier block, as cached prefixes do, has no state there."""
+
+    def recur(self, x, recurrent, layer, step):
+        y, size = super().recur(x, recurrent, layer, step), layer.shape[2]
+        for upto, count, table in zip(step.context_len, np.diff(step.query_start), step.block_tables, strict=True):
+            entries = table[(upto - count) // size : (upto - 1) // size + 1]
+            layer[:, entries] = layer[:, entries[-1:]]
+        return y
+
+
+@shown_by("recurrent", prompt=9)
+class WritesTheBlockBeforeTheFirstToken(NumpyOps):
+    """It may be a cached prefix that other requests share."""
+
+    def recur(self, x, recurrent, layer, step):
+        y, size = super().recur(x, recurrent, layer, step), layer.shape[2]
+        for upto, count, table in zip(step.context_len, np.diff(step.query_start), step.block_tables, strict=True):
+            layer[:, table[max(0, upto - count - 1) // size]] = layer[:, table[(upto - 1) // size]]
+        return y
+
+
+@shown_by("recurrent", chunk=2100, rule="scan")
+class CarriesStatesOverATileOfTiles(NumpyOps):
+    """A launch carries states over 32 tiles of 64 tokens; what follows in a long prompt stays zeros."""
+
+    def recur(self, x, recurrent, layer, step):
+        y = super().recur(x, recurrent, layer, step)
+        for begin, end in zip(step.query_start, step.query_start[1:], strict=False):
+            y[min(begin + 2048, end) : end] = 0
+        return y
+
+
+@shown_by("recurrent", prompt=33_000)
+class CountsConsumedTokensIn15Bits(NumpyOps):
+    def recur(self, x, recurrent, layer, step):
+        def read(blocks, block):
+            consumed, *others = stored(blocks, block)
+            return consumed & 0x7FFF, *others
+
+        stored = recurrence.StateBlocks.read
+        with mock.patch.object(recurrence.StateBlocks, "read", read):
+            return super().recur(x, recurrent, layer, step)
 
 
 @shown_by("recurrent", key_dim=128)
