@@ -246,6 +246,15 @@ def _held(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
     return replace(layer, feed_forward=replace(own, images=images[0]) if images else own)
 
 
+def weight_bytes(ops: Ops, weight: Weight, *, table: bool = False) -> int:
+    """Return the bytes that a pack takes for a weight, or for a table of tokens."""
+    elements = math.prod(weight.shape)
+    if not isinstance(weight, PackedTensor) or (ops.dequantizes_weights and not table):
+        return elements * ITEM_BYTES[ops.dtype]
+    spread = weight.bits > 4 and not ops.stores_tightly
+    return weight.nbytes + (elements * (8 - weight.stored_bits) // 8 if spread else 0)
+
+
 @dataclass
 class Reader:
     """Reads one tensor at a time, so that at most one layer's weights exist twice."""
@@ -307,15 +316,9 @@ class Reader:
         """Record the stored and the computed format of a weight; of ranks that divide experts, 0 records the others."""
         if self.ops.parallel.expert_parallel and self.ops.parallel.rank and name not in self.expert_names:
             return
-        elements = math.prod(weight.shape)
-        form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
-        if isinstance(weight, PackedTensor):
-            form = weight.format
-            if table or not self.ops.dequantizes_weights:
-                nbytes = weight.nbytes
-                if weight.bits > 4 and not self.ops.stores_tightly:
-                    nbytes += elements * (8 - weight.stored_bits) // 8
-        self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
+        form = weight.format if isinstance(weight, PackedTensor) else self.ops.dtype
+        nbytes = weight_bytes(self.ops, weight, table=table)
+        self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, math.prod(weight.shape), nbytes))
 
     def table(self, *, tied: bool) -> Array:
         """Read the embedding; `tied` if the output projection may share it."""

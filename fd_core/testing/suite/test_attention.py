@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Ops
+from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Norm, Ops
 from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
@@ -23,6 +24,7 @@ from fd_core.testing.models.arrays import (
     heads_on,
     no_rope,
     on_device,
+    raw,
     step_input,
 )
 from fd_core.testing.models.layers import Geometry, LayerOn
@@ -162,6 +164,25 @@ def test_cost_of_attention_does_not_grow_with_the_block_table(ops: Ops, values: 
     for what, few, many in zip(("bytes of the host", "elements", "s of CPU time"), *costs, strict=True):
         most = 2 * few + 64 * len(rows) * _WIDE if what != "s of CPU time" else 6 * few + 5e-3
         assert many <= most, f"a table of 5 blocks costs {few:,} {what}, one of {5 + _WIDE:,} costs {many:,}"
+
+
+def test_cost_of_logits_grows_with_the_rows_that_need_them(ops: Ops, values: Values) -> None:
+    """A prompt chunk needs those of its last token, or none; logits of all would take gigabytes."""
+    hidden, vocabulary, costs = 64, 16_384, []
+    head = ops.prepare_linear([raw(values(vocabulary, hidden))])
+    norm, lengths = Norm(ops.prepare_vector(np.ones(hidden, np.float32)), 1e-5), (2, 514)
+    for tokens in lengths:
+        x, last = activations(ops, values(tokens, hidden)), ops.from_host(np.array([tokens - 1], np.int32))
+        compute = partial(_fetched, ops, partial(ops.logits, x, norm, head, last))
+        compute()
+        costs.append((count_bytes(compute), count_elements(compute), cpu_seconds(compute)))
+    for what, few, many in zip(("bytes of the host", "elements", "s of CPU time"), *costs, strict=True):
+        most = 2 * few + 64 * lengths[1] * hidden if what != "s of CPU time" else 6 * few + 5e-3
+        assert many <= most, f"logits of 1 of {lengths[0]} tokens cost {few:,} {what}, of 1 of {lengths[1]} {many:,}"
+
+
+def _fetched(ops: Ops, compute: Callable[[], Any]) -> None:
+    ops.to_host(compute())
 
 
 def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -26,6 +27,7 @@ from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import Sleep
 from fd_core.errors import ConfigError, FdError
+from fd_core.models.build import weight_bytes
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import BACKEND, installed_plugins
@@ -35,6 +37,7 @@ from fd_core.testing.kit.privacy import audited
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.arrays import Values, packed_weight, raw
 from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
@@ -123,6 +126,22 @@ def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[
     shared = sorted({each for each in used if used.count(each) > 1})
     assert not shared, f"{len(environments)} processes share a device: {shared}"
     assert used or not any(environments), f"processes have the same devices: {environments}"
+
+
+def test_rehearsal_frees_what_it_computed(target: Target) -> None:
+    backend, events = target.cls(target.config()), list[str]()
+
+    @contextmanager
+    def steps() -> Iterator[None]:
+        events.append("computed")
+        yield
+        events.append("freed")
+
+    backend.make_ops()
+    rehearsal = steps()
+    backend.rehearse(rehearsal)
+    assert events in ([], ["computed", "freed"]), f"`rehearse` enters its argument and leaves it, got {events}"
+    assert backend.reserved_memory >= 0
 
 
 @pytest.mark.parametrize("slots", [1, 8, 257])
@@ -347,10 +366,27 @@ def storage_of(array: Any) -> tuple[int, int]:
     """Return the identity and the bytes of the memory of an array."""
     while isinstance(getattr(array, "base", None), np.ndarray):
         array = array.base
-    if not hasattr(array, "untyped_storage"):
+    try:
+        storage = array.untyped_storage()
+    except (AttributeError, NotImplementedError):  # not of torch, or in a layout of oneDNN
         return id(array), array.nbytes
-    storage = array.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.parametrize("form", [None, "int8", "int4", "Q8_0", "Q4_K", "Q6_K"])
+def test_weights_take_the_memory_of_their_form(ops: Ops, require: Callable[..., None], form: str | None) -> None:
+    """Users choose a format by what the engine reports, and KV takes the rest. Memory of native code is not seen."""
+    require("primitives")
+    if form is not None and form not in ops.weight_formats:
+        lacks(f"it has no {form} weights")
+    size = 1024
+    values = Values(1)(size, size, scale=size**-0.5)
+    weight = raw(values) if form is None else packed_weight(form, size, size, None, size**-0.5, "usual", 1)
+    prepared = ops.prepare_linear([weight])
+    del values
+    taken, right = sum(dict(map(storage_of, arrays_of(prepared, ops))).values()), weight_bytes(ops, weight)
+    what = f"{form or ops.dtype} weights of {right:,} bytes take {taken:,}"
+    assert taken <= 1.2 * right + 2**16, f"{what}: `dequantizes_weights` and `stores_tightly` describe what is stored"
 
 
 def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:

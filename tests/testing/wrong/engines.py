@@ -14,7 +14,7 @@ from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullCache
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
-from fd_core.ops.numpy.ops import NumpyKVCache
+from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear
 from fd_core.ops.warm_up import WarmUpRow
 from tests.testing.wrong.fault import wrong, wrong_in
 
@@ -657,3 +657,45 @@ class GeneratesCodeForEachNumberOfTokens:
             exec(f"count = {len(token_ids)}")
             self.compiled |= {len(token_ids)}
         return super().embedding(table, token_ids, scale, **named)
+
+
+class _Twice(NumpyLinear):
+    """A weight and another copy of it."""
+
+    __slots__ = ("transposed",)
+
+
+@wrong("reference", "lifetime:test_weights_take_the_memory_of_their_form*")
+class KeepsWeightsInTwoLayouts:
+    """For prompts and for decodes."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        right = super().prepare_linear(parts, biases, gated=gated)
+        made = _Twice(right.weight, right.bias)
+        object.__setattr__(made, "transposed", right.weight.T.copy())
+        return made
+
+
+@wrong("reference", "lifetime:test_weights_take_the_memory_of_their_form*")
+class SaysThatPackedWeightsStayPacked:
+    """But stores them in float32, eight times as large."""
+
+    dequantizes_weights = False
+
+
+def _enter(self, steps):
+    steps.__enter__()
+
+
+@wrong("reference", "lifetime:test_rehearsal_frees_what_it_computed", rehearse=_enter)
+class NeverLeavesItsRehearsal:
+    """The largest steps take memory as long as the engine lives."""
+
+
+@wrong("reference", "attention:test_cost_of_logits_grows_with_the_rows_that_need_them")
+class ProjectsAllTokens:
+    """Logits of a whole prompt, of which one row is picked."""
+
+    def logits(self, x, norm, head, rows, softcap=None, *, split=False):
+        logits = self.gather_rows(self.logits_of(self.rms_norm(x, norm), head, softcap), rows)
+        return self.all_gather(logits) if split else logits
