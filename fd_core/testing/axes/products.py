@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final, cast, get_args
 
@@ -422,6 +423,10 @@ _TRANSFER: Final = (
 """`in_flight`: copies to the host that are queued, of other arrays each, before one of them is read."""
 
 
+_COPY_SECONDS: Final = 5.0
+"""Time for copies of a few MB to end."""
+
+
 def check_transfer(ops: Ops, case: Case) -> None:
     """Copy arrays to the device and back; a queued copy holds the values at the time of the call."""
     dtype = np.dtype(str(case["dtype"]))
@@ -429,6 +434,7 @@ def check_transfer(ops: Ops, case: Case) -> None:
     array = (values % 2**24).astype(dtype) if dtype.kind == "f" else values.astype(np.uint64).astype(dtype)
     if case["by"] == "states_from_host":
         array = Values(1)(*array.shape)
+        array = array * np.float32(1.1) if ops.dtype == "float32" else array
     array.flags.writeable = bool(case["writable"]) or not len(array)
 
     def sent(array: npt.NDArray[Any]) -> Array:
@@ -446,7 +452,12 @@ def check_transfer(ops: Ops, case: Case) -> None:
         assert_same(bits, array, what)
     others = [np.roll(array, at, axis=0) for at in range(int_of(case, "in_flight"))]
     queued = [ops.fetch_later([sent(each)]) for each in others]
+    deadline = time.monotonic() + _COPY_SECONDS
     for at, (copies, right) in enumerate(zip(queued, others, strict=True)):
+        while not copies.ready():
+            late = f"`ready` of copy {at} is False after {_COPY_SECONDS:g} s; an engine waits until it is True"
+            assert time.monotonic() < deadline, late
+            time.sleep(1e-3)
         each = np.asarray(copies.wait()[0])
         bits = each.view(np.uint64) if each.dtype == np.int64 and dtype == np.uint64 else each
         assert_same(bits, right, f"copy {at} of {len(others)} in flight")

@@ -425,7 +425,9 @@ def check_cells(ops: Ops, case: Case) -> None:
     queued = (ops.fetch_later([x]), held.copy()) if ops.queues else None
     if kind != "activations":
         places = _places(case, rng)
-        more = (rng.integers(-8, 9, len(places[0])) / (1 if kind == "counts" else 8)).astype(dtype)
+        # Addends of logits need more bits than half precision has, but any order yields the same sums.
+        most = 8 if kind == "counts" else 8191
+        more = (rng.integers(-most, most + 1, len(places[0])) / (1 if kind == "counts" else 1024)).astype(dtype)
         if kind == "logits":
             more[1:2] = -np.inf
         x = ops.add_at(

@@ -145,7 +145,7 @@ AXES: Final = (
     Axis("arrivals", (0, 1, 4)),
     Axis("abort", (None, 0, 1, 2, 3, 5, 8)),
     Axis("poisoned", (False, True)),
-    Axis("ordered", (None, "pause", "sleep", "update")),
+    Axis("ordered", (None, "pause", "nap", "sleep", "update")),
     Axis("again", (False, True)),
     Axis("copies", (False, True), needs="kv_transfer"),
     Axis("company", ("none", "in turns", "in a thread")),
@@ -160,7 +160,8 @@ AXES: Final = (
 """Axes of an engine and its requests. `drafter`: the oracle's texts, or a draft model; `stored`: dtype of a checkpoint,
 in two files unless it is float32; `abort` is the step after which two requests are aborted; `poisoned` adds a
 request whose prompt is NaN inside the model; `ordered` is an order of an operator: to replace other weights before the
-first step, or another one after a few steps, for which all requests are preempted; `again` submits all requests a
+first step, or another one after a few steps, for which all requests are preempted, such as to sleep, after a `nap` with
+the same weights; `again` submits all requests a
 second time, under the same names; `company` is another engine of the same backend in this process; an `unlike`
 `neighbour` has another value of each setting, and one that is `first` is built before; with `reloaded`, another adapter
 takes the place of the first one when all requests have ended."""
@@ -554,7 +555,7 @@ def _orders(target: Target, case: Case) -> tuple[ControlOrder, ...]:
         return ()
     if case["ordered"] == "pause" or not target.cls.updates_weights:
         return PauseGeneration(), ResumeGeneration()
-    return Sleep(2), WakeUp()
+    return Sleep(1 if case["ordered"] == "nap" else 2), WakeUp()
 
 
 def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:

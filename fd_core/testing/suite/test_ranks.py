@@ -60,8 +60,8 @@ def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     target: Target, size: int, transport: str, shape: tuple[int, int]
 ) -> None:
-    """Sums are in the order of ranks, so a row's result does not depend on the batch."""
-    parts = [Values(seed=rank)(*shape) for rank in range(size)]
+    """Sums are in the order of ranks, so a row's result does not depend on the batch; all are in float32."""
+    parts = [Values(seed=rank)(*shape) * np.float32(1.1) for rank in range(size)]
 
     whole, kinds = np.concatenate(parts, axis=1), "joint_norms" not in target.limits
     right = NumpyOps().joint_norm(whole[:, None], Norm(np.ones_like(whole[:1]), 1e-5), whole.shape[1])
@@ -69,7 +69,10 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     def work(group: RankGroup) -> tuple[npt.NDArray[Any], ...]:
         ops, own = joined(target, group), parts[group.parallel.rank]
         mine = ops.from_host(own)
-        results = [ops.to_host(ops.all_reduce(mine)).copy(), ops.to_host(ops.all_gather(mine)).copy()]
+        exchanged = [exchange(mine) for exchange in (ops.all_reduce, ops.all_gather)]
+        for exchange in (ops.all_reduce, ops.all_gather):  # each result is in new memory
+            exchange(ops.from_host(2 * own))
+        results = [ops.to_host(each).copy() for each in exchanged]
         if kinds and len(own):
             norm = Norm(ops.prepare_vector(np.ones_like(own[:1])), 1e-5)
             found = ops.joint_norm(heads_on(ops, own[:, None])[0], norm, size * shape[1])

@@ -502,6 +502,23 @@ class AddsBoardsFromTheWrongBuffer:
         return total
 
 
+@wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
+class GathersInHalfPrecision:
+    def all_gather(self, x):
+        return super().all_gather((x.view(np.uint32) & 0xFFFF0000).view(x.dtype) if x.dtype == np.float32 else x)
+
+
+@wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
+class ReturnsTheBufferOfAnExchange:
+    """The next exchange of the same shape overwrites the result."""
+
+    def all_reduce(self, x):
+        found = super().all_reduce(x)
+        buffer = self.__dict__.setdefault("buffers", {}).setdefault(found.shape, np.empty_like(found))
+        buffer[...] = found
+        return buffer
+
+
 class _RingCache(NumpyKVCache):
     ring, exports = None, 0
 

@@ -1974,3 +1974,32 @@ class EmbedsATokenByAViewOfTheTable(NumpyOps):
             view = table[int(token_ids[0]) :][:1]
             return view if np.array_equal(view, found) else found
         return found
+
+
+@shown_by("cells", array="logits", cells=7)
+class AddsBiasesInHalfPrecision(NumpyOps):
+    def add_at(self, x, rows, ids, values):
+        if values.dtype == np.float32:
+            values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        return super().add_at(x, rows, ids, values)
+
+
+@shown_by("transfers", by="states_from_host")
+class UploadsStatesInHalfPrecision(NumpyOps):
+    def states_from_host(self, states):
+        return (states.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+class _NeverReady(HostCopies):
+    def ready(self):
+        return False
+
+
+@shown_by("transfers", in_flight=1)
+class IsNeverReady(NumpyOps):
+    """Copies end when they are waited for, but an engine waits only for those that are ready."""
+
+    on_host = False
+
+    def fetch_later(self, arrays):
+        return _NeverReady([*arrays])
