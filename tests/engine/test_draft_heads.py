@@ -15,13 +15,13 @@ from fd_core.engine import computing
 from fd_core.engine.core import Engine
 from fd_core.runner.drafting.eagle import EagleDrafter
 from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.drafting import write_head
 from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 from tests.engine.structured import structured_specs
 from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
-from tests.models.heads import write_head
 from tests.models.mtp import write_mtp_model
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)

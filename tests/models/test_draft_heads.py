@@ -20,7 +20,8 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import architecture_of, config_of, family_of, tapped_layers
 from fd_core.runner.drafting.eagle import EagleDrafter
-from tests.models.heads import reference_drafts, write_head
+from fd_core.testing.models.drafting import write_head
+from tests.models.heads import reference_drafts
 from tests.models.mtp import Reference, write_mtp_gguf, write_mtp_model
 from tests.models.test_draft_model_packs import PACKS, engine, specs, texts
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import numpy as np
 import pytest
 
 from fd_core.backends.contract import AdaptableModel, Model
+from fd_core.models.decoder import DecoderModel
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
-from fd_core.models.registry import load_model, spec_of
-from fd_core.ops.contract import Ops
+from fd_core.models.registry import load_model, spec_of, with_draft_head
+from fd_core.ops.contract import KVCache, Ops, StepInput
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.runner.runner import states_of
 from fd_core.testing.kit.judging import MARGIN
-from fd_core.testing.kit.requirements import thorough_but
+from fd_core.testing.kit.requirements import lacks, thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
-from fd_core.testing.models.arrays import Floats
+from fd_core.testing.models.arrays import Floats, assert_near, named
 from fd_core.testing.models.checkpoints import CASES, abilities_of, write_checkpoint
+from fd_core.testing.models.drafting import write_head
 from fd_core.testing.models.paged import PagedDriver, Row
 
 REQUIRES = ("checkpoints",)
@@ -34,6 +38,8 @@ Rounding may route a token to another expert.
 MEAN_ERROR = {"float32": 2e-5, "float16": 0.01, "bfloat16": 0.05, "packed": 0.15}
 """Maximum mean error relative to that deviation."""
 
+HEADED_ERROR = {"float32": 2e-4, "float16": 0.1, "bfloat16": 0.2, "packed": 0.5}
+"""Maximum error of a logit of a model and its draft head, relative to the largest one."""
 WAYS = {
     "whole": (None, (1, 23, 8, 11)),
     "chunked": (5, (1, 23, 8, 11)),
@@ -164,6 +170,39 @@ def test_a_model_computes_what_the_oracle_computes(
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(GENERATED), row.generated]
         assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"
+
+
+def test_a_draft_head_reads_what_the_oracle_reads(target: Target, ops: Ops, checkpoints: Path) -> None:
+    """Texts do not show wrong drafts, which the model rejects; so compare the logits of a head's drafts."""
+    folder = written("llama", checkpoints)
+    head, model = write_head(folder, checkpoints / "llama-head"), loaded(target, ops, folder)
+    if not isinstance(model, DecoderModel):
+        lacks("its models have no draft heads")
+    with open_checkpoint(folder) as checkpoint:
+        oracle = load_model(checkpoint, NumpyOps(), 64, quantization=target.quantization)
+    found, expected = (headed_logits(with_draft_head(each, head), each.ops) for each in (model, oracle))
+    for what, one, other in zip(("the model", "the head"), found, expected, strict=True):
+        with named(what):
+            assert_near(NumpyOps(), one, other, HEADED_ERROR[target.precision])
+
+
+def headed_logits(model: DecoderModel, ops: Ops) -> tuple[Floats, Floats]:
+    """Return the logits of chunked prompts by a model and by its draft head, which reads the states of each step."""
+    driver = PagedDriver(model, ops, prompts(model.vocab_size, WAYS["chunked"][1]), longest=64, last_only=True)
+    compute, head, drafted = ops.compile_states(states_of(model)), model.draft_head, list[Floats]()
+    assert head is not None
+
+    def forward(step: StepInput, cache: KVCache) -> Any:
+        states, *taps = compute(step, cache)
+        logits = model.head(ops.gather_rows(states, step.logits_rows))
+        read = head.forward(replace(step, states=reduce(ops.add, taps)), cache)
+        drafted.append(np.array(ops.to_host(head.logits(read))))
+        return logits
+
+    driver.forward = forward
+    while driver.advance(1, 5):
+        pass
+    return np.stack([logits for row in driver.rows for logits in row.logits]), np.concatenate(drafted)
 
 
 def test_models_take_turns_on_one_pack(target: Target, ops: Ops, checkpoints: Path) -> None:

@@ -502,6 +502,27 @@ class AddsBoardsFromTheWrongBuffer:
         return total
 
 
+@wrong("reference", "models:test_a_draft_head_reads_what_the_oracle_reads")
+class CopiesAllStatesToOneBuffer:
+    """A compiled function of states has one output for those that a draft head reads."""
+
+    def compile_states(self, states):
+        def compiled(step, cache):
+            found = states(step, cache)
+            return (found[0], *(found[-1:] * (len(found) - 1))) if isinstance(found, tuple) else found
+
+        return compiled
+
+
+@wrong("reference", "models:test_a_draft_head_reads_what_the_oracle_reads")
+class ProjectsTheStreamInPlace:
+    """The residual stream is normalized where a draft head reads it."""
+
+    def stream_linear(self, x, weight):
+        x -= x.mean(axis=1, keepdims=True)
+        return self.linear(x, weight)
+
+
 @wrong("reference", "ranks:test_sums_and_gathers_have_the_same_bits_on_all_ranks*")
 class GathersInHalfPrecision:
     def all_gather(self, x):
