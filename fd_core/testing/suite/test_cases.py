@@ -113,7 +113,6 @@ def test_kv(target: Target, require: Require, case: KitCase) -> None:
     check(target, case)
 
 
-@pytest.mark.fd_scale
 @pytest.mark.fd_alone
 @pytest.mark.fd_cases(pools.POOL)
 def test_pool(target: Target, require: Require, case: KitCase) -> None:
