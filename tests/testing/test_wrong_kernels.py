@@ -14,7 +14,7 @@ from fd_core.testing.axes.parts import KitCase, cases_of
 from fd_core.testing.axes.recurrent import RECURRENT
 from tests.testing.wrong.kernels import FAULTS
 
-_OF_SIZES = products.ELEMENTS, pools.POOL, pools.TABLE
+_OF_SIZES = products.ELEMENTS, pools.POOL, pools.TABLE, routing.MANY_EXPERTS
 PARTS = {
     part.name: part
     for part in (LAYERS, LATENT, RECURRENT, *products.PARTS, *routing.PARTS, *pools.PARTS, *sampling.PARTS, *_OF_SIZES)

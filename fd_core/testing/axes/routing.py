@@ -8,9 +8,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from fd_core.ops.contract import Lora, Ops
+from fd_core.ops.contract import Experts, Lora, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.weights import WEIGHT_FORMATS, LowRank
+from fd_core.ops.weights import ITEM_BYTES, WEIGHT_FORMATS, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS, has_groups
@@ -26,6 +26,8 @@ from fd_core.testing.models.arrays import (
     Values,
     activations,
     assert_near,
+    named,
+    raw,
     step_input,
 )
 from fd_core.testing.models.layers import Geometry, LayerOn
@@ -161,6 +163,47 @@ MOE: Final[Part[Ops]] = operation_part(
     ),
     _MOE_EDGES,
 )
+
+
+# Experts beyond 2^31 bytes -------------------------------------------------------------------------------------------
+
+_WIDTH: Final = 1024
+_ENDS: Final = 5
+"""Experts at each end with weights of their own, and as many above a power of 2."""
+
+
+def expert_bytes(case: Case) -> int:
+    """Return the bytes of the experts of a case, without those of a few."""
+    return 3 * int_of(case, "gib") << 29
+
+
+def check_many_experts(ops: Ops, case: Case) -> None:
+    """Route a token to each of the first and the last experts, whose gates take more than 2^31 bytes together."""
+    count = (int_of(case, "gib") << 30) // (2 * _WIDTH**2 * ITEM_BYTES[ops.dtype]) + 2 * _ENDS
+    chosen = np.array([*range(_ENDS), *range(count - _ENDS, count)])
+    make, few, others = Values(count), _WIDTH**-0.5, raw(np.zeros((_WIDTH, _WIDTH), np.float32))
+    own = {expert: [raw(make(_WIDTH, _WIDTH, scale=few)) for _ in range(3)] for expert in chosen.tolist()}
+    parts = [own.get(expert, [others] * 3) for expert in range(count)]
+    router = np.eye(count, _WIDTH, dtype=np.float32) * 16
+    x = make(len(chosen), _WIDTH, scale=0.25)
+    x[np.arange(len(chosen)), chosen] = 8.0
+    gate_up, down = ([each[some] for each in parts] for some in (slice(2), slice(2, 3)))
+    prepared = (ops.prepare_experts(gate_up, gated=True), ops.prepare_experts(down, gated=False))
+    experts = Experts(ops.prepare_vector(router), *prepared, top_k=1, normalize=True)
+    found = np.array(ops.to_host(ops.moe(activations(ops, x), experts, "silu")), np.float32)
+    for expert, row, y in zip(chosen.tolist(), x, found, strict=True):
+        gate, up, last = (each.to_float32() for each in own[expert])
+        right = (_silu(gate @ row) * (up @ row)) @ last.T
+        with named(f"expert {expert} of {count}"):
+            assert_near(ops, ops.from_host(y[None]), right[None])
+
+
+def _silu(x: Floats) -> Floats:
+    activated: Floats = x / (1 + np.exp(-x))
+    return activated
+
+
+MANY_EXPERTS: Final[Part[Ops]] = Part("many_experts", (Axis("gib", (0,), rare=({"gib": 2},)),), check_many_experts)
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,15 @@ def test_pool(target: Target, require: Require, case: KitCase) -> None:
 
 @pytest.mark.fd_scale
 @pytest.mark.fd_alone
+@pytest.mark.fd_cases(routing.MANY_EXPERTS)
+def test_many_experts(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "moe")
+    require_memory(target, 5 * routing.expert_bytes(case.values) // 4)
+    check(target, case)
+
+
+@pytest.mark.fd_scale
+@pytest.mark.fd_alone
 @pytest.mark.fd_cases(pools.TABLE)
 def test_table(target: Target, require: Require, case: KitCase) -> None:
     require("primitives")

@@ -721,6 +721,16 @@ class AddressesRowsInThirtyTwoBits(NumpyOps):
         return super().embedding(table, wrapped, scale, **more)
 
 
+@shown_by("many_experts", gib=2)
+class AddressesExpertsInThirtyTwoBits(NumpyOps):
+    """The byte offset of an expert in the stacked gates wraps at 2^31."""
+
+    def moe(self, x, experts, activation):
+        fit = 2**31 // experts.gate_up[0].weight.nbytes
+        wrapped = tuple(experts.gate_up[index % fit] for index in range(len(experts.gate_up)))
+        return super().moe(x, replace(experts, gate_up=wrapped), activation)
+
+
 # Sampling ------------------------------------------------------------------------------------------------------------
 
 
