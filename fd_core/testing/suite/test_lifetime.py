@@ -8,10 +8,12 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import thread as executors
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -47,6 +49,8 @@ _MAX_ENGINES: Final = 1024
 """Largest `--data-parallel-size`."""
 _NEW_ROWS: Final = range(2, 22)
 _STALL_SECONDS: Final = 0.02
+_THREAD_SECONDS: Final = 5.0
+"""Time for a thread to end after its engine."""
 _ENGINES: Final = 4
 """In each of which the first step of a size takes long if that is not by chance."""
 _COMPILING: Final = {"compile", "ctypes.dlopen", "import", "open", "os.posix_spawn", "subprocess.Popen"}
@@ -320,6 +324,21 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
     del engine
     gc.collect()
     assert cache() is None and all(each() is None for each in [*kv, *models]), "a closed engine is held"
+
+
+def test_no_thread_outlives_a_closed_engine(target: Target) -> None:
+    """The interpreter waits for threads that are not daemons, so the process of an engine would never end."""
+    before = {*threading.enumerate()}
+    with target.engine() as engine:
+        run(engine, [greedy("a", range(5), 4)])
+    del engine
+    gc.collect()
+    pools = {*vars(executors)["_threads_queues"]}  # which the interpreter itself ends
+    left = [each for each in {*threading.enumerate()} - before - pools if not each.daemon]
+    for each in left:
+        each.join(_THREAD_SECONDS)
+    names = sorted(each.name for each in left if each.is_alive())
+    assert not names, f"after the engine is closed its process does not end because of {names}: make them daemons"
 
 
 def memory_of(array: Any) -> Callable[[], object]:

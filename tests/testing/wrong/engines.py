@@ -683,6 +683,14 @@ class SaysThatPackedWeightsStayPacked:
     dequantizes_weights = False
 
 
+@wrong("reference", "lifetime:test_no_thread_outlives_a_closed_engine")
+class WatchesWithAThread:
+    """A thread that is no daemon polls the device, until long after its engine is closed."""
+
+    def configure(self, limits):
+        threading.Thread(target=time.sleep, args=(15.0,), name="watch", daemon=False).start()
+
+
 def _enter(self, steps):
     steps.__enter__()
 
