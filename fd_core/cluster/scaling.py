@@ -50,8 +50,9 @@ class ScalingPolicy(ABC):
     @abstractmethod
     def propose(self, load: GroupLoad, now: float) -> int:
         """Return the target number of workers. Called every few seconds; `now` is a monotonic clock in seconds, which
-        jumps if the machine was suspended. `load.target` is the last number within the bounds of the file. Workers may
-        end at any time, all of them at once: that few are ready, or none, is no reason to propose fewer.
+        jumps if the machine was suspended. The first load may be that of several workers, those of the file.
+        `load.target` is the last number within the bounds of the file. Workers may end at any time, all of them at
+        once: that few are ready, or none, is no reason to propose fewer.
         """
 
 

@@ -300,6 +300,71 @@ class FollowsEachSecond(Proposes):
         return max(1, min(math.ceil(needed), 2 * load.target))
 
 
+class FollowsTheUseOfSlots(LoadPolicy):
+    """KV may run out where half of the slots are in use."""
+
+    def _pressure(self, load, workers):
+        return load.running * load.ready / max(load.slots, 1) / workers / 0.5 * 8
+
+
+class BeginsAtOne(ScalingPolicy):
+    """Counts its own workers, and ends those that a deployment begins with."""
+
+    def __init__(self, options):
+        self.right, self.number = LoadPolicy(options), 1
+
+    def propose(self, load, now):
+        if load.ready < load.target:
+            return load.target
+        found = self.right.propose(load, now)
+        self.number = max(1, self.number + found - load.target)
+        return self.number
+
+
+class RemovesOneEachHour(LoadPolicy):
+    removed = -3600.0
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        if found >= load.target or now - self.removed < 3600:
+            return max(found, load.target)
+        self.removed = now
+        return found
+
+
+class RemovesAllThatIdle(Proposes):
+    """After 45 seconds, which is less than the time until other workers would be ready."""
+
+    since = None
+
+    def propose(self, load, now):
+        needed = max(1, math.ceil((load.running + load.waiting) / 12))
+        if load.ready < load.target or needed >= load.target:
+            self.since = None
+            return min(max(needed, load.target), 2 * load.target) if load.ready >= load.target else load.target
+        self.since = now if self.since is None else self.since
+        return load.target if now - self.since < 45 else needed
+
+
+class TriesOneLess(LoadPolicy):
+    """Each eight minutes, and adds it again."""
+
+    changed, removed = 0.0, False
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        if found != load.target or load.ready < load.target or now - self.changed < 240:
+            return found
+        self.changed, self.removed = now, not self.removed
+        return max(1, found - 1) if self.removed else found + 1
+
+
+class SimulatesItsGroup(LoadPolicy):
+    def propose(self, load, now):
+        self.simulated = sum(range(4_000_000))
+        return super().propose(load, now)
+
+
 LULL = "test_workers_stay_in_a_lull_shorter_than_their_start"
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
@@ -343,7 +408,13 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (TakesALossForAnOrder, STAYS, (6,)),
         (TakesFewRunningForLittleLoad, STAYS, (1,)),
         (AddsWithoutSlots, STAYS, (0,)),
-        (FollowsEachSecond, LULL, ()),
+        (FollowsEachSecond, LULL, (20.0, 20, 60)),
+        (FollowsTheUseOfSlots, FOLLOWS, (40, "mixed", 20.0)),
+        (BeginsAtOne, STAYS, (6,)),
+        (RemovesOneEachHour, FOLLOWS, (200, "decode", 20.0)),
+        (RemovesAllThatIdle, LULL, (300.0, 60, 300)),
+        (TriesOneLess, SETTLES, (40, "slots")),
+        (SimulatesItsGroup, SETTLES, (40, "slots")),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

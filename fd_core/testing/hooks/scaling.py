@@ -6,6 +6,7 @@ random numbers. Groups in virtual time show whether the number follows the load 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle, pairwise
 from types import MappingProxyType
@@ -33,6 +34,14 @@ _STARTS = (_START_SECONDS, 300.0)
 """The same, also for one that loads a large model."""
 _OVERSHOOT = 4
 """Workers that a policy may have started for each one that a constant load needs."""
+_MAX_TURNS = 4
+"""Changes of direction in an hour of constant load."""
+_MUST_LEAVE = 6
+"""Workers, or half of those that idle if they are fewer, that are removed in two hours without load."""
+_CALL_MS = 50
+"""Milliseconds in which a policy has to propose a number, each second for each group; the core takes 0.01."""
+_TIMED = 5
+"""Calls of which the shortest has to keep that limit: it depends on no other load, and others would run for hours."""
 
 
 class ScalingPolicySuite:
@@ -73,10 +82,14 @@ class ScalingPolicySuite:
     @pytest.mark.parametrize("limited_by", [*_HELD])
     @pytest.mark.parametrize("demand", [0, 10, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int, limited_by: str) -> None:
-        counts = run_group(self.new_policy(), [demand] * 7200, held=_HELD[limited_by])[3600:]
-        changes = [after - before for before, after in pairwise(counts) if after != before]
-        turns = sum(one * other < 0 for one, other in pairwise(changes))
-        assert turns <= 20, f"in an hour of constant load the number of workers turns {turns} times"
+        for start in _STARTS:
+            counts = run_group(self.new_policy(), [demand] * 7200, held=_HELD[limited_by], start=start)[3600:]
+            changes = [after - before for before, after in pairwise(counts) if after != before]
+            turns = sum(one * other < 0 for one, other in pairwise(changes))
+            what = f"in an hour of constant load the number of workers, which start in {start:g} s, turns {turns} times"
+            assert turns <= _MAX_TURNS, (
+                f"{what}, expected at most {_MAX_TURNS}; it lies between {min(counts)} and {max(counts)}"
+            )
 
     @pytest.mark.law("8")
     def test_it_forgets_loads(self) -> None:
@@ -97,10 +110,10 @@ class ScalingPolicySuite:
     )
     def test_the_number_follows_the_load(self, demand: int, role: Role, start: float) -> None:
         """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
-        before a worker starts, and load beyond the number that the file allows.
+        before a worker starts, and load beyond the number that the file allows; and where KV runs out before slots.
         """
         self.follows_load.require()
-        enough = max(3600, 20 * int(start))
+        enough = max(1800, 20 * int(start))
         seconds = (2, 3600, enough, 36_000, 10, 36_000, enough)
         loads = (demand, None, demand, 0, demand, 0, demand)
         demands = [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
@@ -116,26 +129,44 @@ class ScalingPolicySuite:
         for at in (3, 5):
             peak = max(counts[ends[at - 2] : ends[at]])
             assert after[at] < peak or peak <= after[at - 2], f"ten idle hours later there are still {peak} workers"
+            soon, idle = counts[ends[at - 1] + 7200], peak - after[at - 2]
+            what = f"two idle hours later there are still {soon} of {peak} workers"
+            assert peak - soon >= min(idle // 2, _MUST_LEAVE), (
+                f"{what}; at least {min(idle // 2, _MUST_LEAVE)} had to leave"
+            )
         limit = max(2, needed // 2)
         last = run_group(self.new_policy(), [demand] * enough + [0] * 36_000, limit, role=role, start=start)[-1]
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
+        held = _HELD["kv"]
+        last = run_group(self.new_policy(), [demand] * enough, role=role, held=held, start=start)[-1]
+        what = (
+            f"{last} workers, whose KV holds {held} requests each, after {enough / 3600:.1f} hours of {demand} requests"
+        )
+        assert last >= needed, f"{what}, which therefore wait; {needed} are needed for their slots alone"
 
     @pytest.mark.law("8")
-    def test_workers_stay_in_a_lull_shorter_than_their_start(self) -> None:
-        """Each minute of an hour has 40 seconds of load; workers that are taken away start again in each of them."""
+    @pytest.mark.parametrize(("start", "lull", "period"), [(_START_SECONDS, 20, 60), (300.0, 60, 300)])
+    def test_workers_stay_in_a_lull_shorter_than_their_start(self, start: float, lull: int, period: int) -> None:
+        """Workers that are taken away start again after each lull."""
         self.follows_load.require()
-        lull = int(_START_SECONDS)
-        counts = run_group(self.new_policy(), ([200] * (60 - lull) + [20] * lull) * 60)[600:]
-        removed, needed = sum(max(0, before - after) for before, after in pairwise(counts)), -(-200 // _SLOTS)
+        hours = 2 if start > _START_SECONDS else 1  # it takes as long to add them again
+        loads = [200] * (period - lull) + [20] * lull
+        counts = run_group(self.new_policy(), loads * ((1 + hours) * 3600 // period), start=start)
+        removed = sum(max(0, before - after) for before, after in pairwise(counts[3600:]))
+        needed = -(-200 // _SLOTS)
         what = (
-            f"in an hour with a lull of {lull} seconds each minute, {removed} workers were taken away and started again"
+            f"in {hours} h with a lull of {lull} of each {period} seconds, {removed} workers were taken away and "
+            f"started again, each in {start:g} s"
         )
         assert removed <= _OVERSHOOT * needed, f"{what}; {needed} are needed at most"
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("left", [0, 1, 6])
     def test_the_number_stays_while_workers_that_ended_start_again(self, left: int) -> None:
-        """All workers but `left` end at once, twice: none of those that start in their place is taken away."""
+        """All workers but `left` end at once, twice: none of those that start in their place is taken away.
+
+        Nor are workers that a new policy finds, those of the file, whose load it sees in its first call.
+        """
         self.follows_load.require()
         ends, seconds = (3600, 5400), int(_START_SECONDS)
         counts = run_group(self.new_policy(), [200] * 7200, left=dict.fromkeys(ends, left))
@@ -145,6 +176,8 @@ class ScalingPolicySuite:
             what = f"of {number} workers all but {left} end, and while others start the number falls to {fewest}"
             assert fewest >= min(number, needed), f"{what}; {needed} are needed"
         assert max(counts) <= _OVERSHOOT * needed, f"{max(counts)} workers, {needed} are needed"
+        fewest = min(run_group(self.new_policy(), [200] * 600, first=needed))
+        assert fewest >= needed, f"a group begins with {needed} workers, all of which it needs, and falls to {fewest}"
 
 
 def run_group(
@@ -155,14 +188,15 @@ def run_group(
     held: int = _HELD["slots"],
     left: Mapping[int, int] = MappingProxyType({}),
     start: float = _START_SECONDS,
+    first: int = 1,
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
-    A worker is ready after `start` seconds, and has the KV of `held` requests. The policy is not called in seconds
-    without a number. In the seconds of `left`, all ready workers end but so many.
+    There are `first` workers at first. A worker is ready after `start` seconds, and has the KV of `held` requests. The
+    policy is not called in seconds without a number. In the seconds of `left`, all ready workers end but so many.
     """
-    target, ready, counts = 1, 1, []
-    starting: list[float] = []
+    target, ready, counts = first, first, []
+    starting, times = list[float](), list[float]()
     for second, demand in enumerate(demands):
         ready += sum(at <= second for at in starting)
         ready = min(ready, left.get(second, ready))
@@ -182,7 +216,13 @@ def run_group(
             kv_usage=running / max(ready * held, 1),
             ttft_seconds=0.2 + waiting / most_running if running else None,
         )
+        began = time.thread_time()
         target = max(1, min(most, policy.propose(load, float(second))))
+        if len(times) < _TIMED:
+            times.append(1000 * (time.thread_time() - began))
+            assert len(times) < _TIMED or min(times) < _CALL_MS, (
+                f"each proposal takes {min(times):.0f} ms of the processor, expected less than {_CALL_MS}"
+            )
         if target < ready + len(starting):
             starting = starting[: max(0, target - ready)]
             ready = min(ready, target)
