@@ -40,8 +40,9 @@ class Postprocess(abc.ABC):
         sampled[i, :1 + accepted[i]] in row slots[i], whatever the tokens are; each slot in `revoked`, which has no row,
         carries PREEMPTED_TOKEN_ID in column 0; everything else is EMPTY_TOKEN_ID. N and M may be 0.
 
-        Does not synchronize with the device, keeps no state between steps, and does not modify its inputs. The matrix
-        shares no memory with them or with an earlier matrix: further steps may be computed before it is read.
+        Does not synchronize with the device, takes little time of the host whatever the other limits are, keeps no
+        state between steps, and does not modify its inputs. The matrix shares no memory with them or with an earlier
+        matrix: further steps may be computed before it is read.
         """
 
 

@@ -857,3 +857,41 @@ class CollectsGarbageInEachStep(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         gc.collect()
         return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
+class FillsATableOfPositions(NumpyPostprocess):
+    """With a column for each position of the context, which is short in a test and long in production."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        np.zeros((self.limits.max_num_seqs, self.limits.max_model_len), np.int32).fill(EMPTY_TOKEN_ID)
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "flight:test_a_step_takes_little_time_of_the_host")
+class SumsItsLimits(NumpyPostprocess):
+    """Takes as long for few rows as for many."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self._sum = sum(range(1_000_000))
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "device:test_the_host_waits_for_nothing[1-6-0]")
+class ReadsWhatALargeBatchAccepts(TorchPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        most = accepted.max().item() if len(accepted) > 256 else sampled.shape[1]
+        return super().token_matrix(sampled, accepted.clamp(max=most), slots, revoked)
+
+
+@breaks("1", "device:test_the_host_waits_for_nothing[1-6-0]")
+class ReadsAnErrorNowAndThen(TorchPostprocess):
+    """Each fiftieth step waits for the device, to report an error of it."""
+
+    steps = 0
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self.steps += 1
+        if self.steps % 50 == 0 and len(accepted) and accepted.min().item() < 0:
+            raise RuntimeError("a row accepted less than no draft")
+        return super().token_matrix(sampled, accepted, slots, revoked)

@@ -21,6 +21,8 @@ from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget,
 
 STEPS = [(3, 2), (6, 0), (0, 6), (0, 0), (1, 5)]
 """Numbers of rows and revoked slots, out of six slots."""
+_MANY: Final = 50
+"""The same of a large batch, as multiples."""
 
 
 _READS: Final = tuple(
@@ -105,17 +107,21 @@ def test_the_matrix_is_an_array_of_the_device(target: PostprocessTarget, rows: i
 
 
 @pytest.mark.law("1")
-@pytest.mark.parametrize("k", [0, 1, 8])
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize(("rows", "revoked"), STEPS)
 def test_the_host_waits_for_nothing(target: PostprocessTarget, rows: int, revoked: int, k: int) -> None:
-    """Check the second step of a shape, because the first one may compile."""
-    matrices, rng = Matrices(target, 6, k), np.random.default_rng(k)
-    matrices.check(random_rows(rng, 6, k, rows=rows, revoked=revoked))
-    step = random_rows(rng, 6, k, rows=rows, revoked=revoked)
-    given = matrices.upload(step)
-    with no_waiting(target.ops, given[0]):
-        matrix = matrices.compute(given)
-    matrices.compare(matrix, step)
+    """Check steps after the first one of a shape, which may compile: of few and of many slots, and the 100th one."""
+    rng = np.random.default_rng(k)
+    for times in (1, _MANY):
+        slots = 6 * times
+        matrices = Matrices(target, slots, k)
+        matrices.check(random_rows(rng, slots, k, rows=rows * times, revoked=revoked * times))
+        step = random_rows(rng, slots, k, rows=rows * times, revoked=revoked * times)
+        given = matrices.upload(step)
+        with no_waiting(target.ops, given[0]):
+            for _ in range(99 if times == 1 else 1):
+                matrix = matrices.compute(given)
+        matrices.compare(matrix, step)
 
 
 @pytest.mark.law("1")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
+from fd_core.ops.contract import Array
 from fd_core.testing.hooks.purity import require_freed, unchanged_threads
-from fd_core.testing.kit.growth import count_elements, require_bounded, require_no_stall
+from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
@@ -18,6 +21,17 @@ from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
 KS = [0, 1, 3, 8]
 _FEW, _MANY = 64, 1024
 """Numbers of slots whose costs are compared."""
+_LARGE: Final[Mapping[str, Any]] = {
+    "max_model_len": 32_768,
+    "block_size": 16,
+    "num_kv_blocks": 1_000_000,
+    "vocab_size": 152_064,
+}
+"""Other limits of a large engine, on which no step depends."""
+_STEP_MS = 5
+"""Milliseconds of the host for a step, during which the device may wait; the core's take 0.1."""
+_MOST = 64
+"""Most bytes and elements of a step, as multiples of those of its matrix."""
 
 
 def in_order(slots: int, k: int) -> SampledRows:
@@ -90,9 +104,7 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
     """Count bytecodes, which are the same for any number of rows, and memory and elements, which are proportional."""
     costs = []
     for slots in (_FEW, _MANY):
-        matrices, rng = Matrices(target, slots, 2), np.random.default_rng(slots)
-        given = matrices.upload(random_rows(rng, slots, 2, rows=slots // 2, revoked=slots // 4))
-        matrices.compute(given)
+        matrices, given = _large_step(target, slots)
         require_no_stall(lambda: matrices.compute(given), "a step", "1")  # noqa: B023
         code = min(count_bytecodes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023 - called at once
         size = min(count_bytes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023
@@ -103,3 +115,25 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
     require(more <= most, "1", f"a step of {_FEW} slots takes {less} bytes, one of {_MANY} takes {more}")
     most = 3 * (_MANY // _FEW) * read
     require(most_read <= most, "1", f"a step of {_FEW} slots writes {read} elements, one of {_MANY} writes {most_read}")
+    cells, what = _MANY * 3, f"a step of {_MANY} slots, whose matrix has {_MANY * 3:,} cells,"
+    require(more <= _MOST * 4 * cells + 2**20, "1", f"{what} takes {more:,} bytes of new memory")
+    require(most_read <= _MOST * cells + 2**18, "1", f"{what} writes {most_read:,} elements")
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+@pytest.mark.law("1")
+def test_a_step_takes_little_time_of_the_host(target: PostprocessTarget) -> None:
+    matrices, given = _large_step(target, _FEW)
+    took = 1000 * cpu_seconds(lambda: matrices.compute(given))
+    require(
+        took < _STEP_MS, "1", f"a step of {_FEW} slots takes {took:.1f} ms of the host, expected less than {_STEP_MS}"
+    )
+
+
+def _large_step(target: PostprocessTarget, slots: int) -> tuple[Matrices, tuple[Array, ...]]:
+    """Return a postprocessor that has computed a step, and the inputs of the step."""
+    matrices = Matrices(target, slots, 2, **_LARGE)
+    given = matrices.upload(random_rows(np.random.default_rng(slots), slots, 2, rows=slots // 2, revoked=slots // 4))
+    matrices.compute(given)
+    return matrices, given
