@@ -54,7 +54,7 @@ class SchedulerSetup:
     paired: bool = False
     """True if prompts may be computed by other workers, or for them. Needs a hasher."""
     kv_events: bool = False
-    """True if effects include events for the prefixes that the device holds. Needs a hasher."""
+    """True if effects include events for all prefixes that the device holds. Needs a hasher."""
     epoch: int = 1
     first_step: int = 0
     """Number of the first plan. The kit begins just below powers of two, where a number in too few bits overflows."""
@@ -123,9 +123,10 @@ class Scheduler(abc.ABC):
     """
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Unsupported features, with reasons: `prefix_caching` (shares no KV), `storage` (stores no KV outside the
-    device), `pairs` (works with no other prefill or decode worker), `whole_prompts` (divides prompts, so it serves no
-    encoders). Sections 1 to 4 are mandatory in full."""
+    """Unsupported features, with reasons: `prefix_caching` (shares no KV; otherwise requests start after all
+    blocks whose KV the device holds, also those of answers), `storage` (stores no KV outside the device), `pairs`
+    (works with no other prefill or decode worker), `whole_prompts` (divides prompts, so it serves no encoders).
+    Sections 1 to 4 are mandatory in full."""
     groups_layers: ClassVar[bool] = False
     """True if it keeps block tables for each of `Limits.groups`; otherwise there is always one group."""
     envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
@@ -151,7 +152,10 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def plan(self) -> tuple[StepPlan | None, Effects]:
-        """Decide the next step, None if a step could do nothing now; also return operations outside steps."""
+        """Decide the next step, None if a step could do nothing now; also return operations outside steps.
+
+        Steps in flight do not prevent the next one: it computes the tokens that they will sample.
+        """
 
     @abc.abstractmethod
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:

@@ -241,8 +241,11 @@ class _Expected(NamedTuple):
 class Auditor:
     """Auditor of a scheduler; raises `InvariantViolated` on the first violation."""
 
-    def __init__(self, limits: Limits, epoch: int, clock: StepClock, order: Order | None = None) -> None:
-        """`order` is that of the scheduling policy; None if any order is right."""
+    def __init__(
+        self, limits: Limits, epoch: int, clock: StepClock, order: Order | None = None, *, events: bool = False
+    ) -> None:
+        """`order` is that of the scheduling policy; None if any order is right. `events` have to name all prefixes."""
+        self._events = events
         self.limits = limits
         self._clock = clock
         self.requests: dict[str, Followed] = {}
@@ -538,6 +541,8 @@ class Auditor:
         self.counts.update({"prompt_tokens": size} if first else {"recomputed_tokens": size - computed})
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
+        if self._events and computed and loaded is None and self.limits.groups.count == 1:
+            self._check_published(request, computed // self.limits.block_size * self.limits.block_size)
         hits = request.held if isinstance(loaded, operations.Fetch) else computed
         self.counts.update(prefix_queries=size, prefix_hits=hits)
         groups, begin = self.limits.groups, 0
@@ -750,6 +755,15 @@ class Auditor:
         )
         what = f"an event has the {len(path) // 4} tokens of a prefix that no request without salt and adapter has"
         require(any(text.startswith(path) for text in texts), "5.3", what)
+
+    def _check_published(self, request: Followed, computed: int) -> None:
+        """Check that events name a prefix that a request finds on the device."""
+        if request.spec.cache_salt or request.spec.adapter or request.spec.images:
+            return
+        path = np.array(request.tokens[:computed], "<i4").tobytes()
+        published = any(self._paths[key] == path for key in self._known)
+        what = f"{request.name} begins after {computed} tokens of a prefix that is cached"
+        require(published, "5.3", f"{what}, but no event says that it is stored, so no router would send it here")
 
     def _check_phases(self, request: Followed, delta: Delta) -> None:
         """Check that the phases of a request, if any, add up to its time."""

@@ -100,7 +100,8 @@ class Driver:
         self.limits, self.clock = setup.limits, clock
         if beyond := target.envelope.exceeded(msgspec.structs.asdict(setup.limits)):
             lacks(f"its envelope has {', '.join(f'{name}={limit}' for name, limit in beyond.items())}")
-        self.auditor = Auditor(setup.limits, setup.epoch, clock, ORDERS.get(type(setup.policy)))
+        order = ORDERS.get(type(setup.policy))
+        self.auditor = Auditor(setup.limits, setup.epoch, clock, order, events=setup.kv_events)
         self._shown = PolicyAuditor(setup.policy, setup.victims, self.auditor)
         setup = replace(setup, policy=self._shown.policy, victims=self._shown.victims)
         try:

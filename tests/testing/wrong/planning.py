@@ -230,7 +230,7 @@ class StoresPromptsInSixteenBits(Changed):
         return super().add(msgspec.structs.replace(spec, prompt=tuple(token % 2**16 for token in spec.prompt)))
 
 
-@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time")
+@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[2-6400]")
 class CopiesItsRequests(Changed):
     """A copy of all that runs in each plan, to return to it after an error."""
 
@@ -1151,3 +1151,90 @@ class AdmitsOneLongPromptAtATime(Changed):
         if self.turn in {delta.request_id for delta in deltas}:
             self.turn = ""
         return deltas, effects
+
+
+@breaks("2.1", "budget:test_steps_are_planned_while_others_are_in_flight[2]")
+class WaitsForEachOutput(Changed):
+    """The device has nothing to do between the steps."""
+
+    waits = False
+
+    def plan(self):
+        if self.waits:
+            return None, NO_EFFECTS
+        plan, effects = super().plan()
+        self.waits = plan is not None
+        return plan, effects
+
+    def commit(self, plan, output):
+        self.waits = False
+        return super().commit(plan, output)
+
+
+CONVERSATIONS = "blocks:test_conversations_are_computed_from_their_last_turn_on"
+
+
+@breaks("2.1", f"{CONVERSATIONS}[7]")
+class CachesPromptsOnly(Changed):
+    """The answers of a conversation are computed again in each turn."""
+
+    def change(self):
+        def complete(prefixes, right, request, table, first, upto):
+            upto = min(upto, request.prompt_len // self.limits.block_size)
+            if first < upto:
+                right(request, table, first, upto)
+
+        instead(self._prefixes, "complete", complete)
+
+
+@breaks("2.1", f"{CONVERSATIONS}[900]")
+class FindsFortyBlocks(Changed):
+    def change(self):
+        instead(self._prefixes, "match", lambda _, right, keys, *found: right(keys[:40], *found))
+
+
+@breaks("2.1", f"{CONVERSATIONS}[7]")
+class MatchesOnePrefixInAPlan(Changed):
+    matches = 0
+
+    def plan(self):
+        self.matches = 0
+        return super().plan()
+
+    def change(self):
+        def match(_, right, keys, *found):
+            self.matches += 1
+            return right(keys if self.matches == 1 else keys[:0], *found)
+
+        instead(self._prefixes, "match", match)
+
+
+@breaks("5.3", f"{CONVERSATIONS}[7]")
+class PublishesNothing(Changed):
+    """Routers send no turn of a conversation to the engine that has its KV."""
+
+    def _effects(self):
+        found = super()._effects()
+        return msgspec.structs.replace(found, events=()) if found.events else found
+
+
+@breaks("2.1", "blocks:test_preempted_requests_return_with_the_kv_that_is_left")
+class ComputesPreemptedRequestsAgain(Changed):
+    def change(self):
+        instead(self._prefixes, "keys", lambda _, right, request: [] if request.preemptions else right(request))
+
+
+@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")
+class SumsItsTexts(Changed):
+    """In C, which no count of bytecodes shows, and with long contexts only."""
+
+    def plan(self):
+        self.sums = [sum(each.tokens.view().tolist()) for each in self._slots.requests if each is not None]
+        return super().plan()
+
+
+@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")
+class SortsItsPool(Changed):
+    def plan(self):
+        self.order = sorted(range(3 * self.limits.num_kv_blocks), reverse=True)
+        return super().plan()

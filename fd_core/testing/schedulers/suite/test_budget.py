@@ -47,6 +47,19 @@ def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTa
 
 
 @pytest.mark.law("2.1")
+@pytest.mark.parametrize("depth", [2, 4])
+def test_steps_are_planned_while_others_are_in_flight(target: SchedulerTarget, depth: int) -> None:
+    """Otherwise the device waits for the host after each step."""
+    driver = drive(target, *decoding(3), depth=depth, num_kv_blocks=64)
+    until_all_decode(driver, 3)
+    driver.fill(depth)
+    planned, rows = len(driver.in_flight), [len(answer.plan.slots) for answer in driver.in_flight]
+    what = f"{depth} steps may be in flight, and it plans {planned}, of {rows} of the 3 requests that decode"
+    require(rows == [3] * depth, "2.1", what)
+    driver.run(depth)
+
+
+@pytest.mark.law("2.1")
 def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
     lengths = [5, 6, 7, 6]
     specs = [greedy(f"r{index}", prompt_of(length, index), 4) for index, length in enumerate(lengths)]
