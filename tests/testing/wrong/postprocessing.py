@@ -895,3 +895,12 @@ class ReadsAnErrorNowAndThen(TorchPostprocess):
         if self.steps % 50 == 0 and len(accepted) and accepted.min().item() < 0:
             raise RuntimeError("a row accepted less than no draft")
         return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
+class KeepsATableOfPositions(TorchPostprocess):
+    """Memory that the KV cache lacks."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._texts = torch.zeros((limits.max_num_seqs, limits.max_model_len), dtype=torch.int32)

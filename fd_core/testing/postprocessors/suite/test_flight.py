@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ _LARGE: Final[Mapping[str, Any]] = {
 """Other limits of a large engine, on which no step depends."""
 _STEP_MS = 5
 """Milliseconds of the host for a step, during which the device may wait; the core's take 0.1."""
+_MOST_HELD = 2**24
+"""Bytes that a postprocessor may allocate before its first step."""
 _MOST = 64
 """Most bytes and elements of a step, as multiples of those of its matrix."""
 
@@ -118,6 +121,10 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
     cells, what = _MANY * 3, f"a step of {_MANY} slots, whose matrix has {_MANY * 3:,} cells,"
     require(more <= _MOST * 4 * cells + 2**20, "1", f"{what} takes {more:,} bytes of new memory")
     require(most_read <= _MOST * cells + 2**18, "1", f"{what} writes {most_read:,} elements")
+    make = partial(Matrices, target, _MANY, 2, **_LARGE)
+    size = max(count_bytes(make), 4 * count_elements(make))
+    what = f"a postprocessor of {_MANY} slots and a context of {_LARGE['max_model_len']:,} tokens"
+    require(size <= _MOST_HELD, "1", f"{what} takes {size:,} bytes, expected at most {_MOST_HELD:,}")
 
 
 @pytest.mark.timing
