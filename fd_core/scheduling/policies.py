@@ -47,8 +47,11 @@ class SchedulingPolicy(abc.ABC):
         return ""
 
     def turn(self, flow: str | None) -> int:
-        """Return the sort key of a flow; it may only change in `arrived`, `admitted` and `ended`, called for a request
-        that waits in that flow, or waited there before it was preempted."""
+        """Return the sort key of a flow, a finite number, also of one whose requests have all ended.
+
+        It may only change in `arrived`, `admitted` and `ended`, called for a request that waits in that flow, or waited
+        there before it was preempted.
+        """
         return 0
 
     def arrived(self, request: QueuedRequest) -> None:  # noqa: B027 - most policies need not know
@@ -60,7 +63,8 @@ class SchedulingPolicy(abc.ABC):
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
         """Handle the end of a request: `num_computed` prompt and generated tokens were used in all.
 
-        Also called, with its tokens so far, for a request that ended while it waited, before any `admitted`.
+        Also called, with its tokens so far, for a request that ended while it waited, before any `admitted`, and before
+        `rank` if it waited for an operation such as the compilation of its grammar.
         """
 
     def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:

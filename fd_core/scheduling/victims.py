@@ -57,8 +57,8 @@ class VictimPolicy(abc.ABC):
     def choose(self, running: RunningRequests) -> int:
         """Return the row of `running`, which has at least one, to preempt.
 
-        The choice depends on these requests alone. A request that is chosen would be chosen as well if it were less
-        important.
+        The choice depends on these requests alone, and takes little of the time of a step. A request that is chosen
+        would be chosen as well if it were less important.
         """
 
 

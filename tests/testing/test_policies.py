@@ -52,15 +52,17 @@ def failure_of(suite, policy):
     return ""
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(each, marks=pytest.mark.timing if "_time_of_" in each.noticed_by else ()) for each in WRONG_ORDERS],
-    ids=lambda policy: policy.__name__,
-)
+def params_of(policies):
+    return [
+        pytest.param(each, marks=pytest.mark.timing if "_time_" in f"{each.noticed_by}_" else ()) for each in policies
+    ]
+
+
+@pytest.mark.parametrize("policy", params_of(WRONG_ORDERS), ids=lambda policy: policy.__name__)
 def test_wrong_scheduling_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(SchedulingPolicySuite, policy)
 
 
-@pytest.mark.parametrize("policy", WRONG_VICTIMS, ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("policy", params_of(WRONG_VICTIMS), ids=lambda policy: policy.__name__)
 def test_wrong_victim_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(VictimPolicySuite, policy)

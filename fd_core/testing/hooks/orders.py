@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Final, TypeVar
 
@@ -18,8 +20,10 @@ from fd_core.scheduling.victims import RunningRequests, VictimPolicy
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.law import require
+from fd_core.testing.kit.growth import cpu_seconds
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.schedulers.scripted import count_bytecodes
 
 _FIRST: Final = (0, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3)
 """Arrival of the oldest request."""
@@ -31,9 +35,11 @@ WAITING_AXES: Final = (
     Axis("tenants", (1, 2, 7, 100), ("QueuedRequest.tenant",)),
     Axis("preempted", (0, 2, 5), ("QueuedRequest.preempted",)),
     Axis("aborted", (0, 2, 5)),
+    Axis("parked", (0, 1, 3)),
     Axis("requests", (30, 1, 2, 200)),
     Axis("slots", (3, 1, 50)),
 )
+"""Every so many requests wait for an operation, such as the compilation of a grammar, before they join the queue."""
 RUNNING_AXES: Final = (
     Axis("rows", (4, 1, 2, 3, 64, 65, 300), ("RunningRequests.slots",)),
     Axis("oldest", _FIRST, ("RunningRequests.arrivals",)),
@@ -52,7 +58,7 @@ _TENANTS: Final[Mapping[str, Callable[[int], str]]] = {
 }
 """Names of tenants, which differ in nothing else."""
 SHARE_AXES: Final = (
-    Axis("tenants", (2, 3, 7)),
+    Axis("tenants", (2, 3, 7, 40)),
     Axis("names", tuple(_TENANTS), ("QueuedRequest.tenant", "SchedulingPolicy.turn.flow")),
     Axis("size", (30, 3000, 2**24), ("QueuedRequest.num_tokens",)),
     Axis("prompt", ("same", "longer", "all")),
@@ -61,12 +67,15 @@ SHARE_AXES: Final = (
     Axis("preempted", (0, 5), ("QueuedRequest.preempted",)),
     Axis("aborted", (0, 2)),
     Axis("waiting", (1, 10)),
+    Axis("priorities", ("same", "spread"), ("QueuedRequest.priority",)),
     Axis("slots", (4, 1, 30)),
 )
 """Tenants that always wait, and how the requests of the last one differ from those of the others; if all
-their tokens are the prompt's, they end without output."""
+their tokens are the prompt's, they end without output. Those of `spread` priorities are as important or less."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
+_CHOICE_MS: Final = 5
+"""Milliseconds in which a policy has to choose among 256 running requests; those of the core take 0.02."""
 _WIDE: Final = (0, 127, 128, -129, 2**15, 2**31, -(2**31) - 1, 2**40)
 
 Policy = TypeVar("Policy")
@@ -105,49 +114,76 @@ class Queue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
         self._waiting: dict[int, tuple[QueuedRequest, str | None]] = {}
+        self._parked: set[int] = set()
+        """Requests that wait for an operation."""
         self._ranks: dict[int, tuple[int, ...]] = {}
+        self._flows: set[str | None] = set()
+        """Flows in which requests waited so far."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def park(self, request: QueuedRequest) -> None:
+        """Set a new request aside until it is added, or aborted, of which the policy is asked nothing yet."""
+        self._parked.add(request.arrival)
+        self._event(request, "arrived", lambda: self.policy.arrived(request))
+
     def add(self, request: QueuedRequest) -> None:
-        """Add a new request, or one that was preempted, which keeps its rank."""
+        """Add a new request, one that waited for an operation, or one that was preempted, which keeps its rank."""
         if request.arrival not in self._ranks:
-            self._event(request, lambda: self.policy.arrived(request))
+            if request.arrival not in self._parked:
+                self._event(request, "arrived", lambda: self.policy.arrived(request))
+            self._parked.discard(request.arrival)
             rank = self._ranks[request.arrival] = self.policy.rank(request)
             numbers = isinstance(rank, tuple) and all(isinstance(each, (int, np.integer)) for each in rank)
             require(numbers, "8", f"expected a rank of whole numbers for {request}, got {rank!r}")
         flow = self.policy.flow(request)
         require(flow is None or isinstance(flow, str), "8", f"expected the name of a flow for {request}, got {flow!r}")
+        self._flows.add(flow)
         self._waiting[request.arrival] = request, flow
 
     def admit(self) -> QueuedRequest:
         """Remove and return the request that is next."""
         turns = {flow: self.policy.turn(flow) for _, flow in self._waiting.values()}
+        for flow, turn in turns.items():
+            # The queue would look for ever for the flow whose turn is NaN, which equals nothing.
+            require(math.isfinite(turn), "8", f"expected a finite number as the turn of flow {flow!r}, got {turn!r}")
         lowest = min(turns.values())
         flows = sorted((flow for flow in turns if turns[flow] == lowest), key=lambda flow: (flow is not None, flow))
         inside = [request for request, flow in self._waiting.values() if flow == flows[0]]
         chosen = min(inside, key=lambda request: (self._ranks[request.arrival], request.arrival))
         del self._waiting[chosen.arrival]
-        self._event(chosen, lambda: self.policy.admitted(chosen))
+        self._event(chosen, "admitted", lambda: self.policy.admitted(chosen))
         return chosen
 
     def abort(self, request: QueuedRequest) -> None:
-        """End a request that waits."""
-        del self._waiting[request.arrival]
+        """End a request that waits, in the queue or for an operation."""
+        self._waiting.pop(request.arrival, None)
         self.end(request, request.num_tokens)
 
     def end(self, request: QueuedRequest, num_computed: int) -> None:
         """End an admitted request, or one that waited."""
-        del self._ranks[request.arrival]
-        self._event(request, lambda: self.policy.ended(request, num_computed))
+        known = self._ranks.pop(request.arrival, None)
+        self._parked.discard(request.arrival)
+        unknown = "" if known else ", aborted while it waited for its grammar, before the policy was asked for its rank"
+        self._event(request, f"ended{unknown}", lambda: self.policy.ended(request, num_computed))
 
-    def _event(self, request: QueuedRequest, handle: Callable[[], None]) -> None:
+    def _event(self, request: QueuedRequest, name: str, handle: Callable[[], None]) -> None:
         """Notify the policy; only the turn of the flows of this request may change."""
         flows = {flow for _, flow in self._waiting.values()}
         own = {self.policy.flow(replace(request, preempted=preempted)) for preempted in (False, True)}
         before = {flow: self.policy.turn(flow) for flow in flows - own}
-        handle()
+        try:
+            handle()
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything
+            broken("8", f"{request} {name}: the policy raises {error!r}")
+        for flow in own & self._flows:  # as the queue does, also for the last request of a flow
+            try:
+                self.policy.turn(flow)
+            except Exception as error:  # noqa: BLE001
+                broken("8", f"after {request} {name}: the turn of its flow {flow!r} raises {error!r}")
+        if request.arrival not in self._ranks:  # it ended
+            self._flows -= own
         after = {flow: self.policy.turn(flow) for flow in flows - own}
         require(before == after, "8", f"an event of {request} changed the turns of other flows: {before}, {after}")
 
@@ -161,13 +197,17 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
     """
     queue, running, left = Queue(policy), list[QueuedRequest](), [*requests]
     aborted = int_of(case, "first") + len(left)
-    every, admitted = int_of(case, "preempted"), 0
-    while left or len(queue) or running:
+    every, admitted, each, parked = int_of(case, "preempted"), 0, int_of(case, "parked"), list[QueuedRequest]()
+    while left or parked or len(queue) or running:
         others = [
             QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(int_of(case, "aborted") if left else 0)
         ]
-        for request in (*others, *left[:4]):
+        for request in parked:  # those of the turn before
             queue.add(request)
+        parked = [request for request in left[:4] if each and request.arrival % each == 0]
+        for request in (*others, *left[:4]):
+            aside = request in parked or (request in others and each and request.arrival % 2)
+            (queue.park if aside else queue.add)(request)
         for request in others:
             queue.abort(request)
         aborted += len(others)
@@ -231,11 +271,14 @@ def check_shares(make: MakePolicy, case: Case) -> None:
         lacks("the policy has no flow for each tenant")
     used = dict.fromkeys(tenants, size) | {last: {"less": size // 3 + 1, "more": 5 * size}.get(str(case["used"]), size)}
 
+    numbers, spread = itertools.count(), case["priorities"] == "spread"
+
     def arrive(tenant: str) -> QueuedRequest:
         kind, promised = (str(case[name]) if tenant == last else "same" for name in ("prompt", "promised"))
         prompt = {"longer": used[tenant] - 2, "all": used[tenant]}.get(kind, size // 3)
         most = (200 if promised == "more" else 5) * size
-        request = QueuedRequest(next(arrivals), prompt, most, 0, tenant, preempted=False)
+        priority = next(numbers) % 10 if tenant == last and spread else 0
+        request = QueuedRequest(next(arrivals), prompt, most, priority, tenant, preempted=False)
         queue.add(request)
         return request
 
@@ -243,7 +286,7 @@ def check_shares(make: MakePolicy, case: Case) -> None:
         for _ in range(4 * (int_of(case, "waiting") if tenant == last else 1)):
             arrive(tenant)
     counts, preemptions = Counter[str](), Counter[int]()
-    while counts.total() < 80 * len(tenants):
+    while counts.total() < min(80 * len(tenants), 400 + 10 * len(tenants)):
         admitted = queue.admit()
         if admitted.tenant == last and preemptions[admitted.arrival] < int_of(case, "preempted"):
             preemptions[admitted.arrival] += 1
@@ -258,6 +301,11 @@ def check_shares(make: MakePolicy, case: Case) -> None:
             ended = running.popleft()
             queue.end(ended, used[ended.tenant])
     shares = [[counts[tenant] * weight[tenant] for tenant in tenants] for weight in (used, dict.fromkeys(tenants, 1))]
+    if spread:
+        most = min(len(tenants) * share[-1] / sum(share) for share in shares)
+        what = "a tenant whose requests have ten priorities, none of which is more important than that of the others,"
+        require(most < 1.5, "2.2", f"{what} gets {most:.1f} times an equal share: a flow is that of a whole tenant")
+        return
     fair = any(3 * len(tenants) * min(share) >= 2 * sum(share) for share in shares)
     require(fair, "2.2", f"the requests of tenants that always wait, in the order of their names, are {shares[1]}")
 
@@ -304,12 +352,35 @@ def check_candidates(make: MakePolicy, case: Case) -> None:
     """The preemption candidates are some rows, each once; see `_check_choices`."""
 
     def chosen(policy: SchedulingPolicy, rows: RunningRequests) -> set[int]:
-        found, count = np.asarray(policy.preemption_candidates(rows)).tolist(), len(rows.slots)
+        given, count = policy.preemption_candidates(rows), len(rows.slots)
+        found = np.asarray(given).tolist()
         valid = found and len(set(found)) == len(found) and all(0 <= row < count for row in found)
         require(valid, "8", f"expected some of {count} rows, each once, got {found}")
-        return {int(rows.slots[row]) for row in found}
+        try:
+            return set(map(int, rows.only(given).slots.tolist()))
+        except (IndexError, TypeError, ValueError) as error:
+            broken("8", f"expected an array of rows, with which others are indexed, got {given!r}: {error}")
 
     _check_choices(make, chosen, case)
+
+
+def check_cost_of_choices(choose: Callable[[RunningRequests], object]) -> None:
+    """The bytecodes of a choice are at most linear in the running requests. Raises `InvariantViolated`."""
+    few, many = (count_bytecodes(partial(choose, _rows(count))) for count in (50, 400))
+    require(many <= 12 * few, "2.6", f"a choice takes {few} bytecodes among 50 requests, {many} among 400")
+
+
+def check_time_of_choices(choose: Callable[[RunningRequests], object]) -> None:
+    """The same of its CPU time, as operations of numpy run no bytecode; and an absolute limit."""
+    few = 1000 * cpu_seconds(partial(choose, _rows(256)))
+    what = f"a choice among 256 running requests takes {few:.2f} ms of the processor"
+    require(few < _CHOICE_MS, "2.6", f"{what}, expected less than {_CHOICE_MS}: it is made within a step")
+    many = 1000 * cpu_seconds(partial(choose, _rows(4096)))
+    require(many <= 64 * few + 1, "2.6", f"{what}, and among 4,096 it takes {many:.1f} ms: expected a linear growth")
+
+
+def _rows(count: int) -> RunningRequests:
+    return running_of({**CHOICES.case("priorities=wide,gained=mixed,again=some").values, "rows": count})
 
 
 def _check_choices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -12,17 +13,18 @@ from fd_core.plugins import VICTIMS, installed_plugins
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import FewestTokens, VictimPolicy
+from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.orders import CHOICES, running_of
+from fd_core.testing.hooks.orders import CHOICES, check_cost_of_choices, check_time_of_choices, running_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import greedy
+from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.scripted import ScriptedRun, count_bytecodes
+from fd_core.testing.schedulers.scripted import ScriptedRun
 
 _SLOWER: Final = 2
 """Most steps of a request, as a multiple of those under `cheapest`."""
@@ -76,33 +78,56 @@ class VictimPolicySuite:
         driver.run(2)
         require(driver.auditor.preemptions, "2.2", "no request was preempted, although they exceed the blocks")
 
+    @pytest.mark.law("1.1", "2.2", "4")
+    @pytest.mark.parametrize("incident", ["abort_running", "paused"])
+    def test_a_scheduler_serves_with_it_despite_incidents(self, incident: str) -> None:
+        check_schedule(_SCHEDULER, SCHEDULES.case(f"{BUSY},incident={incident}").values, victims=self.policy_class()())
+
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("long", [(160, 80), (40, 160)])
     @pytest.mark.parametrize("short", [(8, 24), (4, 60)])
+    @pytest.mark.parametrize("scale", [1, 512])
     def test_a_long_request_ends_while_short_ones_keep_arriving(
-        self, short: tuple[int, int], long: tuple[int, int]
+        self, scale: int, short: tuple[int, int], long: tuple[int, int]
     ) -> None:
-        """Compare its steps with those under `cheapest`: one that is preempted is computed again each time."""
+        """Compare its steps with those under `cheapest`: one that is preempted is computed again each time.
+
+        The policy is shown all tokens, and those of a block, `scale` times.
+        """
         right, _ = _steps_of_a_long_request(FewestTokens(), long, short, most=1000)
-        steps, admissions = _steps_of_a_long_request(self.policy_class()(), long, short, most=_SLOWER * right)
+        victims = _Scaled(self.policy_class()(), scale)
+        steps, admissions = _steps_of_a_long_request(victims, long, short, most=_SLOWER * right)
         took = f"has not ended after {steps} steps and {admissions} admissions; under `cheapest` it takes {right} steps"
-        what = f"a request of {long[0]} + {long[1]} tokens, while ones of {short[0]} + {short[1]} keep arriving,"
+        sizes = [size * scale for size in (*long, *short)]
+        what = "a request of {:,} + {:,} tokens, while ones of {:,} + {:,} keep arriving,".format(*sizes)
         require(steps < _SLOWER * right, "2.2", f"{what} {took}")
 
     @pytest.mark.law("2.6")
     def test_cost_is_at_most_linear_in_the_running_requests(self) -> None:
-        costs = []
-        for count in (50, 400):
-            policy, running = self.policy_class()(), running_of({**_ROWS, "rows": count})
-            costs.append(count_bytecodes(lambda: policy.choose(running)))  # noqa: B023
-        few, many = costs
-        require(many <= 12 * few, "2.6", f"a choice takes {few} bytecodes among 50 requests, {many} among 400")
+        check_cost_of_choices(self.policy_class()().choose)
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("2.6")
+    def test_choice_takes_little_time(self) -> None:
+        check_time_of_choices(self.policy_class()().choose)
 
     @pytest.mark.law("3.6")
     def test_it_forgets_requests(self) -> None:
         policy = self.policy_class()()
         require_bounded(lambda at: policy.choose(running_of({**_ROWS, "rows": 4, "oldest": 4 * at})), 100, "choices")
         require_freed(self.policy_class())
+
+
+class _Scaled(VictimPolicy):
+    """A policy that is shown larger requests and blocks than those of the scheduler."""
+
+    def __init__(self, policy: VictimPolicy, scale: int) -> None:
+        self._policy, self._scale = policy, scale
+
+    def choose(self, running: RunningRequests) -> int:
+        names = ("num_tokens", "num_gained", "block_size")
+        return self._policy.choose(replace(running, **{name: self._scale * getattr(running, name) for name in names}))
 
 
 def _steps_of_a_long_request(

@@ -37,7 +37,11 @@ class _RecordedPolicy:
         return partial(self._call, name, found) if callable(found) else found
 
     def _call(self, name: str, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        value = method(*arguments, **named)
+        try:
+            value = method(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything
+            shown = ", ".join(map(str, (*arguments, *named.values())))
+            broken("8", f"the policy raises {error!r} in `{name}` of {shown}")
         self._calls.append(_PolicyCall(name, (*arguments, *named.values()), value))
         return value
 
@@ -47,7 +51,10 @@ class _RecordedPolicy:
 
 class _PolicyWithTurns(_RecordedPolicy):
     def turn(self, flow: str | None) -> int:
-        turn: int = self._policy.turn(flow)
+        try:
+            turn: int = self._policy.turn(flow)
+        except Exception as error:  # noqa: BLE001
+            broken("8", f"the policy raises {error!r} in `turn` of {flow!r}")
         return turn
 
 

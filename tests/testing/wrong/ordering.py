@@ -530,41 +530,44 @@ class ServesTheOldestRequest(FairShare):
 class RenamesTenants(FairShare):
     """Counts tenants under a name that several of them have."""
 
-    def renamed(self, tenant):
-        return tenant
+    def renamed(self, request):
+        return request.tenant
+
+    def _renamed(self, request):
+        return replace(request, tenant=self.renamed(request))
 
     def flow(self, request):
-        return super().flow(replace(request, tenant=self.renamed(request.tenant)))
+        return super().flow(self._renamed(request))
 
     def arrived(self, request):
-        super().arrived(replace(request, tenant=self.renamed(request.tenant)))
+        super().arrived(self._renamed(request))
 
     def admitted(self, request):
-        super().admitted(replace(request, tenant=self.renamed(request.tenant)))
+        super().admitted(self._renamed(request))
 
     def ended(self, request, num_computed):
-        super().ended(replace(request, tenant=self.renamed(request.tenant)), num_computed)
+        super().ended(self._renamed(request), num_computed)
 
 
 class CountsOrganisations(RenamesTenants):
     noticed_by = "test_shares_of_tenants"
 
-    def renamed(self, tenant):
-        return tenant.partition("/")[0]
+    def renamed(self, request):
+        return request.tenant.partition("/")[0]
 
 
 class IgnoresTheCaseOfTenants(RenamesTenants):
     noticed_by = "test_shares_of_tenants"
 
-    def renamed(self, tenant):
-        return tenant.lower()
+    def renamed(self, request):
+        return request.tenant.lower()
 
 
 class ComparesTheBeginOfTenants(RenamesTenants):
     noticed_by = "test_shares_of_tenants"
 
-    def renamed(self, tenant):
-        return tenant[:64]
+    def renamed(self, request):
+        return request.tenant[:64]
 
 
 class ChargesWaitingRequests(FairShare):
@@ -645,6 +648,149 @@ class SearchesItsList(Fcfs):
 
     def admitted(self, request):
         self._waiting.remove(request.arrival)
+
+
+class LargestFirst(Fcfs):
+    """To use each step well; a short request waits as long as long ones arrive."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (-request.num_tokens, request.arrival)
+
+
+class MultipliesPriorityAndArrival(Fcfs):
+    """The newest request of those with a negative priority is first."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (request.priority * request.arrival, request.arrival)
+
+
+class RemembersRanks(Fcfs):
+    """A request that is aborted while its grammar is compiled has none."""
+
+    noticed_by = "test_order"
+
+    def __init__(self):
+        self._ranks = {}
+
+    def rank(self, request):
+        self._ranks[request.arrival] = (request.arrival,)
+        return self._ranks[request.arrival]
+
+    def ended(self, request, num_computed):
+        del self._ranks[request.arrival]
+
+
+class RemembersRanksInAScheduler(RemembersRanks):
+    noticed_by = "test_a_scheduler_serves_with_it_despite_incidents"
+
+
+class DividesTurnsByTheTime(FairShare):
+    """NaN at the start: the queue looks for ever for the flow that has this turn."""
+
+    noticed_by = "test_order"
+
+    def turn(self, flow):
+        with np.errstate(all="ignore"):
+            return float(np.float64(super().turn(flow)) / self._now)
+
+
+class KnowsTheTurnsOfTenantsWithRequests(FairShare):
+    """Fails when the queue updates the turn of a flow after its last request."""
+
+    noticed_by = "test_order"
+
+    def turn(self, flow):
+        return -1 if flow is None else self._clocks[flow]
+
+
+class CountsPriorities(RenamesTenants):
+    """A tenant has a share for each of its priorities."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def renamed(self, request):
+        return f"{request.tenant} {request.priority}"
+
+
+class KnowsThirtyTenants(RenamesTenants):
+    """All further ones share the same flow."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def __init__(self):
+        super().__init__()
+        self._names = {}
+
+    def renamed(self, request):
+        if len(self._names) < 30:
+            self._names[request.tenant] = request.tenant
+        return self._names.get(request.tenant, "others")
+
+
+class ComparesAllCandidates(Priority):
+    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+
+    def preemption_candidates(self, running):
+        found = running.priorities.tolist()
+        return np.array([row for row, each in enumerate(found) if sum(each < other for other in found) == 0])
+
+
+class ComparesAllCandidatesInC(Priority):
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
+
+    def preemption_candidates(self, running):
+        return np.flatnonzero((running.priorities[:, None] >= running.priorities).all(axis=1))
+
+
+class SumsItsQuotas(Fcfs):
+    """Takes as long with few waiting requests as with many."""
+
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
+
+    def arrived(self, request):
+        self._quota = sum(range(300_000))
+
+
+class ReturnsATuple(Priority):
+    noticed_by = "test_preemption_candidates"
+
+    def preemption_candidates(self, running):
+        return tuple(super().preemption_candidates(running).tolist())
+
+
+class SumsItsCosts(FewestTokens):
+    noticed_by = "test_choice_takes_little_time"
+
+    def choose(self, running):
+        self._cost = sum(range(1_000_000))
+        return super().choose(running)
+
+
+class CountsTheYoungerInC(VictimPolicy):
+    noticed_by = "test_choice_takes_little_time"
+
+    def choose(self, running):
+        return int((running.arrivals[:, None] >= running.arrivals).sum(axis=1).argmax())
+
+
+class MultipliesTokensInThirtyTwoBits(FewestTokens):
+    """Takes long requests for the cheapest ones."""
+
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        return super().choose(replace(running, num_tokens=running.num_tokens * np.int32(50_000)))
+
+
+class CountsTokensInSixteenBits(FewestTokens):
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        return super().choose(replace(running, num_tokens=running.num_tokens.astype(np.int16)))
 
 
 def _faults(base: type) -> list[type]:
