@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -1238,3 +1239,25 @@ class SortsItsPool(Changed):
     def plan(self):
         self.order = sorted(range(3 * self.limits.num_kv_blocks), reverse=True)
         return super().plan()
+
+
+@breaks("3.5", "blocks:test_equal_blocks_after_other_tokens_share_nothing")
+class NamesBlocksByTheirTokens(Changed):
+    """Not by those before them, on which their KV depends as well."""
+
+    def change(self):
+        def extend(prefixes, right, request):
+            right(request)
+            size, tokens = self.limits.block_size, request.tokens.view()
+            for index in range(len(request.chain)):
+                block = tokens[index * size : (index + 1) * size].tobytes()
+                request.chain[index] = hashlib.sha256(request.root + block).digest()
+
+        instead(self._prefixes, "extend", extend)
+
+
+@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")
+class NamesAllTokens(Changed):
+    def add(self, spec):
+        self.named = [hashlib.sha256(b"%d" % token).digest() for token in spec.prompt for _ in range(4)]
+        return super().add(spec)

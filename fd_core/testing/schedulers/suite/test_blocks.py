@@ -68,6 +68,16 @@ def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
         require(not any(shared[:1]), "5.3", f"salt {salt!r} shares KV computed under another salt")
 
 
+@pytest.mark.law("3.5", "5.3")
+def test_equal_blocks_after_other_tokens_share_nothing(target: SchedulerTarget) -> None:
+    """The KV of a block depends on all tokens before it; the auditor knows what each block was computed from."""
+    target.require("prefix_caching")
+    one, other, driver = prompt_of(16), prompt_of(16, 300), drive(target, num_kv_blocks=64)
+    for name, prompt in (("end", [*one, *other]), ("begin", [*other, *one]), ("same", [7] * 21), ("longer", [7] * 42)):
+        driver.submit(greedy(name, prompt, 2))
+        driver.run()
+
+
 @pytest.mark.law("8")
 def test_a_request_that_can_never_run_is_refused_and_holds_nothing(target: SchedulerTarget) -> None:
     driver = drive(target, greedy("there", prompt_of(3), 2))

@@ -33,6 +33,8 @@ _PLANS: Final = 5000
 _FEW, _MANY = 64, 2048
 _STEP_MS = 5
 """Milliseconds in which a scheduler has to plan and commit a step of few requests; the core takes 0.1."""
+_ADD_MS = 0.001
+"""The same for each token of a prompt that is added; the core takes 0.00005."""
 _CROWD = 20_000
 """Numbers of waiting requests whose costs are compared."""
 
@@ -275,8 +277,13 @@ def test_a_step_of_a_full_batch_takes_little_time(target: SchedulerTarget, token
     plan."""
     room: dict[str, Any] = {"max_num_batched_tokens": 8 * _FEW + 64 * tokens, "max_model_len": tokens + 400}
     run = _run(target, max_num_seqs=_FEW, num_kv_blocks=blocks, block_size=4 if tokens < 64 else 16, **room)
-    for number in range(_FEW):
-        run.scheduler.add(greedy(f"runs {number}", ([250, number] * tokens)[-tokens:], 300))
+    specs = iter([greedy(f"runs {number}", ([250, number] * tokens)[-tokens:], 300) for number in range(_FEW)])
+    added = min(1000 * cpu_seconds(lambda: run.scheduler.add(next(specs))) for _ in range(_FEW // 7))
+    most = max(_STEP_MS, tokens * _ADD_MS)
+    what = f"a request of {tokens:,} tokens takes {added:.1f} ms of the processor, expected less than {most:g}"
+    require(added < most, "2.6", f"adding {what}: steps wait for it")
+    for spec in specs:
+        run.scheduler.add(spec)
     for _ in range(5):
         run.step()
     took = 1000 * min(cpu_seconds(run.step) for _ in range(3))
