@@ -33,11 +33,21 @@ def isa(request):
 
 
 @pytest.fixture(scope="session")
-def native(isa):
+def one_unit(tmp_path_factory):
+    """Return a folder with the sources of the kernels in one file, so that each header is compiled only once."""
+    folder = tmp_path_factory.mktemp("native") / "csrc"
+    shutil.copytree(build._SOURCES, folder, ignore=shutil.ignore_patterns("*.cpp"))
+    units = sorted(build._SOURCES.rglob("*.cpp"))
+    (folder / "kernels.cpp").write_text("".join(f'#line 1 "{unit.name}"\n{unit.read_text()}' for unit in units))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def native(isa, one_unit):
     """Return a function from dtype and threads to a native pack; skips where it cannot be built.
 
-    The first set is compiled as for users, the others with few optimizations, which takes two thirds of the time.
-    `nox -s conformance` compiles them as for users.
+    The first set is compiled as for users, the others as one file and with few optimizations, which takes a third of
+    the time. `nox -s conformance` compiles them as for users.
     """
     packs = {}
 
@@ -47,6 +57,7 @@ def native(isa):
             with pytest.MonkeyPatch.context() as patch:
                 if isa != SETS[0]:
                     patch.setenv("FD_CXXFLAGS", f"-O1 {os.environ.get('FD_CXXFLAGS', '')}")
+                    patch.setattr(build, "_SOURCES", one_unit)
                 try:
                     packs[key] = NativeOps(declare(build.load(isa)), dtype, threads)
                 except build.BuildError as error:
