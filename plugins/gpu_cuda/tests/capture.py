@@ -17,7 +17,6 @@ from fd_core.ops.contract import Array
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CaptureRefused", "Recorded", "RecordedGroup", "record", "require_no_capture"]
 
@@ -104,15 +103,13 @@ class Recorded(_Noting):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse(func, args)
-        for tensor in _tensors((args, kwargs)):
-            key, _ = _storage(tensor)
-            if key not in self.made and key not in self._known:
-                raise CaptureRefused(f"{func} reads memory that was made for this call alone")
-        inputs = {id(tensor): _storage(tensor)[0] for tensor in _tensors((args, kwargs))}
+        used = {_storage(tensor)[0] for tensor in _tensors((args, kwargs))}
+        if any(key not in self.made and key not in self._known for key in used):
+            raise CaptureRefused(f"{func} reads memory that was made for this call alone")
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        fresh = [tensor for tensor in _tensors(result) if _storage(tensor)[0] not in inputs.values()]
+        fresh = [tensor for tensor in _tensors(result) if _storage(tensor)[0] not in used]
         if (fresh or func._schema.is_mutable) and func._schema.name.removeprefix("aten::") not in _LEFT_AS_IT_IS:
-            self._note(func, args, kwargs or {}, fresh)
+            self._note(func, args, kwargs or {}, used, fresh)
         return result
 
     def note(self, work: Callable[[], None]) -> None:
@@ -124,13 +121,12 @@ class Recorded(_Noting):
         for node in self._nodes:
             node()
 
-    def _note(self, func: Any, args: Any, kwargs: Any, fresh: list[Array]) -> None:
-        held = tree_map_only(torch.Tensor, self._held, (args, kwargs))
+    def _note(self, func: Any, args: Any, kwargs: Any, used: set[int], fresh: list[Array]) -> None:
+        held = _changed((args, kwargs), torch.Tensor, self._held)
 
         def again() -> None:
-            args, kwargs = tree_map_only(_Outside, _Outside.tensor, held)
+            args, kwargs = _changed(held, _Outside, _Outside.tensor)
             found = _tensors(func(*args, **kwargs))
-            used = {_storage(tensor)[0] for tensor in _tensors((args, kwargs))}
             renewed = [tensor for tensor in found if _storage(tensor)[0] not in used]
             for old, new in zip(fresh, renewed, strict=True):
                 if old.shape != new.shape:
@@ -196,7 +192,21 @@ def _refuse(func: Any, args: Any) -> None:
 
 
 def _tensors(tree: Any) -> list[Array]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors of arguments or results; torch's functions for trees take longer than the operations."""
+    found: list[Array] = []
+    _changed(tree, torch.Tensor, found.append)
+    return found
+
+
+def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return arguments in which `change` is applied to each value of a kind."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        return [_changed(each, kind, change) for each in tree]
+    if isinstance(tree, dict):
+        return {name: _changed(each, kind, change) for name, each in tree.items()}
+    return tree
 
 
 def _storage(tensor: Array) -> tuple[int, Any]:
