@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if SCALE in item.path.parents:
             item.add_marker("fd_scale")
     items.sort(key=lambda item: item.get_closest_marker("fd_scale") is not None)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the objects of the collection from garbage collections: each engine that starts collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
