@@ -56,10 +56,16 @@ DEFAULT = "not soak and not guide and not timing"
 DIRECT = nox.project.load_toml("pyproject.toml")["project"]
 
 
-def install_suite(session: nox.Session) -> None:
+def install_projects(session: nox.Session, *words: str) -> None:
+    """Install projects of this repository; pip would install their build backend for each one again, two seconds."""
+    session.install("hatchling>=1.27", "editables>=0.3")
+    session.install("--no-build-isolation", *words)
+
+
+def install_suite(session: nox.Session, *extras: str) -> None:
     """Install the core and the plugins with their tests: torch first and alone, so that nothing selects its build."""
-    session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]", *PLUGIN_TESTS)
+    session.install(*DIRECT["optional-dependencies"]["cpu"])
+    install_projects(session, "-e", f".[{','.join(('cpu', 'test', *extras))}]", *PLUGIN_TESTS)
 
 
 CONFORMING = (
@@ -112,7 +118,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Static types, strictly, with the libraries that the core imports and without a framework."""
-    session.install("-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
+    install_projects(session, "-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
     # The plugins share a cache: their imports from the core are checked with the first of them.
     settings = {"MYPY_CACHE_DIR": str(Path(".mypy_cache").resolve())}
     session.run("mypy", env=settings)
@@ -124,15 +130,14 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
-    install_suite(session)
-    session.install("-e", ".[onnx]")  # small, unlike Paddle
+    install_suite(session, "onnx")  # small, unlike Paddle
     if session.posargs:
         side_by_side(session, *session.posargs)
     else:
         side_by_side(session, "-m", DEFAULT)
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # Kernels and other framework code of a plugin need packages that its own session lacks.
-        session.install("-e", "plugins/gpu_cuda[kernels]")
+        install_projects(session, "-e", "plugins/gpu_cuda[kernels]")
         with session.chdir("plugins/gpu_cuda"):
             side_by_side(session)
 
@@ -140,7 +145,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def plugins(session: nox.Session) -> None:
     """The suites of the plugins, with the core and without a framework; arguments after `--` go to pytest."""
-    session.install("-e", ".", "pytest-xdist>=3.8", *PLUGIN_TESTS)
+    install_projects(session, "-e", ".", "pytest-xdist>=3.8", *PLUGIN_TESTS)
     for plugin in PLUGINS:
         # These tests mostly wait for servers; the other suites take less time than it takes to start workers.
         workers = ("-n", f"{WORKERS + 1}", "--dist", "worksteal") if plugin == "plugins/storage_redis" else ()
