@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -41,22 +40,20 @@ class Literal:
 
 def literals(file: Path) -> Iterator[Literal]:
     """Return the strings of a module, without docstrings and other strings that are statements."""
-    tree = ast.parse(file.read_text())
-    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    owners = {child: function for function in functions for child in ast.walk(function)}  # the innermost one is last
-    for node in _without_statements(tree):
+    tree: ast.AST = ast.parse(file.read_text())
+    pending = [(tree, tree)]
+    while pending:
+        node, owner = pending.pop()
         text = _text(node)
         if text is not None:
-            yield Literal(text, owners.get(node, tree))
-
-
-def _without_statements(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    if isinstance(node, ast.JoinedStr):
-        return
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):
-            yield from _without_statements(child)
+            yield Literal(text, owner)
+        if isinstance(node, ast.JoinedStr):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            owner = node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):
+                pending.append((child, owner))
 
 
 def _text(node: ast.AST) -> str | None:
@@ -78,15 +75,22 @@ def _statuses(function: ast.AST) -> Iterator[int]:
 
 
 @cache
-def code() -> tuple[Literal, ...]:
-    return tuple(chain.from_iterable(literals(file) for top in CODE for file in sorted(top.rglob("*.py"))))
+def sources(tops: tuple[Path, ...], pattern: str) -> dict[Path, str]:
+    """Return the sources in some folders, without these tests."""
+    files = (file for top in tops for file in sorted(top.rglob(pattern)) if file != Path(__file__))
+    return {file: file.read_text() for file in files}
 
 
 @cache
-def asserted() -> tuple[str, ...]:
-    """Return the strings of all tests but these."""
-    files = (file for top in TESTS for file in sorted(top.rglob("test_*.py")) if file != Path(__file__))
-    return tuple(each.text for file in files for each in literals(file))
+def parsed(file: Path) -> tuple[Literal, ...]:
+    return tuple(literals(file))
+
+
+def literals_with(words: str, tops: tuple[Path, ...], pattern: str) -> list[Literal]:
+    """Return the strings with these words; only files that have the longest of them are parsed."""
+    word = max(words.replace(VALUE, " ").split(), key=len)
+    files = (file for file, source in sources(tops, pattern).items() if word in source)
+    return [each for file in files for each in parsed(file) if words in each.text]
 
 
 def symptoms(page: str) -> list[tuple[int | None, str]]:
@@ -98,13 +102,13 @@ def symptoms(page: str) -> list[tuple[int | None, str]]:
 
 def faults(status: int | None, quoted: str) -> list[str]:
     """Return the reason that the code has no message with this status."""
-    found = [each for each in code() if quoted in each.text] if quoted.strip(VALUE + " ") else []
+    found = literals_with(quoted, CODE, "*.py") if quoted.strip(VALUE + " ") else []
     if not found:
         return [f"no string of the code has {quoted!r}"]
     if status is not None and all(status not in _statuses(each.owner) for each in found):
         return [f"no function with {quoted!r} answers {status}"]
     longest = max(quoted.split(VALUE), key=len).strip()
-    return [] if any(longest in each for each in asserted()) else [f"no test asserts {longest!r}"]
+    return [] if literals_with(longest, TESTS, "test_*.py") else [f"no test asserts {longest!r}"]
 
 
 SYMPTOMS = symptoms(PAGE.read_text())
