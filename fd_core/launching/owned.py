@@ -15,6 +15,7 @@ from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
+_CHUNK: Final = 1 << 16
 _FINAL_MESSAGES_SECONDS: Final = 0.5
 """Timeout for the last lines of an ended process, in seconds."""
 
@@ -44,6 +45,8 @@ class OwnedProcess:
         self._received = b""
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._unfinished = bytearray()
+        """Line without an end, which stays one while children of the process have its output open."""
         self._reader = threading.Thread(target=self._forward, name=f"fdcore-{self.name}", daemon=True)
         self._reader.start()
 
@@ -65,7 +68,8 @@ class OwnedProcess:
         if code is None:
             return ""
         self._reader.join(_FINAL_MESSAGES_SECONDS)
-        return "\n".join((how_ended(code), *tuple(self._lines)))
+        rest = [self._unfinished.decode(errors="replace")] if self._unfinished else []
+        return "\n".join((how_ended(code), *tuple(self._lines), *rest))
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -90,12 +94,22 @@ class OwnedProcess:
     def _forward(self) -> None:
         """Forward its output, and keep the end of it."""
         with self._process.stdout as output:  # type: ignore[union-attr]  # a pipe, see above
-            for raw in output:
-                line = raw.decode(errors="replace").rstrip("\n")
-                self._lines.append(line)
-                with contextlib.suppress(OSError, ValueError):  # the reader has exited
-                    # A JSON log line stays unchanged.
-                    print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
+            while chunk := os.read(output.fileno(), _CHUNK):
+                self._unfinished += chunk
+                if b"\n" in chunk:
+                    *lines, rest = self._unfinished.split(b"\n")
+                    self._end_lines(lines, rest)
+        if self._unfinished:
+            self._end_lines([self._unfinished], bytearray())
+
+    def _end_lines(self, lines: Sequence[bytearray], rest: bytearray) -> None:
+        for raw in lines:
+            line = raw.decode(errors="replace")
+            self._lines.append(line)
+            with contextlib.suppress(OSError, ValueError):  # the reader has exited
+                # A JSON log line stays unchanged.
+                print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
+        self._unfinished = rest
 
 
 def _at(address: str, word: str) -> str:

@@ -30,6 +30,9 @@ ROUNDS: Final = (1, 2, 4, 8)
 _SLEEPS: Final = {time.sleep: "time.sleep", os.fsync: "os.fsync", os.fdatasync: "os.fdatasync", os.sync: "os.sync"}
 _STALLS: Final = ("gc.collect", "open", "socket.connect", "sqlite3.connect", "subprocess.Popen")
 """Events of a process that take long, whatever they are for."""
+_IDLE_SECONDS: Final = 0.25
+_IDLE_SHARE: Final = 0.1
+"""Part of a processor that a plugin may take while nothing is to be done."""
 MAX_SHARE: Final = 0.75
 """Part of the available memory that a check may take."""
 _clear_names: Final[Callable[[], None]] = next(
@@ -166,6 +169,25 @@ def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
             gc.enable()
     if stalls:
         broken(rule, f"{what} calls {', '.join(dict.fromkeys(stalls))}")
+
+
+def require_idle(what: str, rule: str = "8") -> None:
+    """Fail if a thread of this process works while nothing is to be done, such as one that polls without a pause.
+
+    It would take the interpreter's lock from the engine. Tests that call it are `timing` and `fd_alone`.
+    """
+    shares = []
+    for _ in range(3):  # the end of earlier work
+        began, start = time.process_time(), time.monotonic()
+        time.sleep(_IDLE_SECONDS)
+        shares.append((time.process_time() - began) / (time.monotonic() - start))
+        if shares[-1] < _IDLE_SHARE:
+            return
+    broken(
+        rule,
+        f"{what} takes {100 * min(shares):.0f} % of a processor while nothing is to be done, of "
+        f"{100 * _IDLE_SHARE:.0f} allowed: let its threads block, with a timeout, instead of polling",
+    )
 
 
 def _imported(function: object) -> list[tuple[ModuleType, str]]:

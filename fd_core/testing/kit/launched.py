@@ -18,6 +18,8 @@ from fd_core.launching.announcing import announce
 
 LONG_LINE: Final = 200_000
 """Characters of a line, such as a config in JSON, that exceeds the buffer of a usual reader."""
+LINES: Final = 40_000
+"""Lines that exceed what a launcher may keep of each process."""
 CHILD_SECONDS: Final = 8.0
 
 
@@ -25,25 +27,31 @@ def main(action: str, *arguments: str) -> None:
     """Print this process's environment, then run until it is ended; the action is
 
     - `fail`: print the arguments as lines, the first one with a byte that is not UTF-8, the last one after a long one,
-      3,000 others and without an end of its line, and exit with code 7;
-    - `leave`: print the last argument, and exit with code 7; a child keeps the output open for `CHILD_SECONDS`;
-    - `exit`: print the last argument as an error, and exit with code 7;
+      `LINES` others and without an end of its line, and exit with code 7;
+    - `leave`: announce the last argument, print it without an end of its line, and exit with code 7; a child keeps the
+      output open for `CHILD_SECONDS`;
+    - `exit`: print the last argument as an error, and exit with the code that is the first one;
     - `drain`: exit with code 3 by a second SIGTERM, with code 4 if none follows the first one for as many seconds as
       the argument;
     - `ignore`: ignore SIGTERM;
     - `after`: announce itself once there is the file that the argument names;
     - anything else: end by SIGTERM.
     """
-    if action in ("exit", "leave"):
+    if action == "exit":
         print(arguments[-1], file=sys.stderr, flush=True)
-        if action == "leave" and os.fork() == 0:
+        sys.exit(int(arguments[0]))
+    if action == "leave":
+        announce(arguments[-1])
+        sys.stderr.write(arguments[-1])
+        sys.stderr.flush()
+        if os.fork() == 0:
             time.sleep(CHILD_SECONDS)
         sys.exit(7)
     if action == "fail":
         lines = [
             *arguments[:-1],
             "x" * LONG_LINE,
-            *(f"line {number} of a long log" for number in range(3000)),
+            *(f"line {number} of a long log" for number in range(LINES)),
             arguments[-1],
         ]
         sys.stdout.buffer.write("\n".join(lines).encode().replace(b"\n", b" \xff\n", 1))

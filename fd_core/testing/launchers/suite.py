@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,7 +26,8 @@ from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import note_held
 from fd_core.testing.connectors.remote import resource_snapshot
-from fd_core.testing.kit.launched import CHILD_SECONDS, LONG_LINE
+from fd_core.testing.kit.growth import require_idle
+from fd_core.testing.kit.launched import CHILD_SECONDS, LINES, LONG_LINE
 from fd_core.testing.kit.privacy import hidden_from_other_users
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed
@@ -34,8 +36,18 @@ from fd_core.testing.stores.values import draws
 _HIDDEN: Final = "hidden-beside-every-command"
 _COMMON: Final = "FD_SUITE"
 """Variable that all processes and their launcher have."""
-_WORDS: Final = ('a "b"', "", "$HOME {c}", "ü\n'")
+_WORDS: Final = ('a "b"', "", f"$HOME {{c}} {NODE_ADDRESS}", "ü\n'")
 """Arguments that a shell or a template would change."""
+_LINE: Final = "the disk {0} is 100% full [/disk]"
+"""Output that a format or a template would change."""
+_MOST_BYTES: Final = 2 << 20
+"""Bytes of the output of one process that a launcher may hold."""
+_AT_ONCE: Final = 33
+"""Processes that are more than the threads of a usual pool."""
+_END_SECONDS: Final = 3.0
+"""Seconds after which the end of a process has been noticed."""
+_CODES: Final = (0, 7, 255)
+"""Exit codes of processes."""
 
 
 class LauncherSuite:
@@ -71,10 +83,10 @@ class LauncherSuite:
         """Return the spec of a process that runs the suite's program, by default until it is terminated."""
         return ProcessSpec(name, ("-m", "fd_core.testing.kit.launched", *(words or ("stay",))), **values)
 
-    def until(self, condition: Callable[[], Any]) -> Any:
+    def until(self, condition: Callable[[], Any], what: str = "the end of its processes") -> Any:
         deadline = time.monotonic() + self.patience
         while not (found := condition()):
-            assert time.monotonic() < deadline, "timed out"
+            assert time.monotonic() < deadline, f"after {self.patience:g} seconds {what} is still missing"
             time.sleep(0.02)
         return found
 
@@ -83,48 +95,77 @@ class LauncherSuite:
         return seen
 
     def announced_by(self, process: LaunchedProcess) -> str:
-        self.until(lambda: process.announced() is not None or process.exit_code() is not None)
+        what = f"the announcement of {process.name}"
+        self.until(lambda: process.announced() is not None or process.exit_code() is not None, what)
         announced = process.announced()
-        assert announced is not None, process.reason()
+        assert announced is not None, f"{process.name} announced nothing, and {process.reason()}"
         return announced
 
     def test_output_is_forwarded_and_its_end_is_in_the_reason(
         self, launching: Launcher, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """Print more than fits into a pipe, also in one line."""
-        (process,) = launching.start([self.spec("one", "fail", "first", "the disk is full")])
-        code = process.wait(self.patience)
-        assert code is not None, (
-            f"a process that prints a line of {LONG_LINE:,} characters does not end; read all of its output"
+        tracemalloc.start()
+        try:
+            (process,) = launching.start([self.spec("one", "fail", "first", _LINE)])
+            code = process.wait(self.patience)
+            assert code is not None, (
+                f"a process that prints a line of {LONG_LINE:,} characters does not end; read all of its output"
+            )
+            assert code == process.exit_code() == 7
+            assert "ended with exit code 7" in process.reason() and _LINE in process.reason(), (
+                f"the reason lacks the last line, {_LINE!r}: {process.reason()[-300:]!r}"
+            )
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < _MOST_BYTES, (
+            f"after {LINES:,} lines of output the launcher holds {held:,} bytes more; keep the last lines only, as a "
+            "server prints for weeks"
         )
-        assert code == process.exit_code() == 7
-        assert "ended with exit code 7" in process.reason() and "the disk is full" in process.reason()
         shown = ""
 
         def is_forwarded() -> bool:
             nonlocal shown
             shown += capfd.readouterr().err
-            return "one | first" in shown and "one | the disk is full" in shown
+            return "one | first" in shown and f"one | {_LINE}" in shown
 
-        self.until(is_forwarded)
+        self.until(is_forwarded, f"the line {_LINE!r} in the output of the launcher")
 
     def test_the_reason_does_not_wait_for_children_of_the_process(self, launching: Launcher) -> None:
-        (process,) = launching.start([self.spec("one", "leave", "the disk is full")])
+        """Nor does the last line, which has no end, or the announcement, for which nobody asked while it ran."""
+        (process,) = launching.start([self.spec("two", "leave", _LINE)])
         assert process.wait(self.patience) == 7
         began = time.monotonic()
-        assert "the disk is full" in process.reason()
+        reason = process.reason()
         seconds = time.monotonic() - began
         assert seconds < CHILD_SECONDS / 2, f"`reason` took {seconds:.0f} s: a child of the process has its output open"
+        assert _LINE in reason, f"the reason lacks the last line, which has no end: {reason!r}"
+        assert process.announced() == _LINE, (
+            f"a process that ended at once announced {_LINE!r}, expected it also after its end, got "
+            f"{process.announced()!r}"
+        )
 
     def test_start_waits_for_no_announcement(self, launching: Launcher, tmp_path: Path) -> None:
-        """Start a process that announces itself later: the ranks of a model wait for the one that starts them."""
+        """Start processes that announce themselves later, in a thread that ends, and terminate one before that."""
         file = tmp_path / "ready"
         with ThreadPoolExecutor(1) as pool:
-            starting = pool.submit(launching.start, [self.spec("one", "after", str(file), cores=0)])
+            specs = [self.spec("one", "after", str(file), cores=0), self.spec("two", "after", f"{file}-2", cores=0)]
+            starting = pool.submit(launching.start, specs)
             returned, _ = wait([starting], self.patience)
-            file.touch()
+            if not returned:
+                file.touch()
+                Path(f"{file}-2").touch()
         assert returned, f"start has not returned after {self.patience:g} seconds: it waits for an announcement"
-        self.seen(starting.result()[0])
+        process, other = starting.result()
+        other.terminate()
+        code = other.wait(self.patience)
+        assert code == -signal.SIGTERM, (
+            f"terminate before a process announced itself: expected its end by SIGTERM, got {code}"
+        )
+        file.touch()
+        self.seen(process)
+        assert process.wait(0.1) is None, f"a process ended with the thread that started it: {process.reason()}"
 
     def test_a_terminated_process_ends_when_it_wants_to(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "drain", str(self.patience))])
@@ -155,7 +196,7 @@ class LauncherSuite:
             shown += capfd.readouterr().err
             return all(line in shown for line in printed)
 
-        self.until(are_forwarded)
+        self.until(are_forwarded, "a line of a process in the output of the launcher")
         assert _HIDDEN not in shown, "a secret is in the output"
         for values in history.reached:
             note_held("launcher", values)
@@ -175,6 +216,28 @@ class LauncherSuite:
         assert len(pids) == 2, "a launcher in another process started nothing"
         for pid in pids:
             self.until(partial(_is_over, int(pid)))
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    def test_processes_that_run_take_no_time_and_their_end_is_noticed(self, launching: Launcher) -> None:
+        """Start more than a pool of threads has, wait for all of them, and end one."""
+        processes = launching.start([self.spec(str(at), cores=0) for at in range(_AT_ONCE)])
+        for process in processes:
+            self.seen(process)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            codes = [pool.submit(process.wait, self.patience) for process in processes]
+            try:
+                require_idle("a launcher whose processes run")
+                ended = time.monotonic()
+                processes[-1].kill()
+                code, seconds = codes[-1].result(), time.monotonic() - ended
+            finally:
+                for process in processes:
+                    process.kill()
+        assert code == -signal.SIGKILL and seconds < _END_SECONDS, (
+            f"`wait` returned {code} {seconds:.1f} s after a SIGKILL, expected {-signal.SIGKILL} within "
+            f"{_END_SECONDS:g}: the other ranks of a model wait as long before they end"
+        )
 
     def test_devices_that_are_free_need_not_be_adjacent(self, launching: Launcher) -> None:
         """Take every device of all nodes, end the processes of one node but the second, and start one on the rest."""
@@ -279,13 +342,20 @@ class _History:
                     launcher.start([self._suite.spec("more", **{"cores": 0, name: self._free(launcher, name) + 1})])
 
     def close(self, launcher: Launcher) -> None:
-        """Close a launcher, which ends its processes; their methods still return."""
-        launcher.close()
-        launcher.close()
-        for each in self._running(launcher):
+        """Close a launcher, which ends its processes, also for threads that wait; their methods still return."""
+        running = self._running(launcher)
+        with ThreadPoolExecutor(1 + len(running)) as pool:
+            waiting = [pool.submit(each.process.wait, self._suite.patience) for each in running]
+            self._suite.until(lambda: all(code.running() for code in waiting))
+            time.sleep(0.05)
+            launcher.close()
+            launcher.close()
+            for code in waiting:
+                assert code.result() is not None, "a thread that waits for a process did not see that `close` ended it"
+        for each in running:
             self._suite.until(partial(_is_over, each.process.pid))
-            code = each.process.wait(0.0)
-            assert code is not None and each.process.exit_code() == code and each.process.reason()
+            ended = each.process.wait(0.0)
+            assert ended is not None and each.process.exit_code() == ended and each.process.reason()
             self._started.remove(each)
 
     def printed(self) -> list[str]:
@@ -308,10 +378,11 @@ class _History:
         devices, spread = self._free(launcher, "devices"), len(self._started) // 4 % 2 == 1
         for name, action in zip(names, actions or ("stay", "ignore"), strict=True):
             number = len(self._started) + len(specs)
+            words = [str(_CODES[number // 2 % len(_CODES)]), *_WORDS]
             specs.append(
                 self._suite.spec(
                     name,
-                    *(action, *_WORDS, NODE_ADDRESS, f"words of {number}"),
+                    *(action, *words, NODE_ADDRESS, f"words of {number}"),
                     environment={f"FD_SUITE_{number}": f" {_WORDS}\n", "FD_SUITE_EMPTY": "", _COMMON: NODE_ADDRESS},
                     secrets={f"FD_SUITE_KEY_{number}": f"{_HIDDEN} {number}"},
                     cores=int(number > 0 and launcher is self._launchers[0] and len(specs) < free),
@@ -339,7 +410,8 @@ class _History:
             self._started.append(_Started(launcher, spec, process, announced))
             if announced is not None:
                 seen = json.loads(announced)
-                assert seen["arguments"] == [*_WORDS, process.address, spec.command[-1]]
+                words = [process.address if word == NODE_ADDRESS else word for word in spec.command[3:]]
+                assert seen["arguments"] == words, f"expected the arguments {words}, got {seen['arguments']}"
                 assert seen["environment"] == {**spec.environment, _COMMON: process.address, **spec.secrets}
                 lacks = [each for each in seen["lacks"] if each in os.environ and not each.endswith("VISIBLE_DEVICES")]
                 assert not lacks, f"a process lacks variables of its node: {lacks[:9]}"
@@ -368,8 +440,10 @@ class _History:
 
     def _exit(self, launcher: Launcher) -> None:
         ended = self._start(launcher, "exit", "ignore")
-        assert ended.process.wait(self._suite.patience) == 7
-        self._codes[ended] = 7
+        right = int(ended.spec.command[3])
+        code = ended.process.wait(self._suite.patience)
+        assert code == right, f"a process exited with code {right}, its `wait` returned {code}"
+        self._codes[ended] = code
 
     def _end(self, launcher: Launcher) -> None:
         """End a process while another thread waits for its end."""

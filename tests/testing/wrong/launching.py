@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import subprocess
@@ -347,30 +348,13 @@ class FreesTheProcessorsOfATerminatedProcess(SpawnLauncher):
         return _start(self, specs, _Asked)
 
 
-class _Strict:
-    """Lines of a text, as of `Popen` with an encoding."""
-
-    def __init__(self, output):
-        self._output = output
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._output.close()
-
-    def __iter__(self):
-        return (raw for raw in self._output if raw.decode() is not None)
-
-
 @found_by(OUTPUT)
 class ReadsUtf8Only(OwnedProcess):
-    """The thread that reads the output ends at another byte."""
+    """Another byte ends the reader of the output."""
 
-    def _forward(self):
-        self._process.stdout = _Strict(self._process.stdout)
+    def _end_lines(self, lines, rest):
         with suppress(UnicodeDecodeError):
-            super()._forward()
+            super()._end_lines([line.decode().encode() for line in lines], rest)
 
 
 @found_by(ANY_ORDER)
@@ -570,3 +554,139 @@ class WritesItsEnvironmentToAFile(OwnedProcess):
     def close(self):
         self._file.unlink(missing_ok=True)
         super().close()
+
+
+@found_by(ANY_ORDER)
+class HasNoCodeZero(OwnedProcess):
+    """A process that ended well counts as one that runs."""
+
+    def exit_code(self):
+        return super().exit_code() or None
+
+    def wait(self, seconds):
+        return super().wait(seconds) or None
+
+
+@found_by(ANY_ORDER)
+class ReplacesTheAddressAnywhere(SpawnLauncher):
+    """Also inside of other words, such as a template of chats."""
+
+    def start(self, specs):
+        with mock.patch.object(owned, "_at", lambda address, word: word.replace("{node}", address)):
+            return super().start(specs)
+
+
+@found_by(ANY_ORDER)
+class WaitsForAnEvent(OwnedProcess):
+    """A thread that waits does not see that the launcher was closed."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self._ended, self._closing = threading.Event(), False
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self):
+        self._process.wait()
+        if not self._closing:
+            self._ended.set()
+
+    def wait(self, seconds):
+        if self._process.poll() is None:
+            self._ended.wait(seconds)
+        return self.exit_code() if self._closing is False or seconds == 0 else None
+
+    def close(self):
+        self._closing = True
+        super().close()
+
+    def kill(self):
+        self._closing = sys._getframe(1).f_code.co_name == "close"
+        super().kill()
+
+
+@found_by("test_start_waits_for_no_announcement")
+class TerminatesWhatIsReady(OwnedProcess):
+    """The announcement names the process to which signals are sent."""
+
+    def terminate(self):
+        if self.announced() is not None:
+            super().terminate()
+
+
+@found_by("test_start_waits_for_no_announcement")
+class EndsWithAThread(_Started):
+    """The kernel ends a child with the thread that started it, unlike with the process."""
+
+    def changed(self, spec, words, more):
+        return words, {**more, "preexec_fn": lambda: ctypes.CDLL(None).prctl(1, 9)}
+
+
+@found_by("test_the_reason_does_not_wait_for_children_of_the_process")
+class ReadsAnnouncementsWhileItRuns(OwnedProcess):
+    _found = None
+
+    def announced(self):
+        if self._found is None and self.exit_code() is None:
+            self._found = super().announced()
+        return self._found
+
+
+@found_by("test_the_reason_does_not_wait_for_children_of_the_process")
+class ReadsWholeLines(OwnedProcess):
+    """The last line has no end while a child has the output open."""
+
+    def _forward(self):
+        for raw in self._process.stdout:
+            self._end_lines([raw.rstrip(b"\n")], bytearray())
+
+
+@found_by(OUTPUT)
+class FormatsLines(OwnedProcess):
+    """A line with braces is lost."""
+
+    def _end_lines(self, lines, rest):
+        with suppress(ValueError, LookupError):
+            for line in lines:
+                line.decode(errors="replace").format()
+            super()._end_lines(lines, rest)
+
+
+@found_by(OUTPUT)
+class KeepsAllLines(OwnedProcess):
+    def __init__(self, *arguments, **named):
+        with mock.patch.object(owned, "_LAST_LINES", None):
+            super().__init__(*arguments, **named)
+
+
+RUNNING = "test_processes_that_run_take_no_time_and_their_end_is_noticed"
+
+
+@found_by(RUNNING)
+class PollsWithoutAPause(OwnedProcess):
+    def wait(self, seconds):
+        end = time.monotonic() + seconds
+        while self.exit_code() is None and time.monotonic() < end:
+            pass
+        return self.exit_code()
+
+
+@found_by(RUNNING)
+class PollsAtTimes(OwnedProcess):
+    """Asks for the state of a process every few seconds, as of a job of a cluster."""
+
+    def wait(self, seconds):
+        end = time.monotonic() + seconds
+        while self.exit_code() is None and time.monotonic() < end:
+            time.sleep(4.5)
+        return self.exit_code()
+
+
+@found_by(RUNNING)
+class HasAFewThreads(SpawnLauncher):
+    """The pool that reads the output of processes, and their announcements, serves four at once."""
+
+    def start(self, specs):
+        started = super().start(specs)
+        for process in started[4:]:
+            process.announced = lambda: None
+        return started
