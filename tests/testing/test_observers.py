@@ -1,12 +1,16 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
 import json
+import os
+import queue
 import struct
 import subprocess
 import threading
+import time
 from collections import Counter, deque
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import msgspec
 import numpy as np
@@ -312,6 +316,89 @@ class CountsShortNames(Counts):
         super().observe(msgspec.structs.replace(step, requests=tuple(rows.values())))
 
 
+class SetsNoClockBack(Counts):
+    """Fails where the time since the last step is negative."""
+
+    last = 0.0
+
+    def observe(self, step):
+        self.last, before = time.time(), self.last
+        assert self.last >= before
+        super().observe(step)
+
+
+class WritesOneFile(WritesTheRestOfAPage):
+    """Each observer begins the same file anew."""
+
+    path = Path(gettempdir(), f"observed-{os.getpid()}")
+
+    def __init__(self):
+        super().__init__()
+        self.file = self.path.open("w")
+
+    def observe(self, step):
+        self.file.writelines(f"{request.request_id}\n" for request in step.requests)
+
+    def close(self):
+        self.file.close()
+
+
+class SendsFromAThread(Counts):
+    """Intact: a thread takes the steps from a queue, until `close`."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def observe(self, step):
+        self.queue.put(step)
+
+    def run(self):
+        while (step := self.queue.get()) is not None:
+            super().observe(step)
+
+    def close(self):
+        self.queue.put(None)
+        self.thread.join()
+
+
+def test_an_observer_with_a_thread_passes():
+    suite = ObserverSuite()
+    suite.observer_class = lambda: SendsFromAThread
+    suite.test_closing_releases_threads_and_files()
+    suite.test_a_step_of_many_requests_takes_little_time()
+
+
+class PollsWithoutAPause(SendsFromAThread):
+    """Yields the lock of the interpreter, unlike the processor."""
+
+    def run(self):
+        step = self
+        while step is not None:
+            time.sleep(0)
+            with suppress(queue.Empty):
+                if (step := self.queue.get_nowait()) is not None:
+                    Counts.observe(self, step)
+
+
+class ClosesSlowly(Counts):
+    def close(self):
+        time.sleep(3.1)
+
+
+class WritesAPageAtTimes(Counts):
+    """Takes seconds for every few hundred steps."""
+
+    steps = 0
+
+    def observe(self, step):
+        super().observe(step)
+        self.steps += 1
+        time.sleep(2.5 if self.steps % 400 == 0 else 0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
@@ -322,6 +409,7 @@ class CountsShortNames(Counts):
         (CountsOneBatch, "requests=257"),
         (CountsInSixteenBits, "steps=4,requests=1024,tokens=33,drafts=all accepted"),
         (CountsShortNames, "names=long"),
+        (SetsNoClockBack, "clock=-3600"),
         (DividesByDrafts, "plain"),
         (ReadsTheFirstRequest, "requests=0"),
         (ExpectsEveryStep, "gaps=2"),
@@ -335,11 +423,15 @@ class CountsShortNames(Counts):
         (LeavesAThread, "test_closing_releases_threads_and_files"),
         (LeavesAFile, "test_closing_releases_threads_and_files"),
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
+        (WritesOneFile, "test_what_it_writes_has_the_last_step"),
         (LosesTheRestOfAPage, "test_what_it_writes_has_the_last_step"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
         (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),
         (RegistersItself, "test_closing_releases_threads_and_files"),
+        (PollsWithoutAPause, "test_a_step_of_many_requests_takes_little_time"),
+        (ClosesSlowly, "test_a_step_of_many_requests_takes_little_time"),
+        (WritesAPageAtTimes, "test_a_step_of_many_requests_takes_little_time"),
         (RewritesItsLog, "test_a_step_of_many_requests_takes_little_time"),
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
+from unittest import mock
 
 import msgspec
 
@@ -35,8 +37,9 @@ AXES: Final = (
     ),
     Axis("names", ("short", "unicode", "long", "paths", "reused"), ("SampledRequest.request_id",)),
     Axis("observers", (1, 2, 5)),
+    Axis("clock", (0, -3600, 3600)),
 )
-"""Axes of the steps of an engine."""
+"""Axes of the steps of an engine; the clock of its machine is set in the middle of them."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _MAX_ROWS: Final = 60_000
@@ -83,8 +86,13 @@ def check_observer(make: Callable[[], Observer], case: Case) -> None:
     count, counted = int_of(case, "observers"), _counted(make)
     observers = [make() for _ in range(count)]
     before = [_numbers(observer) for observer in observers]
-    with ThreadPoolExecutor(count) as pool:
-        for running in [pool.submit(_deliver, observer, case) for observer in observers]:
+    now, shifts = time.time, [0]
+    with (
+        mock.patch("time.time", lambda: now() + shifts[-1]),
+        mock.patch("time.time_ns", lambda: int((now() + shifts[-1]) * 1e9)),
+        ThreadPoolExecutor(count) as pool,
+    ):
+        for running in [pool.submit(_deliver, observer, case, shifts) for observer in observers]:
             running.result()
     if int_of(case, "steps") > _WINDOW:
         return
@@ -124,7 +132,7 @@ def _counted(make: Callable[[], Observer]) -> dict[str, set[str]]:
     for ordinary in _ORDINARY:
         case, observer = OBSERVED.case(ordinary).values, make()
         before, totals = _numbers(observer), _totals(case)
-        _deliver(observer, case)
+        _deliver(observer, case, [])
         growth = {path: value - before[path] for path, value in _numbers(observer).items()}
         found.append({path: {name for name in totals if totals[name] == value} for path, value in growth.items()})
     return {path: names & found[1].get(path, set()) for path, names in found[0].items()}
@@ -136,8 +144,10 @@ def _numbers(observer: Observer) -> Counter[str]:
     return Counter({path: value for path, (*_, value) in numbers_in(own).items() if isinstance(value, int)})
 
 
-def _deliver(observer: Observer, case: Case) -> None:
+def _deliver(observer: Observer, case: Case, shifts: list[int]) -> None:
     for number, step in enumerate(steps_of(case)):
+        if number == int_of(case, "steps") // 2:
+            shifts.append(int_of(case, "clock"))
         before = msgspec.msgpack.encode(step)
         observer.observe(step)
         assert msgspec.msgpack.encode(step) == before, f"the observer changed step {number}"
