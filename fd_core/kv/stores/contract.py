@@ -83,7 +83,7 @@ class Deadline:
 class KVStore(abc.ABC):
     """Named values. Keys are digests of 1 to `MAX_KEY_BYTES` bytes; values are at most a few megabytes each.
 
-    A value never changes under its key, except by damage.
+    A value never changes under its key, except by damage. Files and data at the location that are not values stay.
     Methods raise only `StoreError`. `timeout` is in seconds; a call that exceeds it raises
     `StoreError(FailureReason.TIMEOUT, ...)` and leaves the store usable. The timeout is of the whole call, whatever the
     number of its values. After `close` every call raises, and the store holds no thread, process or descriptor.

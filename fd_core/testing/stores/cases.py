@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 from unittest import mock
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.stores.values import (
     BUFFERS,
     CONTENTS,
@@ -198,6 +200,8 @@ class _Batch:
         store = self.place.make(self.place.elsewhere)
         others = {key: value_of("random", at + 7_000, 90) for at, key in enumerate(self.keys)}
         self.put(store, others)
+        parent = Path(str(self.place.elsewhere).partition(":")[2]).parent
+        assert not parent.is_dir() or any(parent.iterdir()), f"{self.place.elsewhere} is not where its values are"
         yield
         for key, found in zip(others, self.run(store.get, [*others], 1 << 20, self.timeout), strict=True):
             assert_value("value of another location", found, others[key])
@@ -223,6 +227,7 @@ class _Batch:
         with (
             mock.patch("time.time", lambda: now() + shift),
             mock.patch("time.time_ns", lambda: int((now() + shift) * 1e9)),
+            started_earlier(max(0, shift), reader),
         ):
             if self.case["opened"] != "at first":
                 opened = self.place.make() if self.case["opened"] == "by another object" else reader

@@ -37,7 +37,7 @@ from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.purity import started_earlier
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
@@ -125,6 +125,12 @@ _NUMBERED: Final = 66_048
 """Small values that a store holds, more than 2^16; a multiple of 256."""
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
+_CALL_SECONDS: Final = 0.01
+"""Time of a call for a small value of a store that is near, at its best."""
+_BLOCK_SECONDS: Final = 0.04
+"""Likewise, of each of several blocks that a call reads or writes."""
+_KEY_SECONDS: Final = 1e-4
+"""Likewise, of each of many keys that a call looks up."""
 _LARGE: Final = 16 << 20
 """Bytes of a value that a limit of 2,000 bytes excludes."""
 _LINES: Final = 100
@@ -133,10 +139,10 @@ _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 """Lengths of the values that replace each other under a key."""
 
 
-def _fastest(call: Callable[[], object]) -> float:
-    """Return the shortest time of a call, in seconds."""
+def _fastest(call: Callable[[], object], count: int = 25) -> float:
+    """Return the shortest time of some calls, in seconds."""
     times = []
-    for _ in range(25):
+    for _ in range(count):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -371,7 +377,7 @@ class StoreSuite:
         path = Path(rest)
         if "?" in rest or not path.is_absolute():
             return None
-        parent = path.parent / "another place ü"
+        parent = path.parent / "another place ü [1] 100%41"
         parent.mkdir(exist_ok=True)
         return f"{scheme}:{parent / path.name}"
 
@@ -432,6 +438,9 @@ class StoreSuite:
         assert held is not None
         assert bytes(held) == value_of(A, LIMIT)
         assert as_bytes(several) == [value_of(key) for key in others[:3]]
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        several = store.get([A], LIMIT, TIMEOUT)
+        store.close()  # as an engine that ends during a read
 
     @pytest.mark.law("5.4")
     def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:
@@ -641,6 +650,40 @@ class StoreSuite:
                 f"deleted at line {line}, one of two values: stats count {found.values}"
             )
 
+    @pytest.mark.law("5.5")
+    def test_another_engine_may_evict_a_value_at_any_line_of_a_put_that_evicts(
+        self, location: str, make_store: MakeStore, back_door: BackDoor
+    ) -> None:
+        self.sharing.require()
+        self.size_cap.require()
+        store = make_store(with_parameter(location, "max_bytes=10000"))  # two values
+        delete = functools.partial(back_door.delete, A)
+        for line, stored in self._at_each_line(store, lambda: store.put([(C, [value_of(C)])], TIMEOUT), delete):
+            assert stored == 1, f"a value was deleted at line {line}: put of another one returned {stored}"
+            assert as_bytes(store.get([C], LIMIT, TIMEOUT)) == [value_of(C)], f"deleted at line {line}: a put is lost"
+
+    @pytest.mark.law("5.5")
+    def test_other_files_at_the_location_stay(self, location: str, make_store: MakeStore) -> None:
+        """Open, fill up, empty and close stores in a folder in which a user keeps other files."""
+        folder = Path(location.partition(":")[2].partition("?")[0])
+        store = make_store(with_parameter(location, "max_bytes=100000") if self.size_cap.reason is None else location)
+        store.open(TIMEOUT)
+        if not (folder.is_absolute() and folder.is_dir()):
+            lacks("the location is no folder")
+        files = [folder / name for name in ("notes.txt", "notes.tmp", ".notes", "notes/ab/notes.kv", "ab/notes.bin")]
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"notes in {file.name}")
+        for each in (store, make_store(store.location.text)):
+            each.open(TIMEOUT)
+            for number in range(40):
+                each.put([(key_of(number), [value_of(key_of(number), 9000)])], TIMEOUT)
+            each.stats(TIMEOUT)
+            each.delete([key_of(number) for number in range(40)], TIMEOUT)
+            each.close()
+        gone = [str(file) for file in files if not file.exists() or file.read_text() != f"notes in {file.name}"]
+        assert not gone, f"files that are not of the store were removed or changed: {gone}; delete only your own"
+
     def _at_each_line(
         self, store: KVStore, call: Callable[[], Any], change: Callable[[], object]
     ) -> Iterator[tuple[int, Any]]:
@@ -699,6 +742,32 @@ class StoreSuite:
         keys = keys_of("random", length=24, count=_MANY)
         for start in range(0, _MANY, 64):
             store.put([(key, [key]) for key in keys[start : start + 64]], TIMEOUT)
+        blocks = [(key_of(number), [value_of(key_of(number), LIMIT)]) for number in range(8)]
+        store.put(blocks, TIMEOUT)
+        large: dict[str, tuple[Callable[[], object], float]] = {
+            f"put of {len(blocks)} blocks": (lambda: store.put(blocks, TIMEOUT), _BLOCK_SECONDS * len(blocks)),
+            f"get of {len(blocks)} blocks": (
+                lambda: store.get([key for key, _ in blocks], LIMIT, TIMEOUT),
+                _BLOCK_SECONDS * len(blocks),
+            ),
+            f"longest_prefix of {_MANY:,} keys": (
+                lambda: store.longest_prefix(keys, LIMIT, TIMEOUT),
+                _KEY_SECONDS * _MANY,
+            ),
+        }
+        times = {name: (seconds, _CALL_SECONDS) for name, seconds in few.items() if name != "stats"}
+        times |= {name: (_fastest(call, 3), most) for name, (call, most) in large.items()}
+        slow = [
+            f"{name} {1000 * seconds:.0f} ms, of {1000 * most:.0f} allowed"
+            for name, (seconds, most) in times.items()
+            if seconds > most
+        ]
+        assert not slow, (
+            f"calls take too long, at their best: {', '.join(slow)}; blocks of {LIMIT:,} bytes would be computed again "
+            "in less; keep connections open, and move several values with one call of the medium"
+        )
+        require_idle("a store between two calls")
+        store.delete([key for key, _ in blocks], TIMEOUT)
         for _ in range(3):  # other programs take time as well
             many = {name: _fastest(call) for name, call in calls.items()}
             most = dict.fromkeys(calls, 4) | {"stats": 30}  # it may check its deadline once for each of many folders

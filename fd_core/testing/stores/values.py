@@ -83,9 +83,9 @@ def keys_of(kind: str, length: int, count: int) -> list[bytes]:
     return list(found)
 
 
-CONTENTS: Final = ("random", "alike", "zeros", "like others")
+CONTENTS: Final = ("random", "alike", "zeros", "like others", "the same")
 """Kinds of values: all different; equal except in the middle; zero except at an end; that begin like a sealed,
-compressed or serialized value."""
+compressed or serialized value; equal if they are as long."""
 
 
 def value_of(kind: str, number: int, length: int) -> bytes:
@@ -95,6 +95,8 @@ def value_of(kind: str, number: int, length: int) -> bytes:
     if kind == "like others":
         return (_BEGINNINGS[number % len(_BEGINNINGS)] + draws(number).randbytes(length))[:length]
     base = bytes(length) if kind == "zeros" else draws(length).randbytes(length)
+    if kind == "the same":
+        return base
     place = max(0, length // 2 - 1 if kind == "alike" else (length - 2) * (number % 2))
     mark = (number + 1 & 0xFFFF).to_bytes(2, "big") if length > 1 else bytes([number + 1 & 0xFF])
     return (base[:place] + mark + base[place + len(mark) :])[:length]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import fcntl
+import glob
 import itertools
 import logging
+import mmap
 import os
 import secrets
 import threading
@@ -15,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskReservations, DiskStore
@@ -1152,3 +1155,128 @@ class SharesItsFolderWithOtherUsers(DiskStore):
         for path in [self.path, *self.path.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)
         return count
+
+
+TIMES = "test_the_time_of_a_call_does_not_grow_with_the_values"
+
+
+@found_by(TIMES)
+class ConnectsForEachCall(MemoryStore):
+    def get(self, keys, limit, timeout):
+        time.sleep(0.02)
+        return super().get(keys, limit, timeout)
+
+
+@found_by(TIMES)
+class TakesLongForEachBlock(MemoryStore):
+    """Its checksum is one of Python, or it compresses values best."""
+
+    def put(self, values, timeout):
+        time.sleep(sum(len(part) for _, parts in values for part in parts) * 0.06 / 737_000)
+        return super().put(values, timeout)
+
+
+@found_by(TIMES)
+class AsksForEachKey(MemoryStore):
+    """Waits for the response to each key before the next one."""
+
+    def longest_prefix(self, keys, limit, timeout):
+        time.sleep(0.0002 * len(keys))
+        return super().longest_prefix(keys, limit, timeout)
+
+
+@found_by(TIMES)
+class PollsWithoutAPause(MemoryStore):
+    def open(self, timeout):
+        if "thread" not in vars(self):
+            self.thread = threading.Thread(target=self.poll, daemon=True)
+            self.thread.start()
+        return super().open(timeout)
+
+    def poll(self):
+        while self._values is not None:
+            time.sleep(0)
+
+
+@found_by("test_other_files_at_the_location_stay")
+class CleansItsFolder(DiskStore):
+    """Removes what is no value, such as what an earlier version left."""
+
+    def open(self, timeout):
+        line = super().open(timeout)
+        for path in self.path.rglob("*"):
+            if path.is_file() and path.suffix != ".kv" and path.name != "usage":
+                path.unlink()
+        return line
+
+
+@found_by("store:clock=3600")
+class ForgetsAfterAnHour(MemoryStore):
+    def put(self, values, timeout):
+        self.__dict__.setdefault("at", {}).update(dict.fromkeys((key for key, _ in values), time.monotonic()))
+        return super().put(values, timeout)
+
+    def get(self, keys, limit, timeout):
+        old = [key for key, at in self.__dict__.get("at", {}).items() if time.monotonic() > at + 3000]
+        super().delete(old, timeout)
+        return super().get(keys, limit, timeout)
+
+
+@found_by("store:elsewhere=true")
+class SearchesByPattern(DiskStore):
+    """Its folder is part of a pattern."""
+
+    def put(self, values, timeout):
+        count = super().put(values, timeout)
+        assert not values or glob.glob(f"{self.path}/??/*.kv")  # noqa: PTH207 - that is the fault
+        return count
+
+
+@found_by("store:elsewhere=true")
+class DecodesItsPath(DiskStore):
+    def __init__(self, location):
+        super().__init__(location)
+        self.path = Path(unquote(str(self.path)))
+
+
+@found_by("test_a_value_in_hand_does_not_change")
+class CannotCloseWhatIsInUse(DiskStore):
+    def get(self, keys, limit, timeout):
+        self.maps = self.__dict__.get("maps", [])[-8:]
+        return [value and self.mapped(value) for value in super().get(keys, limit, timeout)]
+
+    def mapped(self, value):
+        self.maps.append(mmap.mmap(-1, len(value)))
+        self.maps[-1][:] = value
+        return memoryview(self.maps[-1])
+
+    def close(self):
+        for each in self.__dict__.pop("maps", ()):
+            each.close()
+        super().close()
+
+
+@found_by("store:content=the same,removed=every second")
+class StoresEqualValuesOnce(MemoryStore):
+    """The value goes with the first of its keys that is deleted."""
+
+    def put(self, values, timeout):
+        for key, parts in values:
+            self.__dict__.setdefault("keys_of", {}).setdefault(b"".join(parts), set()).add(key)
+        return super().put(values, timeout)
+
+    def delete(self, keys, timeout):
+        equal = {each for key in keys for each in self.__dict__.get("keys_of", {}).get(self._values.get(key), ())}
+        count = super().delete(keys, timeout)
+        super().delete(list(equal), timeout)
+        return count
+
+
+@found_by("test_another_engine_may_evict_a_value_at_any_line_of_a_put_that_evicts")
+class ExpectsNoOtherEngine(DiskStore):
+    """A value that another engine evicts while this one looks for the oldest is an error of the file system."""
+
+    def put(self, values, timeout):
+        oldest = sorted(self.path.glob("??/*.kv"))
+        [path.stat() for path in oldest]
+        return super().put(values, timeout)
