@@ -89,6 +89,28 @@ BROKEN = {
         "i.take = lambda *p: (setattr(self, 'failed', 1), whole.take(*p), setattr(self, 'failed', 0))[1]",
         "nothing_is_held",
     ),
+    "leaves a file of each lease": (
+        TCP,
+        "from pathlib import Path; import tempfile, shutil; folder = Path(tempfile.gettempdir()); "
+        "isinstance(i, Ignored) or (folder / f'left-{lease[:9]}').touch(0o600)",
+        "nothing_is_held",
+    ),
+    "has a buffer for each piece of a prompt": (
+        TCP,
+        "import mmap; memory = mmap.mmap(-1, len(limits.get('pieces', '.')) * limits['value_bytes']); "
+        "end = i if isinstance(o, Ignored) else o; end.close = lambda: (memory.close(), whole.close())",
+        "memory_for_its_window",
+    ),
+    "sleeps until a piece is there": (
+        TCP,
+        "i.take = lambda *p: (__import__('time').sleep(0.02), whole.take(*p))[1]",
+        "take_little_time",
+    ),
+    "greets the other side for each lease": (
+        TCP,
+        "__import__('time').sleep(0.06)",
+        "take_little_time",
+    ),
     "has another port for each lease": (
         TCP,
         "self.port = getattr(self, 'port', 50_000) + 1; 1 / (self.port < 65_536)",

@@ -23,6 +23,7 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import started_earlier
 from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_hidden, assert_value, draws, parts_of, value_of
 
 _LEASES: Final[dict[str, Callable[[int], str]]] = {
@@ -103,7 +104,7 @@ AXES: Final = (
     Axis("thread", (False, True)),
     Axis("sent", ("at once", "when it is taken")),
     Axis("closed", ("outbox first", "inbox first")),
-    Axis("age", (0, 30)),
+    Axis("age", (0, 3600)),
 )
 """Axes of the leases of two connectors; `peer` is the side in another process."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -272,8 +273,8 @@ class _Transfer:
             for lease in self._over:  # closing is idempotent, also if others use the same resources by now
                 lease.outbox.close()
                 lease.inbox.close()
-            now = time.monotonic
-            with mock.patch("time.monotonic", lambda: now() + int_of(self.case, "age")):
+            now, age = time.time, int_of(self.case, "age")
+            with mock.patch("time.time", lambda: now() + age), started_earlier(age, self.decode):
                 self.move_all(leases)
 
     def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:

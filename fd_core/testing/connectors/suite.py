@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import secrets
 import threading
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -39,7 +41,7 @@ from fd_core.plugins import CONNECTOR, installed_plugins
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
-from fd_core.testing.kit.growth import require_bounded
+from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.stores import values
@@ -63,6 +65,11 @@ OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 _LEASES = 66_000
 _SECONDS = 2.0
 """CPU time after which a slow connector has served enough leases; waiting, it has ten times as long."""
+_PIECES = 2048
+_MOST_FILES = 32
+"""Files that a connector may have made, whatever the number of leases."""
+_LEASE_SECONDS = 0.05
+_PIECE_SECONDS = 0.015
 _SILENCE = 0.1
 """Timeout in seconds of calls while the store is silent."""
 VALUE_BYTES = 720 * 1024 + 80
@@ -324,8 +331,59 @@ class ConnectorSuite:
             inbox.close()
 
         require_bounded(use, 64, "leases that are over", "6.1", may_wait=True)
+        with created_paths() as made:
+            for number in range(2 * _MOST_FILES):
+                use(-1 - number)
+        left = [path for path in made if path.exists() and not path.is_dir()]
+        assert len(left) < _MOST_FILES, f"leases that are over leave {len(left)} files, such as {left[-1]}"
         prefill.close()
         decode.close()
+
+    @pytest.mark.law("6")
+    def test_a_lease_takes_memory_for_its_window(self, recipe: Recipe) -> None:
+        """Open one for a prompt of many pieces, of which a few are in flight."""
+        decode, prefill, before = recipe.make(), recipe.make(), _address_space()
+        pieces = range(_PIECES)
+        inbox = decode.open_inbox(lease := new_lease(), pieces=pieces, window=WINDOW, value_bytes=VALUE_BYTES)
+        outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+        grown = _address_space() - before
+        for each in (outbox, inbox, prefill, decode):
+            each.close()
+        assert grown < _PIECES * VALUE_BYTES // 4, (
+            f"a lease of {_PIECES:,} pieces of {VALUE_BYTES:,} bytes takes {grown:,}; at most its window, {WINDOW} "
+            "pieces, is in flight"
+        )
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("6")
+    def test_pieces_and_leases_take_little_time(self, recipe: Recipe) -> None:
+        decode, prefill = recipe.make(), recipe.make()
+        seconds: dict[str, list[float]] = {"opening and closing a lease": [], "put, take and done of a piece": []}
+        limits = dict(zip(seconds, (_LEASE_SECONDS, _PIECE_SECONDS), strict=True))
+        for _ in range(5):
+            start = time.perf_counter()
+            for end in reversed(_opened(decode, prefill)):
+                end.close()
+            seconds["opening and closing a lease"].append(time.perf_counter() - start)
+        inbox, outbox = _opened(decode, prefill)
+        try:
+            for index in PIECES:
+                value = value_of(index, VALUE_BYTES)
+                start = time.perf_counter()
+                there = put(outbox, index, value)
+                inbox.take(index, *there)
+                inbox.done(index, there.reference)
+                seconds["put, take and done of a piece"].append(time.perf_counter() - start)
+            require_idle("a connector with an open lease")
+        finally:
+            for each in (outbox, inbox, prefill, decode):
+                each.close()
+        slow = [f"{what} {1000 * min(times):.0f} ms" for what, times in seconds.items() if min(times) > limits[what]]
+        assert not slow, (
+            f"at its best, {' and '.join(slow)}, of {1000 * _LEASE_SECONDS:.0f} for a lease and "
+            f"{1000 * _PIECE_SECONDS:.0f} for a piece: a prompt has thousands, and one thread moves those of all leases"
+        )
 
     @pytest.mark.law("6")
     def test_pieces_that_are_done_take_no_room(self, recipe: Recipe) -> None:
@@ -480,6 +538,14 @@ class ConnectorSuite:
             with suppress(StoreError):
                 each.delete(left, 10.0)
         near.close()
+
+
+def _address_space() -> int:
+    """Return the bytes that this process has reserved, touched or not."""
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        lacks(f"this system has no {status} that counts the memory of a process")
+    return int(status.read_text().split()[0]) * resource.getpagesize()
 
 
 def _more(there: list[str], then: list[str]) -> list[str]:

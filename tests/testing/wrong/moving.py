@@ -355,7 +355,7 @@ class ClosesItsDescriptorAgain(Changed, SharedMemoryConnector):
         end.close = close
 
 
-@found_by("age=30,peer=none")
+@found_by("age=3600,peer=none")
 class TimesTheLease(Changed, TCPConnector):
     """The timeout of a call begins with the lease."""
 
@@ -541,3 +541,18 @@ class RemovesWhatIsThere(Changed, SharedMemoryConnector):
 
     def change_inbox(self, end, whole):
         self.there.append(whole)
+
+
+@found_by("age=3600,peer=none")
+class ExpiresByTheClock(Changed, TCPConnector):
+    """A lease of a prompt that waits for long is taken for that of a worker that was killed."""
+
+    def change_inbox(self, end, whole):
+        until = time.time() + 480
+
+        def take(*piece):
+            if time.time() > until:
+                raise ConnectorError("the lease has expired")
+            return whole.take(*piece)
+
+        end.take = take
