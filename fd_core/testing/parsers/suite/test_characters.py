@@ -54,6 +54,6 @@ def test_no_text_of_an_answer_is_in_a_log(target: ParserTarget) -> None:
     """Read answers, also truncated and malformed ones."""
     for answer in target.answers(Words(_PRIVATE, _PRIVATE, city=_PRIVATE)):
         with kept_out_of_logs(_PRIVATE.encode()):
-            for text in (answer.text, answer.text[:-9], *(answer.text.replace(each, "", 1) for each in '{":}')):
+            for text in (answer.text, answer.text[:-8], *(answer.text.replace(each, "", 1) for each in '{":}')):
                 target.read(*text, tools=answer.tools)
                 target.read(text, tools=())
