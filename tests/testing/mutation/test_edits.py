@@ -6,9 +6,10 @@ import ast
 
 import pytest
 
+from fd_core.cli.plugins.scaffold.project import RECIPES
 from tests.testing.mutation.edits import edits_of
-from tests.testing.mutation.subjects import SUBJECTS
-from tests.testing.mutation.trial import path_of
+from tests.testing.mutation.finder import path_of
+from tests.testing.mutation.subjects import SUBJECTS, offered
 
 
 def edited(source: str) -> set[str]:
@@ -40,6 +41,10 @@ def test_edits_of_a_statement(source, expected):
 @pytest.mark.parametrize("source", ["a: Literal[8]", "raise E(8)", "def f(a=8): ...", "import a", '"""8"""'])
 def test_nothing_else_is_edited(source):
     assert edited(source) == set()
+
+
+def test_every_kind_with_built_in_plugins_is_tried():
+    assert SUBJECTS.keys() == {kind for kind in RECIPES if offered(kind)}
 
 
 @pytest.mark.parametrize("kind", SUBJECTS)
