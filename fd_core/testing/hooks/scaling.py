@@ -26,7 +26,7 @@ from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
 _SLOTS = 16
 """Slots of a worker."""
-_HELD = {"slots": 20, "kv": 8}
+_HELD = {"slots": 1000, "kv": 8}
 """Requests whose KV fits a worker, by what limits their number."""
 _START_SECONDS = 20.0
 """Time until a new worker is ready."""
@@ -80,7 +80,7 @@ class ScalingPolicySuite:
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("limited_by", [*_HELD])
-    @pytest.mark.parametrize("demand", [0, 10, 40, 200])
+    @pytest.mark.parametrize("demand", [0, 10, _SLOTS + 4, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int, limited_by: str) -> None:
         for start in _STARTS:
             counts = run_group(self.new_policy(), [demand] * 7200, held=_HELD[limited_by], start=start)[3600:]
