@@ -114,12 +114,19 @@ class FairShare(SchedulingPolicy):
     """Expected output tokens before the first request ended."""
     _MEMORY: Final = 0.9
     """Weight of the past in the average length of outputs."""
+    _FEW: Final = 16
+    """Clocks of idle tenants that may be kept."""
     _RETURNING: Final = None
     """The flow of preempted requests, which go first: their tokens are already charged."""
 
     def __init__(self) -> None:
         self._now = 0
+        self._shared = 0
+        """Tokens of ended requests that did not advance `_now` yet: less than one for each active tenant."""
         self._clocks: dict[str, int] = {}
+        """Of active tenants, of idle ones that are ahead of `_now`, and of some others."""
+        self._most_clocks = self._FEW
+        """Number of clocks above which those of other tenants are dropped."""
         self._charges: dict[int, tuple[int, int]] = {}
         """Tokens at the first admission and charge of each admitted request, by arrival."""
         self._unfinished: dict[str, int] = {}
@@ -163,12 +170,15 @@ class FairShare(SchedulingPolicy):
             num_prompt, charge = admitted
             self._clocks[tenant] += num_computed - charge
             # Otherwise the time stops while each request is of a new tenant, which starts at it and goes first.
-            self._now += num_computed // len(self._unfinished)
+            passed, self._shared = divmod(self._shared + num_computed, len(self._unfinished))
+            self._now += passed
             self._usual_output += (1.0 - self._MEMORY) * (num_computed - num_prompt - self._usual_output)
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
-            if self._clocks[tenant] <= self._now:
-                del self._clocks[tenant]
         if not self._unfinished:
             self._clocks.clear()  # no tenant is active, so no clock is ahead
+        if len(self._clocks) > self._most_clocks:
+            known = self._clocks.items()
+            self._clocks = {each: clock for each, clock in known if each in self._unfinished or clock > self._now}
+            self._most_clocks = 2 * len(self._clocks) + self._FEW  # so that each clock is copied about once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -71,25 +72,31 @@ class SchedulingPolicySuite:
         case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
-    @pytest.mark.parametrize("served", [0, 300])
+    @pytest.mark.parametrize("past", [(0, 1), (300, 1), (300, 4)], ids=["new", "one", "several"])
     @pytest.mark.parametrize("preempted", [False, True])
     @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t0-back", "t1-new", "t1-", "-t0"])
     @pytest.mark.parametrize("sizes", [*_SIZES.values()], ids=[*_SIZES])
     @pytest.mark.parametrize("aborted", [0, 2])
     def test_request_is_admitted_while_others_keep_arriving(
-        self, aborted: int, sizes: tuple[int, int, int, int], tenants: str, served: int, *, preempted: bool
+        self,
+        aborted: int,
+        sizes: tuple[int, int, int, int],
+        tenants: str,
+        past: tuple[int, int],
+        *,
+        preempted: bool,
     ) -> None:
         """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once.
 
         `sizes` are the tokens of the request's prompt and those that it may generate, as many as the context allows
         if a client sets no `max_tokens`, and those of the others. `tenants` are that of the request, and that of
         the others: t0, one without requests so far, one whose only request ended at the start, each time a new one,
-        or none, which is the empty string. `served` requests of t0 have ended before.
+        or none, which is the empty string. In the `past`, so many requests of so many tenants have ended.
         """
         if max(sizes[:2]) > 10 and self.favours_small:
             lacks(self.favours_small)
-        for priority in (0, 5, -3) if not served else (0,):
-            self._check_admission(priority, aborted, sizes, tenants, served, preempted=preempted)
+        for priority in (0, 5, -3) if not past[0] else (0,):
+            self._check_admission(priority, aborted, sizes, tenants, past, preempted=preempted)
 
     def _check_admission(
         self,
@@ -97,13 +104,13 @@ class SchedulingPolicySuite:
         aborted: int,
         sizes: tuple[int, int, int, int],
         tenants: str,
-        served: int,
+        past: tuple[int, int],
         *,
         preempted: bool,
     ) -> None:
         own, rest = sizes[:2], sizes[2:]
         queue, arrivals = Queue(self.policy_class()()), itertools.count()
-        tenant, others = tenants.split("-")
+        (tenant, others), (served, active) = tenants.split("-"), past
 
         def new(tenant: str, size: tuple[int, int] = rest) -> QueuedRequest:
             arrival, name = next(arrivals), tenant
@@ -114,11 +121,11 @@ class SchedulingPolicySuite:
         new("back")
         used = rest[0] + 10
         queue.end(queue.admit(), used)
-        for _ in range(20):
-            new("t0")
+        for number in range(20):
+            new(f"t{number % active}")
         for _ in range(served):
-            queue.end(queue.admit(), used)
-            new("t0")
+            queue.end(ended := queue.admit(), used)
+            new(ended.tenant)
         target = new(tenant, own)
         for _ in range(19):
             new("t0")
@@ -144,10 +151,10 @@ class SchedulingPolicySuite:
 
     @pytest.mark.law("3.6")
     @pytest.mark.parametrize("preempted", [False, True])
-    @pytest.mark.parametrize("admitted", [True, False])
-    def test_it_forgets_requests_that_ended(self, *, admitted: bool, preempted: bool) -> None:
-        """Requests end after their admission, or are aborted while they wait, the first time or after a preemption."""
-        queue = Queue(self.policy_class()())
+    @pytest.mark.parametrize("end", ["alone", "while others run", "while it waits"])
+    def test_it_forgets_requests_that_ended(self, end: str, *, preempted: bool) -> None:
+        """Each request ends after its admission, or is aborted while it waits, the first time or after a preemption."""
+        queue, admissions = Queue(self.policy_class()()), deque[QueuedRequest]()
 
         def use(arrival: int) -> None:
             request = QueuedRequest(arrival, 10, 10, 0, f"tenant {arrival}", False)
@@ -156,7 +163,12 @@ class SchedulingPolicySuite:
                 queue.policy.preemption_candidates(_RUNNING)
                 request = returned(queue.admit())
                 queue.add(request)
-            queue.end(queue.admit(), 15) if admitted else queue.abort(request)
+            if end == "while it waits":
+                queue.abort(request)
+                return
+            admissions.append(queue.admit())
+            if len(admissions) > 3 * (end == "while others run"):
+                queue.end(admissions.popleft(), 15)
 
         require_bounded(use, 100, "requests that ended")
         require_freed(self.policy_class())

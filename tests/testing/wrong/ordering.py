@@ -156,6 +156,34 @@ class StartsNewTenantsAtZero(FairShare):
             self._clocks[request.tenant] = 0
 
 
+class LetsTimeRun(FairShare):
+    """A tenant that was idle waits until the others have used as much as it would have."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def ended(self, request, num_computed):
+        self._now += num_computed * len(self._unfinished)
+        super().ended(request, num_computed)
+
+
+class RoundsTimeDown(FairShare):
+    """The time stops while more tenants are active than a request has tokens."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def ended(self, request, num_computed):
+        self._shared = 0
+        super().ended(request, num_computed)
+
+
+class KeepsClocksUntilIdle(FairShare):
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        super().__init__()
+        self._most_clocks = 2**62
+
+
 class KeepsIdleCredit(FairShare):
     """A tenant that was idle may use all at once what it left to others."""
 
