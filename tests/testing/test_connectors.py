@@ -66,6 +66,11 @@ BROKEN = {
         "i.close = lambda: (setattr(whole, '_window', 0), whole.close())",
         "the_prefill_side_is_killed",
     ),
+    "leaks pieces beyond the first window": (
+        DISK,
+        "i.close = lambda: (setattr(whole, '_known', 0), whole.close())",
+        "the_prefill_side_is_killed",
+    ),
     "leaks pieces of a dead peer": (
         DISK,
         "o.close = lambda: (whole._left.pop(0), whole.close())",

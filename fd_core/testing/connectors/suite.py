@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -429,14 +429,20 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize(
-        "announced", [0, 2, WINDOW], ids=lambda announced: f"{announced} of {WINDOW} pieces announced"
+        ("moved", "announced"),
+        [(0, 0), (0, 2), (9, 0), (9, WINDOW)],
+        ids=lambda count: f"{count} pieces",
     )
-    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, announced: int) -> None:
+    def test_the_prefill_side_is_killed(
+        self, recipe: Recipe, doomed: RemoteProcess, moved: int, announced: int
+    ) -> None:
+        """After so many moved pieces, a full window is in flight, of which so many are announced."""
         decode = recipe.make()
         inbox, outbox = _opened(decode, doomed.make(recipe))
-        there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
+        _move(inbox, outbox, PIECES[:moved])
+        there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[moved : moved + WINDOW]]
         doomed.kill()
-        for index, each in zip(PIECES, there[:announced], strict=False):
+        for index, each in zip(PIECES[moved:], there[:announced], strict=False):
             with suppress(ConnectorError):
                 assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
                 inbox.done(index, each.reference)
@@ -444,18 +450,16 @@ class ConnectorSuite:
         decode.close()
 
     @pytest.mark.law("6.3")
-    @pytest.mark.parametrize("taken", [0, 2])
-    def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, taken: int) -> None:
+    @pytest.mark.parametrize("moved", [0, 2, 9])
+    def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, moved: int) -> None:
         prefill = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), prefill)
-        for index in PIECES[: WINDOW - 1]:
-            there = put(outbox, index, value_of(index, 1000))
-            if index - PIECES.start < taken:
-                inbox.take(index, *there)
-                inbox.done(index, there.reference)
+        _move(inbox, outbox, PIECES[:moved])
+        for index in PIECES[moved : WINDOW - 1 + moved]:
+            put(outbox, index, value_of(index, 1000))
         doomed.kill()
         with suppress(ConnectorError):
-            outbox.put(PIECES[WINDOW - 1], [b"nobody takes this"])
+            outbox.put(PIECES[WINDOW - 1 + moved], [b"nobody takes this"])
         outbox.close()
         prefill.close()
 
@@ -551,6 +555,14 @@ def _address_space() -> int:
 def _more(there: list[str], then: list[str]) -> list[str]:
     """Return the names that occur more often in `there` than in `then`."""
     return [one for one in set(there) if there.count(one) > then.count(one)]
+
+
+def _move(inbox: KVInbox, outbox: KVOutbox, pieces: Sequence[int]) -> None:
+    """Move pieces of a lease from one side to the other."""
+    for index in pieces:
+        there = put(outbox, index, value_of(index, 1000))
+        inbox.take(index, *there)
+        inbox.done(index, there.reference)
 
 
 def _opened(
