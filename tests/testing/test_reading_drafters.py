@@ -5,19 +5,12 @@ import inspect
 import pytest
 
 from fd_core.errors import EngineDead
-from fd_core.testing.hooks.readers import _SETTINGS, ReadingDrafterSuite, _specs
-from fd_core.testing.models.texts import run
+from fd_core.testing.hooks.readers import _SETTINGS, ReadingDrafterSuite
 from tests.testing.wrong.reading import WRONG
 
 
 class TestEagle3(ReadingDrafterSuite):
     drafter = "eagle3"
-
-    def test_some_drafts_are_accepted(self):
-        with self.engine() as (engine, _):
-            run(engine, _specs())
-            drafts = engine.stats().scheduler.drafts
-            assert drafts.proposed > drafts.accepted > drafts.proposed / 10
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -26,7 +19,7 @@ def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     suite = type("Suite", (ReadingDrafterSuite,), {"drafter_class": lambda self: cls})()
     test = getattr(suite, noticed_by)
     runs = [{"setting": each} for each in _SETTINGS] if "setting" in inspect.signature(test).parameters else [{}]
-    with pytest.raises((AssertionError, EngineDead), match=r"law|still referenced"):
+    with pytest.raises((AssertionError, EngineDead), match=r"law|still referenced|out of bounds"):
         for given in runs:
             test(**given)
 

@@ -48,7 +48,7 @@ class NgramDrafter(PerSlotDrafter):
     def guess(self, slot: int, limit: int) -> IntArray:
         text, places = self._texts[slot], self._last_seen[slot]
         for size in self._sizes:
-            place = places.get(tuple(text[-size:])) if len(text) >= size else None
+            place = places.get(tuple(text[-size:]))
             if place is not None:
                 return np.array(text[place : place + limit], np.int32)
         return np.empty(0, np.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,10 +52,9 @@ class HeadedCache(NullCache):
 class ScriptedHead:
     """The head; its states are hashes, uint64[R, 1], and its logits the scripted model's for them."""
 
-    ids: ClassVar[None] = None
-
-    def __init__(self, model: NullModel) -> None:
+    def __init__(self, model: NullModel, ids: IntArray | None) -> None:
         self._model = model
+        self.ids = ids
         self.computed = 0
         """Tokens of all calls."""
         self.written = np.zeros(0, np.int32)
@@ -78,16 +77,18 @@ class ScriptedHead:
         return np.where(result & np.uint64(1 << 40), result, mixed)[:, None][step.logits_rows]
 
     def logits(self, states: Any) -> Any:
-        """Return the scripted model's logits."""
-        return self._model.head(states)
+        """Return the scripted model's logits, of the tokens that the head knows."""
+        logits = self._model.head(states)
+        return logits if self.ids is None else logits[:, self.ids]
 
 
 class HeadedNull(NullModel):
-    """The scripted model with the head, which reads its states."""
+    """The scripted model with the head, which reads its states, and may know some of the tokens in another order."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.draft_head = ScriptedHead(self)
+    def __init__(self, vocab_size: int = 257, *, some_tokens: bool = False) -> None:
+        super().__init__(vocab_size)
+        known = np.arange(vocab_size - 1, 7, -1, dtype=np.int32)
+        self.draft_head = ScriptedHead(self, known if some_tokens else None)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """One layer more."""
@@ -98,26 +99,31 @@ class HeadedNull(NullModel):
         return (self.states(step, cache),)
 
 
+Model = TypeVar("Model", bound=NullModel)
+
+
 @contextmanager
-def scripted_head() -> Iterator[ScriptedHead]:
-    """Give the model of an engine that starts meanwhile a head."""
-    model = HeadedNull()
+def loaded(model: Model) -> Iterator[Model]:
+    """Let engines that start meanwhile load this scripted model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(null, "NullCache", HeadedCache)
+        if isinstance(model, HeadedNull):
+            patch.setattr(null, "NullCache", HeadedCache)
         patch.setattr(NullBackend, "load_model", lambda *_: model)
-        yield model.draft_head
+        yield model
 
 
 class PlayedRunner:
     """The runner of a few slots, which shows a drafter texts that the kit chooses."""
 
-    def __init__(self, subject: DrafterUnderTest, slots: int, k: int, longest: int, size: int = 4) -> None:
+    def __init__(
+        self, subject: DrafterUnderTest, slots: int, k: int, longest: int, size: int = 4, **settings: Any
+    ) -> None:
         ops, blocks = null_ops(), -(-longest // size)
-        self._model, self._k, self._size = HeadedNull(), k, size
+        self._model, self._k, self._size = HeadedNull(**settings), k, size
         self._cache = HeadedCache(self._model.kv_shape(size), slots * blocks)
         self._tables = np.arange(slots * blocks, dtype=np.int32).reshape(1, slots, blocks)
         self._tokens, self._lengths = np.zeros((slots, longest), np.int32), np.zeros(slots, np.int32)
-        self.drafter = subject.new(slots, k, max_model_len=longest, block_size=size, ops=ops)
+        self.drafter = subject.new(slots, k, self._model.vocab_size, longest, size, ops=ops)
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
         """Start a request, whose prompt is not computed yet."""
@@ -204,7 +210,9 @@ class WatchedDrafter:
         for slot, found in zip(slots.tolist(), drafts, strict=True):
             length = int(given.lengths[given.slots == slot][0])
             text = given.tokens[slot, :length].tolist()
-            fresh = PlayedRunner(self._subject, 1, limit, self._limits.max_model_len, self._limits.block_size)
+            model: Any = {"vocab_size": self._limits.vocab_size, "some_tokens": self._head.ids is not None}
+            limits = self._limits.max_model_len, self._limits.block_size
+            fresh = PlayedRunner(self._subject, 1, limit, *limits, **model)
             fresh.start(0, text[:-1])
             (expected,) = fresh.step(np.zeros(1, np.int32), np.zeros(1, np.int32), text[-1])
             both = min(len(found), len(expected))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import pytest
 
+from fd_core.backends.null import NullModel
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter
 from fd_core.testing.hooks.drafted import DrafterUnderTest, null_ops
-from fd_core.testing.hooks.heads import PlayedRunner, WatchedDrafter, scripted_head
+from fd_core.testing.hooks.heads import HeadedNull, PlayedRunner, WatchedDrafter, loaded
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
@@ -27,8 +29,8 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chunked": {"max_num_batched_tokens": 9, "k": 4},
     "preempted and saved": {"num_kv_blocks": 25},
     "preempted and computed again": {"num_kv_blocks": 25, "save_preempted_kv": False},
-    "ample": {},
-    "few rows": {"max_num_seqs": 2, "k": 1},
+    "whole context": {"max_model_len": 48, "block_size": 5, "k": 6, "model": {"some_tokens": True}},
+    "few rows": {"max_num_seqs": 2, "k": 1, "model": {"some_tokens": True, "vocab_size": 70_000}},
 }
 
 
@@ -53,26 +55,35 @@ class ReadingDrafterSuite:
         constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
 
     @contextmanager
-    def engine(self, k: int = 3, **settings: Any) -> Iterator[tuple[Engine, WatchedDrafter]]:
+    def engine(
+        self, k: int = 3, model: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+    ) -> Iterator[tuple[Engine, WatchedDrafter]]:
         """Start an engine with the scripted head and the drafter."""
-        with scripted_head() as head, _engine(k, **settings) as engine:
+        with loaded(HeadedNull(**model)) as headed, _engine(k, **settings) as engine:
             runner: Any = engine.probe().runner
-            runner.drafter = watched = WatchedDrafter(self.subject(), runner, head)
+            runner.drafter = watched = WatchedDrafter(self.subject(), runner, headed.draft_head)
             yield engine, watched
 
     @pytest.mark.law("1.1", "1.9", "4", "8")
     @pytest.mark.parametrize("setting", _SETTINGS)
     def test_drafts_and_texts_depend_on_the_text_alone(self, setting: str) -> None:
         """Serve requests, two with the same prompt, compare drafts with those of a new drafter, and texts."""
+        what = "`reads_states` is not set, so no head is loaded, and `read` is never called"
+        require(self.drafter_class().reads_states, "8", what)
         specs = _specs()
-        with _engine(0, num_kv_blocks=400) as plain:
+        vocab_size = _SETTINGS[setting].get("model", {}).get("vocab_size", 257)
+        with loaded(NullModel(vocab_size)), _engine(0, num_kv_blocks=400) as plain:
             right = run(plain, specs).tokens
         with self.engine(**_SETTINGS[setting]) as (engine, watched):
             for _ in range(2):  # from the cache of prefixes, too
                 found = run(engine, specs).tokens
                 others = [name for name in right if found[name] != right[name]]
                 require(not others, "4", f"{others} have other texts")
-            assert (engine.stats().scheduler.counters.preemptions > 0) is setting.startswith("preempted")
+            stats = engine.stats().scheduler
+            assert (stats.counters.preemptions > 0) is setting.startswith("preempted")
+            accepted, proposed = stats.drafts.accepted, stats.drafts.proposed
+        # The head is right about every second token.
+        require(20 * accepted >= max(proposed, 1), "8", f"{accepted} of {proposed} drafts are the model's tokens")
         compared, expected = watched.counts.tolist()
         what = f"{compared} drafts, where new drafters with the same texts have {expected}"
         require(2 * compared >= expected, "8", what)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from fd_core.runner.drafting.draft_model import greedy
 from fd_core.runner.drafting.eagle import EagleDrafter
 from tests.testing.wrong.drafting import WrongDrafter
 
@@ -133,3 +134,36 @@ class KeepsItsStates(EagleDrafter):
     def read(self, given):
         super().read(given)
         self._all = [*getattr(self, "_all", []), self._states]
+
+
+@noticed(_TEXTS)
+class TakesRowsOfTheHeadForIds(EagleDrafter):
+    """The head knows some of the tokens in another order."""
+
+    def _chosen(self, states):
+        return self._ops.sample(self._given.head.logits(states), greedy(self._ops, len(states)))[0]
+
+
+@noticed(_TEXTS)
+class DraftsBeyondTheContext(EagleDrafter):
+    def allocate(self, limits):
+        super().allocate(limits)
+        self._longest = 2**30
+
+
+@noticed(_TEXTS)
+class KeepsDraftsIn16Bits(EagleDrafter):
+    def propose(self, slots, limit):
+        tokens, counts = super().propose(slots, limit)
+        return tokens.astype(np.int16), counts
+
+
+@noticed(_TEXTS)
+class NeverDrafts(EagleDrafter):
+    def propose(self, slots, limit):
+        return np.zeros((len(slots), limit), np.int32), np.zeros(len(slots), np.int32)
+
+
+@noticed(_TEXTS)
+class HasNoHeadLoaded(EagleDrafter):
+    reads_states = False
