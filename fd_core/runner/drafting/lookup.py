@@ -115,7 +115,7 @@ class _SuffixAutomaton:
     def earlier_suffix(self) -> tuple[int, int]:
         """Return length, and position after the first occurrence, of the longest suffix that occurred before."""
         link = self._link[self._last]
-        return (self._length[link], self._first_end[link]) if link > 0 else (0, 0)
+        return self._length[link], self._first_end[link]  # 0 and 0 of the root, also by its own link of -1
 
     def _add(self, transitions: dict[int, int], length: int, first_end: int) -> int:
         self._next.append(transitions)
