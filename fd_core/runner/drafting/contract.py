@@ -111,7 +111,11 @@ class Drafter(abc.ABC):
         """Read the options and load the models. Raises `ConfigError` with the field `--speculative-config`."""
 
     def allocate(self, limits: Limits) -> None:  # noqa: B027 - most drafters need no memory of the device
-        """Allocate the memory of `kv_shape`; called once, before the methods below."""
+        """Allocate the memory of `kv_shape`; called once, before the methods below.
+
+        A forward of a draft model computes at most `limits.max_num_batched_tokens` tokens. The blocks may be too few
+        for all slots at once.
+        """
 
     @abc.abstractmethod
     def admit(self, slot: int, tokens: IntArray) -> None:

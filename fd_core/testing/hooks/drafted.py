@@ -28,9 +28,15 @@ _MANY: Final = 10**6
 
 
 class _DraftModel(NullModel):
-    """The scripted model with a given maximum of positions."""
+    """The scripted model with a given maximum of positions, and of tokens in a step."""
+
+    def __init__(self, vocab_size: int, max_positions: int, most_tokens: int) -> None:
+        super().__init__(vocab_size, max_positions)
+        self._most_tokens = most_tokens
 
     def states(self, step: StepInput, cache: KVCache) -> Any:
+        count, most = len(step.token_ids), self._most_tokens
+        require(count <= most, "2", f"a forward of the draft model computes {count} tokens, of a budget of {most}")
         last = int(step.positions.max(initial=0))
         require(last < self.max_positions, "8", f"a draft model of {self.max_positions} positions computes {last}")
         return super().states(step, cache)
@@ -77,16 +83,18 @@ class DrafterUnderTest(NamedTuple):
         block_size: int = 4,
         cheap_tokens: int = _MANY,
         model: str = "alike",
+        room: str = "all",
         ops: Ops | None = None,
         options: Mapping[str, int | float | str] | None = None,
     ) -> Drafter:
         """Return a new drafter; the draft model, if it uses one, is the scripted one, or one of other sizes."""
+        blocks, few_tokens = -(-max_model_len // block_size), max(1 + k, slots // 2, _FEW_TOKENS)
         limits = Limits(
             max_num_seqs=slots,
-            max_num_batched_tokens=slots * (1 + k + max_model_len),
+            max_num_batched_tokens=few_tokens if room == "few tokens" else slots * (1 + k + max_model_len),
             max_model_len=max_model_len,
             block_size=block_size,
-            num_kv_blocks=slots * -(-max_model_len // block_size),
+            num_kv_blocks=max(blocks, slots * blocks // 12) if room == "few blocks" else slots * blocks,
             vocab_size=vocab_size,
             max_drafts=k,
         )
@@ -99,7 +107,9 @@ class DrafterUnderTest(NamedTuple):
                 ops=ops or null_ops(),
                 model_path=Path("draft"),
                 load_model=lambda _: _DraftModel(
-                    vocab_size + 64 * (model == "wider"), 16 if model == "shorter" else max_model_len
+                    vocab_size + 64 * (model == "wider"),
+                    16 if model == "shorter" else max_model_len,
+                    limits.max_num_batched_tokens,
                 ),
                 options=MappingProxyType(dict(self.options)) if options is None else options,
             )
@@ -121,22 +131,35 @@ AXES: Final = (
     Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
     Axis("events", ("none", "reused", "shorter", "moved", "alike", "returned", "exchanged"), ("Drafter.admit.slot",)),
     Axis("instances", ("one", "in-turn", "threads")),
+    Axis(
+        "room",
+        ("all",),
+        ("Drafter.allocate.limits",),
+        rare=(
+            {"room": "few blocks", "slots": 33, "rows": "some", "steps": 40},
+            {"room": "few blocks", "slots": 32, "block_size": 16, "prompt": 31, "events": "reused", "steps": 40},
+            {"room": "few tokens", "prompt": 65, "events": "reused", "steps": 40},
+            {"room": "few tokens", "slots": 33, "prompt": 300, "events": "moved", "steps": 6},
+        ),
+    ),
     Axis("model", ("alike", "shorter"), ("DraftContext.load_model",), rare=({"model": "wider"},)),
 )
 """`events` are admissions to a slot in use: of another text, of the beginning of its text, of another slot's text, of
 one of the same length that begins and ends as its text, of its own text, with or without a token that it got while it
-drained, and those of two preempted requests in each other's slots. A draft model of a `shorter` context or a `wider`
-vocabulary is refused, or drafts within its context and that vocabulary."""
+drained, and those of two preempted requests in each other's slots. The `room` is enough for all slots, or of fewer KV
+blocks than these need, or fewer tokens in a step than their prompts have. A draft model of a `shorter` context or a
+`wider` vocabulary is refused, or drafts within its context and that vocabulary."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Drafter.context": "its fields are varied",
     "Drafter.read.given": "`fd_core.testing.hooks.readers` drives drafters that read hidden states",
-    "Drafter.allocate.limits": "they follow from slots, drafts and the vocabulary",
     "DraftContext.ops": "the pack of the scripted model; the engine's tests use others",
     "DraftContext.model_path": "backends without checkpoints ignore it",
     "DraftContext.options": "the suite's `options`",
     "DraftContext.kv_cache_dtype": "the scripted model has one",
 }
 """Fields of the contract that no axis varies, with the reason."""
+_FEW_TOKENS: Final = 24
+"""Limit of the tokens in a step that prompts exceed."""
 _LONGEST: Final = 1024
 _MOST_DRAFTS: Final = 16
 _MAX_LOGITS: Final = 3e6
@@ -151,7 +174,9 @@ class _DraftSlots:
     def __init__(self, subject: DrafterUnderTest, case: Case, seed: int = 0) -> None:
         slots, self._k, vocab = (int_of(case, name) for name in ("slots", "k", "vocab"))
         longest = max(_LONGEST, 2 * int_of(case, "prompt"))
-        self._subject, self._case = subject, case
+        self._subject, self._case, self._room = subject, case, str(case["room"])
+        self._ample = case["cheap_tokens"] == _MANY and self._room == "all"
+        """True if each slot can have all its drafts in each step."""
         self._vocab, self._longest, self._block_size = vocab, longest, int_of(case, "block_size")
         self._rng = np.random.default_rng(zlib.crc32(f"{sorted(case.items())} {seed}".encode()))
         self.drafter = self._new(slots)
@@ -164,8 +189,8 @@ class _DraftSlots:
 
     def _new(self, slots: int) -> Drafter:
         cheap = int_of(self._case, "cheap_tokens")
-        sizes = self._k, self._vocab, self._longest, self._block_size
-        return self._subject.new(slots, *sizes, cheap_tokens=cheap, model=str(self._case["model"]))
+        sizes, room = (self._k, self._vocab, self._longest, self._block_size), "all" if slots == 1 else self._room
+        return self._subject.new(slots, *sizes, cheap_tokens=cheap, model=str(self._case["model"]), room=room)
 
     def _text(self, slot: int) -> list[int]:
         length, vocab, kind = int_of(self._case, "prompt"), int_of(self._case, "vocab"), self._case["text"]
@@ -255,7 +280,7 @@ class _DraftSlots:
         tokens, counts = self.drafter.propose(slots, self._k)
         for row, slot in enumerate(slots.tolist()):
             expected, found = self._drafts[slot], tokens[row, : int(counts[row])].tolist()
-            if self._case["cheap_tokens"] != _MANY:  # fewer slots may have more drafts
+            if not self._ample:  # fewer slots may have more drafts
                 expected, found = expected[: len(found)], found[: len(expected)]
             require(found == expected, "8", f"slot {slot} has the drafts {expected}, and in a second call {found}")
 
@@ -275,7 +300,7 @@ class _DraftSlots:
         """Fail if most of the drafts are missing: a drafter may have fewer, but not because it lost the text."""
         found, expected = self._counts.tolist()
         require(
-            4 * found >= expected or self._case["cheap_tokens"] != _MANY,
+            4 * found >= expected or not self._ample,
             "8",
             f"{found} drafts, where new drafters with the same texts have {expected}",
         )

@@ -562,3 +562,29 @@ class TakesAnyLength(NgramDrafter):
     def __init__(self, context):
         super().__init__(replace(context, options={}))
         self._longest = context.options.get("longest", 4) + 1
+
+
+@noticed("test_case")
+class ComputesWholePrompts(DraftModelDrafter):
+    """A step computes more tokens than its memory is reserved for."""
+
+    def allocate(self, limits):
+        super().allocate(limits)
+        self._budget = 2**30
+
+
+@noticed("test_case")
+class ReadsEvictedBlocks(DraftModelDrafter):
+    """A slot whose blocks another one took seems to be computed."""
+
+    def allocate(self, limits):
+        super().allocate(limits)
+        reserve, computed = self._blocks.reserve, self._blocks.computed
+
+        def reserved(slot, tokens):
+            before = computed.copy()
+            found = reserve(slot, tokens)
+            computed[:] = before
+            return found
+
+        self._blocks.reserve = reserved
