@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 
 import pytest
 
+from fd_core.cli.plugins.scaffold import PluginKind
 from fd_core.cli.plugins.scaffold.project import RECIPES
-from tests.testing.mutation.edits import edits_of
-from tests.testing.mutation.finder import path_of
+from tests.testing.mutation.__main__ import prepare
+from tests.testing.mutation.edits import Edit, edits_of
+from tests.testing.mutation.finder import ROOT, EditedModules, path_of
 from tests.testing.mutation.subjects import SUBJECTS, offered
 
 
@@ -55,3 +60,15 @@ def test_edits_of_a_subject_are_legal(kind):
         assert edits
         for edit in edits[::9]:
             ast.parse(edit.applied(source))
+
+
+@pytest.mark.parametrize("command", ["import fd_core.launching.spawn", ""], ids=["imported", "run"])
+def test_processes_of_a_trial_import_the_edit(command, tmp_path):
+    prepare(tmp_path, PluginKind.LAUNCHER)
+    module = "fd_core.launching.spawn"
+    end = len(path_of(module).read_text())
+    encoded = EditedModules(module, Edit(end, end, "print('edited')", 0)).encoded()
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FD_EDIT": encoded}
+    arguments = ["-c", command] if command else ["-m", module]
+    shown = subprocess.check_output([sys.executable, "-P", *arguments], env=variables, text=True)
+    assert shown == "edited\n"
