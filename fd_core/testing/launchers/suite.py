@@ -202,20 +202,24 @@ class LauncherSuite:
             note_held("launcher", values)
 
     def test_processes_end_with_their_launcher(self) -> None:
-        """Kill the process of a launcher."""
+        """Kill the process of a launcher, once its processes have announced themselves: failing to would end them."""
         cls = self.launcher_class()
         code = (
             f"import time, {__name__} as kit, {cls.__module__} as own; launcher = own.{cls.__qualname__}(); "
-            "specs = [kit.LauncherSuite().spec(name, cores=0) for name in 'ab']; "
-            "print(*[process.pid for process in launcher.start(specs)], flush=True); time.sleep(600)"
+            "suite = kit.LauncherSuite(); started = launcher.start([suite.spec(name, cores=0) for name in 'ab']); "
+            "print(*[suite.seen(process)['pid'] for process in started], flush=True); time.sleep(600)"
         )
         with python(code) as launching:
             assert launching.stdout is not None
             pids = launching.stdout.readline().split()
             launching.kill()
         assert len(pids) == 2, "a launcher in another process started nothing"
-        for pid in pids:
-            self.until(partial(_is_over, int(pid)))
+        try:
+            for pid in pids:
+                self.until(partial(_is_over, int(pid)))
+        finally:
+            for pid in itertools.filterfalse(_is_over, map(int, pids)):
+                os.kill(pid, signal.SIGKILL)
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -506,6 +507,21 @@ class StartsTheFirst(SpawnLauncher):
 
     def start(self, specs):
         return super().start([specs[0], *specs[1:]])
+
+
+@found_by("test_processes_end_with_their_launcher")
+class IsNotWatchedByItsProcesses(SpawnLauncher):
+    """A process notices the end of its launcher only if it announces itself later."""
+
+    def start(self, specs):
+        code = "import sys; from fd_core.launching import child; child._end_with_parent = id; child.main(*sys.argv[1:])"
+        command = partial(_unwatched, code)
+        with mock.patch.object(owned, "child_command", command):
+            return super().start(specs)
+
+
+def _unwatched(code, cores, *command):
+    return [sys.executable, "-P", "-c", code, ",".join(map(str, cores)), *command]
 
 
 @found_by("test_processes_end_with_their_launcher")
