@@ -298,12 +298,20 @@ inline Following first_panel(const Linear* w, int thread, int threads) {
     return w->type == Type::f32 ? of(Panel<float>(*w, vecs.begin)) : of(Panel<bf16>(*w, vecs.begin));
 }
 
-/// Rows of `x`, `stride` elements apart, times this thread's columns; quantized rows where w is packed.
+/// Rows of `x`, `stride` elements apart, times this thread's columns; quantized rows where w is packed. Of many rows a
+/// thread may take all columns of some instead, which stay in its caches from one operation to the next.
 template <class E, class Take>
 void multiply_rows(const Context& context, const Linear& w, const void* x, size_t stride, int rows, Following after,
                    Take&& take) {
     const Range vecs = column_share(w, context.thread, context.team.size());
-    if (w.packed())
+    if (!w.packed() && rows / context.team.size() >= TileShape<Row<E>>::kRowsApart) {
+        const Range mine = context.share(rows);
+        matmul<E>(w, static_cast<const E*>(x) + mine.begin * stride, stride, mine.end - mine.begin, {0, w.vecs}, after,
+                  [&](Block block) {
+                      block.row += mine.begin;
+                      take(block);
+                  });
+    } else if (w.packed())
         packed_matmul(w, static_cast<const char*>(x), stride * sizeof(float), rows, vecs, after, take);
     else
         matmul<E>(w, static_cast<const E*>(x), stride, rows, vecs, after, take);

@@ -352,20 +352,19 @@ const E* Attention<E>::latent_values(Scratch& s, int block, int columns) const {
     return s.panel;
 }
 
-/// c (+)= a * b for some rows and all vectors of columns; `call` holds a and c of row 0, and b of the first vector.
+/// c (+)= a * b for some rows and all vectors of columns; `call` holds a and c of row 0, and the first vector of b.
 template <class E>
 void Attention<E>::multiply(Scratch& s, Range rows, int vecs, TileCall<E> call) const {
     using S = TileShape<E>;
-    const E *a = call.a, *b = call.b;
-    float* c = call.c;
+    const TileCall<E> whole = call;
     const int count = rows.end - rows.begin, row_blocks = ceil_div(count, S::kRows);
     for (int v = 0; v < vecs; v += S::kVecs) {
-        call.b = b + size_t(v) * kLanes * Product<E>::kStep;
+        call.first = whole.first + size_t(v) * kLanes * Product<E>::kStep * sizeof(E);
         for (int i = 0; i < row_blocks; i++) {
             const Range r = row_block<E>(count, i, row_blocks);
             const size_t first = rows.begin + r.begin;
-            call.a = a + first * call.a_stride;
-            call.c = c + first * call.c_stride + v * kLanes;
+            call.a = whole.a + first * call.a_stride;
+            call.c = whole.c + first * call.c_stride + v * kLanes;
             s.fetcher.attach(call);
             tile<E>(r.end - r.begin, std::min(S::kVecs, vecs - v), call);
         }
@@ -406,13 +405,42 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
     call.a = s.q;
     call.a_stride = s.q_stride;
     call.b_step = size_t(layout.block_k) * Product<E>::kStep;
-    call.steps = layout.d_k / Product<E>::kStep;
-    call.b = layout.latent && layout.quantized
-                 ? latent_keys(s, pass.table[block], call.steps, columns)
-                 : expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step);
+    call.steps = call.block_steps = layout.d_k / Product<E>::kStep;
+    const char* const keys =
+        (const char*)(layout.latent && layout.quantized
+                          ? latent_keys(s, pass.table[block], call.steps, columns)
+                          : expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step));
+    call.blocks = &keys;
     call.c = s.scores + column;
     call.c_stride = s.columns;
     multiply(s, pass.rows, columns / kLanes, call);
+}
+
+/// The maximum of scaled scores, whose largest are known.
+static float scaled_maximum(V largest, V factor) { return vmaximum(vmax(vset(kHidden), largest * factor)); }
+
+/// The same as below for `rows` rows that see a whole chunk of an unquantized cache. All maxima come first, so that one row
+/// does not wait for the maximum of another.
+template <class E>
+[[gnu::flatten]] static void softmax_whole(const float* scores, E* weights, size_t columns, int rows, float factor,
+                                           float* maxima, float* sums) {
+    constexpr int N = kChunkTokens / kLanes;
+    const V by = vset(factor);
+    for (int row = 0; row < rows; row++) {
+        V largest = vset(kHidden);
+        unroll<N>([&](int i) { largest = vmax(largest, vload(scores + row * columns + i * kLanes)); });
+        maxima[row] = scaled_maximum(largest, by);
+    }
+    for (int row = 0; row < rows; row++) {
+        const V less = vset(-maxima[row]);
+        V sum = vset(0.0f);
+        unroll<N>([&](int i) {
+            const V v = vexp2(vfma(vload(scores + row * columns + i * kLanes), by, less));
+            sum = sum + v;
+            vstore_flushed(weights + row * columns + i * kLanes, v);
+        });
+        sums[row] = vsum(sum);
+    }
 }
 
 /// Turn the chunk's scores into weights 2^(score - max), with their max and sum, for each row.
@@ -422,7 +450,8 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     const float factor = shape_.softcap ? shape_.scale : shape_.scale * kLog2e;
     const int blocks = end_block - first_block;
     float *const key_scales = s.key_scales, *const value_scales = s.value_scales;
-    const bool scaled = layout.quantized && !layout.latent;
+    const float softcap = shape_.softcap;
+    const bool scaled = layout.quantized && !layout.latent, plain = !scaled && !softcap && factor > 0;
     for (int b = 0; scaled && b < blocks; b++) {
         const int32_t block = pass.table[first_block + b];
         std::memcpy(key_scales + b * layout.block_k, layer_.key_scales(block, head), layout.block_k * sizeof(float));
@@ -431,79 +460,115 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     // Blocks without padding are one span of columns.
     const int span = layout.block_k == layout.block_size ? blocks : 1;
     const int span_tokens = span * layout.block_size, columns = s.columns, group = shape_.group();
+    const int chunk_begin = first_block * layout.block_size, chunk_end = chunk_begin + span_tokens;
+    bool whole = plain && span == blocks && span_tokens == kChunkTokens;
+    for (int i = pass.rows.begin / group; whole && i < ceil_div(pass.rows.end, group); i++)
+        whole = s.queries[i].low(shape_.window, shape_.chunked) <= chunk_begin &&
+                s.queries[i].high(shape_.window, shape_.chunked) >= chunk_end;
+    if (whole) {
+        const size_t first = pass.rows.begin;
+        return softmax_whole(s.scores + first * columns, s.weights + first * columns, columns,
+                             pass.rows.end - pass.rows.begin, factor, s.chunk.max + first, s.chunk.sum + first);
+    }
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
         const Query& query = s.queries[row / group];
         const int low = query.low(shape_.window, shape_.chunked), high = query.high(shape_.window, shape_.chunked);
         float* const scores = s.scores + size_t(row) * columns;
         E* const weights = s.weights + size_t(row) * columns;
-        // f(column, vector of it, first lane that is seen, end of those that are)
+        // f(column, keep): `keep(x, other)` has other where a vector of columns has tokens that are not seen.
         auto each = [&](auto f) {
             int column = 0;
             for (int b = 0; b < blocks; b += span) {
                 const int begin = (first_block + b) * layout.block_size, seen = std::min(high, begin + span_tokens) - begin;
                 const int last = std::min(span * layout.block_k, round_up(std::min(span_tokens, pass.high - begin), kLanes));
-                const int end = b + span < blocks ? span * layout.block_k : last;
-                for (int i = 0; i < end; i += kLanes) f(b * layout.block_k + i, low - begin - i, seen - i);
-                column = b * layout.block_k + end;
+                const int end = b + span < blocks ? span * layout.block_k : last, at = b * layout.block_k;
+                auto some = [&](int from, int to) {
+                    for (int i = from; i < to; i += kLanes)
+                        f(at + i, [&](V x, float other) { return vkeep(x, low - begin - i, seen - i, vset(other)); });
+                };
+                const int all_from = std::min(end, round_up(std::max(0, low - begin), kLanes));
+                const int all_to = std::max(all_from, std::min(end, seen / kLanes * kLanes));
+                some(0, all_from);
+                for (int i = all_from; i < all_to; i += kLanes) f(at + i, [](V x, float) { return x; });
+                some(all_to, end);
+                column = at + end;
             }
             return column;
         };
-        V largest = vset(kHidden);
-        each([&](int column, int from, int to) {
-            V v = vload(scores + column) * vset(factor);
-            if (scaled) v = v * vload(key_scales + column);
-            if (shape_.softcap) v = softcapped(v, shape_.softcap) * vset(kLog2e);
-            if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(kHidden));
-            vstore(scores + column, v);
-            largest = vmax(largest, v);
-        });
-        const V max = vset(vmaximum(largest));
-        V sum = vset(0.0f);
-        const int end = each([&](int column, int from, int to) {
-            V v = vexp2(vload(scores + column) - max);
-            if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(0.0f));
-            sum = sum + v;
-            if (scaled) v = v * vload(value_scales + column);
-            layout.integers ? vstore(scores + column, v) : vstore(weights + column, v);
-        });
+        V largest = vset(kHidden), sum = vset(0.0f);
+        int end;
+        if (plain) {
+            each([&](int column, auto keep) { largest = vmax(largest, keep(vload(scores + column), kHidden)); });
+            s.chunk.max[row] = scaled_maximum(largest, vset(factor));
+            const V less = vset(-s.chunk.max[row]);
+            end = each([&](int column, auto keep) {
+                const V v = keep(vexp2(vfma(vload(scores + column), vset(factor), less)), 0.0f);
+                sum = sum + v;
+                vstore_flushed(weights + column, v);
+            });
+        } else {
+            each([&](int column, auto keep) {
+                V v = vload(scores + column) * vset(factor);
+                if (scaled) v = v * vload(key_scales + column);
+                if (softcap) v = softcapped(v, softcap) * vset(kLog2e);
+                v = keep(v, kHidden);
+                vstore(scores + column, v);
+                largest = vmax(largest, v);
+            });
+            s.chunk.max[row] = vmaximum(largest);
+            const V max = vset(s.chunk.max[row]);
+            end = each([&](int column, auto keep) {
+                V v = keep(vexp2(vload(scores + column) - max), 0.0f);
+                sum = sum + v;
+                if (scaled) v = v * vload(value_scales + column);
+                layout.integers ? vstore(scores + column, v) : vstore_flushed(weights + column, v);
+            });
+        }
+        s.chunk.sum[row] = vsum(sum);
         if (layout.integers)
             s.split_weights[row] = split_row(scores, end, s.half, s.weight_bytes + row * 2 * s.half);
         else
             for (int i = end; i < round_up(end, TileShape<E>::kAlign); i += kLanes) vstore(weights + i, vset(0.0f));
-        s.chunk.max[row] = vmaximum(max);
-        s.chunk.sum[row] = vsum(sum);
     }
 }
 
-/// sums = weights * values of the chunk's blocks.
+/// sums = weights * values of the chunk's blocks, one after the other where the thread's panel holds their values.
 template <class E>
 void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block, int end_block) const {
     const KvLayout& layout = *layer_.layout;
-    const int last_columns = columns_of(layout, pass.high, end_block - 1);
+    const int last_columns = columns_of(layout, pass.high, end_block - 1), before = end_block - 1 - first_block;
+    s.blocks.clear();
+    for (int b = first_block; b < end_block; b++) s.blocks.push_back(layer_.head(pass.table[b], head));
     if (layout.integers) {
-        s.blocks.clear();
-        for (int b = first_block; b < end_block; b++) s.blocks.push_back(layer_.head(pass.table[b], head));
-        const int steps = (int(s.blocks.size()) - 1) * layout.block_v / kDotK + last_columns / kDotK;
+        const int steps = before * layout.block_v / kDotK + last_columns / kDotK;
         multiply(s, pass.rows, layout.d_v / kLanes,
                  SplitCall{s.weight_bytes, s.half, s.split_weights, s.blocks.data(), layout.key_elements(),
                            size_t(layout.d_v) * kDotK, layout.block_k, layout.block_v / kDotK, steps, s.chunk.total,
                            size_t(s.d)});
         return;
     }
+    const int last_steps = round_up(last_columns, TileShape<E>::kAlign) / Product<E>::kStep;
     TileCall<E> call{};
+    call.a = s.weights;
     call.a_stride = s.columns;
     call.b_step = size_t(layout.d_v) * Product<E>::kStep;
+    call.block_steps = layout.block_k / Product<E>::kStep;
     call.c = s.chunk.total;
     call.c_stride = s.d;
-    for (int b = first_block; b < end_block; b++) {
-        call.a = s.weights + (b - first_block) * layout.block_k;
-        const int columns = b + 1 < end_block ? layout.block_k : last_columns;
-        call.steps = round_up(columns, TileShape<E>::kAlign) / Product<E>::kStep;
-        call.b = layout.latent
-                     ? latent_values(s, pass.table[b], call.steps * Product<E>::kStep)
-                     : expanded(s, pass.table[b], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
+    if (!layout.quantized && !layout.latent) {
+        call.blocks = s.blocks.data();
+        call.first = layout.key_elements() * sizeof(E);
+        call.steps = before * call.block_steps + last_steps;
+        return multiply(s, pass.rows, layout.d_v / kLanes, call);
+    }
+    for (int b = first_block; b < end_block; b++, call.a += layout.block_k, call.accumulate = true) {
+        call.steps = b + 1 < end_block ? call.block_steps : last_steps;
+        const char* const values =
+            (const char*)(layout.latent ? latent_values(s, pass.table[b], call.steps * Product<E>::kStep)
+                                        : expanded(s, pass.table[b], head, layout.key_elements(), call.steps,
+                                                   int(call.b_step), call.b_step));
+        call.blocks = &values;
         multiply(s, pass.rows, layout.d_v / kLanes, call);
-        call.accumulate = true;
     }
 }
 

@@ -204,6 +204,16 @@ inline V vkeep(V x, int low, int high, V other) {
 
 #endif
 
+/// Store numbers that are multiplied next: of those below 2^-126 the instructions read 0 in any case.
+inline void vstore_flushed(float* p, V x) { vstore(p, x); }
+inline void vstore_flushed(bf16* p, V x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+    vstore(p, x);
+#endif
+}
+
 #if !defined(__AVX512F__)
 inline float vsum(V x) {
     float lane[kLanes], sum = 0;

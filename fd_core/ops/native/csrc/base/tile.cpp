@@ -1,10 +1,18 @@
 #include "base/tile.h"
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 
 namespace fd {
 namespace {
+
+/// f(first element of B that is read, first step, steps) for each block.
+template <class E, class A, class F>
+[[gnu::always_inline]] inline void each_block(const TileCall<E, A>& call, F&& f) {
+    for (int first = 0, block = 0; first < call.steps; first += call.block_steps, block++)
+        f((const E*)(call.blocks[block] + call.first), first, std::min(call.block_steps, call.steps - first));
+}
 
 template <class E, class A, int R, int N>
 [[gnu::flatten]] void vector_tile(const TileCall<E, A>& call) {
@@ -17,36 +25,38 @@ template <class E, class A, int R, int N>
         unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
 
     const A* a = call.a;
-    const E* b = call.b;
     const char* ahead = call.ahead;
     const size_t a_stride = call.a_stride, b_step = call.b_step;
-    const int ahead_lines = call.ahead_lines, ahead_steps = call.ahead_steps;
-    for (int k = 0; k < call.steps; k++, a += P::kStep, b += b_step) {
-        if (k < ahead_steps)
-            for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
-        if constexpr (std::is_same_v<E, A>) {
-            typename P::Operand columns[N];
-            unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
-            unroll<R>([&](int r) {
-                const typename P::Operand x = P::broadcast(a + r * a_stride);
-                unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
-            });
-        } else {
-            // One half of the pairs after the other: both take more registers than there are.
-            auto multiply = [&](auto half, int i) {
-                V columns[N];
-                unroll<N>([&](int v) { columns[v] = pinned(half(P::load(b + v * kLanes * P::kStep))); });
+    const int ahead_lines = call.ahead_lines;
+    int ahead_steps = call.ahead_steps;
+    each_block(call, [&](const E* b, int, int steps) {
+        for (int k = 0; k < steps; k++, a += P::kStep, b += b_step) {
+            if (ahead_steps-- > 0)
+                for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+            if constexpr (std::is_same_v<E, A>) {
+                typename P::Operand columns[N];
+                unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
                 unroll<R>([&](int r) {
-                    const V x = vset(a[r * a_stride + i]);
-                    unroll<N>([&](int v) {
-                        acc[r * N + v] = pinned(vfma(x, columns[v], acc[r * N + v]));
-                    });
+                    const typename P::Operand x = P::broadcast(a + r * a_stride);
+                    unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
                 });
-            };
-            multiply([](auto pairs) { return P::low(pairs); }, 0);
-            multiply([](auto pairs) { return P::high(pairs); }, 1);
+            } else {
+                // One half of the pairs after the other: both take more registers than there are.
+                auto multiply = [&](auto half, int i) {
+                    V columns[N];
+                    unroll<N>([&](int v) { columns[v] = pinned(half(P::load(b + v * kLanes * P::kStep))); });
+                    unroll<R>([&](int r) {
+                        const V x = vset(a[r * a_stride + i]);
+                        unroll<N>([&](int v) {
+                            acc[r * N + v] = pinned(vfma(x, columns[v], acc[r * N + v]));
+                        });
+                    });
+                };
+                multiply([](auto pairs) { return P::low(pairs); }, 0);
+                multiply([](auto pairs) { return P::high(pairs); }, 1);
+            }
         }
-    }
+    });
     unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });
 }
 
@@ -84,23 +94,25 @@ void amx_tile(const TileCall<bf16>& call) {
         amx::zero<3>();
     }
     const char* ahead = call.ahead;
-    for (int k = 0; k < call.steps; k += kTileK / 2) {
-        const bf16* a = call.a + k * 2;
-        const bf16* b = call.b + k * call.b_step;
-        for (int i = 0; k < call.ahead_steps && i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
-        amx::load<4, Passes>(a, a_bytes);
-        amx::load<6>(b, b_bytes);
-        amx::multiply_add<0, 4, 6>();
-        if constexpr (N > 1) {
-            amx::load<7>(b + 2 * kTile, b_bytes);
-            amx::multiply_add<1, 4, 7>();
+    each_block(call, [&](const bf16* b, int first, int steps) {
+        for (int k = first; k < first + steps; k += kTileK / 2, b += kTileK / 2 * call.b_step) {
+            const bf16* a = call.a + k * 2;
+            const int lines = k < call.ahead_steps ? call.ahead_lines * kTileK / 2 : 0;
+            for (int i = 0; i < lines; i++, ahead += kCacheLine) prefetch(ahead);
+            amx::load<4, Passes>(a, a_bytes);
+            amx::load<6>(b, b_bytes);
+            amx::multiply_add<0, 4, 6>();
+            if constexpr (N > 1) {
+                amx::load<7>(b + 2 * kTile, b_bytes);
+                amx::multiply_add<1, 4, 7>();
+            }
+            if constexpr (R > 1) {
+                amx::load<5, Passes>(a + kTile * call.a_stride, a_bytes);
+                amx::multiply_add<2, 5, 6>();
+                if constexpr (N > 1) amx::multiply_add<3, 5, 7>();
+            }
         }
-        if constexpr (R > 1) {
-            amx::load<5, Passes>(a + kTile * call.a_stride, a_bytes);
-            amx::multiply_add<2, 5, 6>();
-            if constexpr (N > 1) amx::multiply_add<3, 5, 7>();
-        }
-    }
+    });
     amx::store<0>(call.c, c_bytes);
     if constexpr (N > 1) amx::store<1>(call.c + kTile, c_bytes);
     if constexpr (R > 1) amx::store<2>(lower, c_bytes);

@@ -13,11 +13,12 @@ namespace fd {
 
 /// Largest block that one call computes, how many k its operands are padded to, and what stays in a core's caches while a
 /// product runs: rows of A in the second level, and part of a panel of B in the first (0: it is read from the second).
+/// From kRowsApart rows a thread on, reading all weights costs less than rows that other threads have written.
 template <class E>
 struct TileShape;
 
 struct VectorTiles {
-    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10;
+    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10, kRowsApart = 1 << 20;
 };
 
 #if defined(__AVX512F__)
@@ -42,7 +43,8 @@ struct TileShape<float> : VectorTiles {
 // Tiles are always whole: A must have kRowSlack readable rows after its last one.
 template <>
 struct TileShape<bf16> {
-    static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32, kPartBytes = 40 << 10, kGroupBytes = 1 << 20;
+    static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32, kPartBytes = 40 << 10, kGroupBytes = 1 << 20,
+                         kRowsApart = 128;
 };
 #elif defined(__AVX512BF16__)
 template <>
@@ -87,9 +89,10 @@ template <class E, class A = E>
 struct TileCall {
     const A* a;
     size_t a_stride;  // elements
-    const E* b;
-    size_t b_step;  // elements from one k step to the next
-    int steps;      // k / kStep
+    const char* const* blocks;  // of B, which goes on in the next one after `block_steps`
+    size_t first;               // bytes from a block to its first vector
+    size_t b_step;              // elements from one k step to the next
+    int block_steps, steps;     // of each block, and of all, k / kStep: the last block may have fewer
     float* c;
     size_t c_stride;
     bool accumulate = false;

@@ -143,8 +143,9 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
             call.c_stride = kColumns;
             call.a_passes = true;
             for (int step = 0; step < steps; step += part_steps) {
-                call.b = panel.b + step * panel.step();
-                call.steps = std::min(part_steps, steps - step);
+                const char* const b = reinterpret_cast<const char*>(panel.b + step * panel.step());
+                call.blocks = &b;
+                call.steps = call.block_steps = std::min(part_steps, steps - step);
                 call.accumulate = step > 0;
                 // What follows is the next part, the next panel, the first one again for the next rows, or another operation's.
                 const bool last_part = step + call.steps == steps, last = last_part && next >= vecs.end;
