@@ -16,6 +16,8 @@ from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
 _CHUNK: Final = 1 << 16
+_LONGEST_LINE: Final = 1 << 20
+"""Bytes from which on output without an end of a line, such as a progress bar, is a line."""
 _FINAL_MESSAGES_SECONDS: Final = 0.5
 """Timeout for the last lines of an ended process, in seconds."""
 
@@ -99,6 +101,8 @@ class OwnedProcess:
                 if b"\n" in chunk:
                     *lines, rest = self._unfinished.split(b"\n")
                     self._end_lines(lines, rest)
+                elif len(self._unfinished) > _LONGEST_LINE:
+                    self._end_lines([self._unfinished], bytearray())
         if self._unfinished:
             self._end_lines([self._unfinished], bytearray())
 

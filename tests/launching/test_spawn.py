@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from fd_core.launching import spawn
 from fd_core.launching.contract import NODE_ADDRESS, Launcher, ProcessSpec
+from fd_core.launching.owned import OwnedProcess
 from fd_core.launching.spawn import SpawnLauncher
 from fd_core.testing.launchers import LauncherSuite
 
@@ -51,6 +55,18 @@ class TestSpawn(LauncherSuite):
             assert json.load(answer)["usage"]["completion_tokens"] == 3
         server.terminate()
         assert server.wait(30) == 0
+
+
+def test_output_without_line_ends_is_not_kept_whole(tmp_path: Path) -> None:
+    (tmp_path / "bar.py").write_text("import sys\nfor _ in range(64): sys.stdout.write('=' * 2**20)\n")
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    spec = ProcessSpec("bar", ("-m", "bar"), cores=0, environment={"PYTHONPATH": path})
+    process = OwnedProcess(spec, "here", NODE_ADDRESS, (), {})
+    try:
+        assert process.wait(30) == 0
+        assert 2**20 < len(process.reason()) < 2**24
+    finally:
+        process.close()
 
 
 def answers(url: str) -> bool:
