@@ -407,6 +407,13 @@ class HasATriggerThatNeverOccurs(HermesTools):
         return super().form(name)._replace(trigger="<function_call>")
 
 
+@breaks("8.3", "calls:test_grammar_constrained_output_is_parsed[True]")
+class HasATriggerThatTextHas(HermesTools):
+    @classmethod
+    def form(cls, name):
+        return super().form(name)._replace(trigger="<")
+
+
 @breaks("8.3", "calls:test_grammar_constrained_output_is_parsed[False]")
 class LosesBackslashes(HermesTools):
     def emit_arguments(self, text):

@@ -11,7 +11,7 @@ import pytest
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.parsers.answers import CALLS
+from fd_core.testing.parsers.answers import CALLS, TEXTS
 from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 
@@ -65,6 +65,9 @@ def test_grammar_constrained_output_is_parsed(target: ParserTarget, ascii_only: 
         form = form_of(target, name)
         begun = form.trigger and (form.opening or form.begin).startswith(form.trigger)
         require(begun, "8.3", f"a call does not begin with {form.trigger!r}: {form}")
+        ordinary = [text for text in TEXTS.values() if form.anywhere and form.trigger in text]
+        what = f"the trigger {form.trigger!r} is in the text {ordinary[:1]}, where a grammar would force a call"
+        require(not ordinary, "8.3", f"{what}; choose a prefix that only calls have")
         for arguments in arguments_of(target, form):
             calls = ((name, arguments),)
             answer = SampleAnswer(target.written(form, calls, ascii_only=ascii_only), (name,), "", "", calls)
