@@ -224,7 +224,8 @@ class RoutingContext:
 class RouterPolicy(abc.ABC):
     """Chooses one worker for each request; the router makes one instance for each role, which share no state.
 
-    One that remembers sessions remembers `config.max_sessions` of them at most, those that were used last.
+    One that remembers sessions remembers `config.max_sessions` of them at most, those that were used last. Most of
+    the sessions that return to their workers stay there when another worker joins or leaves.
     """
 
     uses_prefix: ClassVar[bool] = False

@@ -401,6 +401,14 @@ class ForgetsAnAddress(RouterPolicy):
         self._ring.pop(worker.url, None)
 
 
+class NumbersSessions(RouterPolicy):
+    """The number of a session, modulo that of the workers: one more moves nearly all sessions."""
+
+    def choose(self, context):
+        there = sorted(context.candidates, key=lambda each: each.worker.url)
+        return there[zlib.crc32((context.session or "").encode()) % len(there)]
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -600,6 +608,7 @@ LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
 NAMES = "test_long_names_that_differ_in_one_character_spread_like_short_ones"
 PREFIX = "test_a_cached_prefix_counts_but_does_not_outweigh_every_load"
 SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten"
+STAY = "test_most_sessions_stay_when_another_worker_joins_or_leaves"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -637,6 +646,7 @@ def without_shrinking(monkeypatch):
         (ForgetsToUsePrefixes, PREFIX, ()),
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),
+        (NumbersSessions, STAY, ()),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),

@@ -50,6 +50,8 @@ _USER: Final = "a session of one user"
 """Beginning of the names of sessions, which no log shows."""
 _NEXT: Final = 40
 """Requests of which a worker that has just joined serves no more than a quarter."""
+_RETURNING: Final = 61
+"""Sessions that return, not a multiple of the workers, so that a policy that takes workers in turn moves them."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _TOKENS: Final = 100_000
@@ -200,6 +202,30 @@ class RouterPolicySuite:
                 break  # it keeps no sessions
             policy.choose(self.shown(there, 0.5, f"other {number}", now=1.0))
         assert len(homes) == 1, "with max-sessions=4, a session is forgotten although others were idle for longer"
+
+    @pytest.mark.law("7.2")
+    def test_most_sessions_stay_when_another_worker_joins_or_leaves(self) -> None:
+        """Let sessions, each with its own prompt, return while loads change.
+
+        A session that moves leaves its KV behind: if nearly all move, the workers compute all conversations again.
+        """
+        policy, homes, moved = self.new_policy(), dict[int, RouterWorker](), list[int]()
+        for turn, there in enumerate((range(8), range(8), range(9), range(1, 9))):
+            before = homes.copy()
+            for number in range(_RETURNING):
+                loads = [
+                    WorkerLoad(*(load, load, 97 * load)) for load in ((3 * at + number + turn) % 4 for at in there)
+                ]
+                shown = [(_worker(at, at), load, 0) for at, load in zip(there, loads, strict=True)]
+                draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}"
+                homes[number] = policy.choose(self.shown(shown, draw, name, prompt=number, now=float(turn))).worker
+            moved.append(sum(before[at] != homes[at] and before[at].incarnation in there for at in before))
+            if turn == 1 and 4 * moved[1] > _RETURNING:
+                lacks("sessions do not stay while loads change")
+            if turn == 2:
+                policy.departed(_worker(0, 0))
+        what = f"of {_RETURNING} sessions, {moved[2]} move when a worker joins 8 others, {moved[3]} when one leaves"
+        assert 2 * max(moved) <= _RETURNING, f"{what}; remember sessions, or use rendezvous or consistent hashing"
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
