@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import ClassVar
 
 import numpy as np
@@ -217,6 +218,18 @@ class CopiesItsTable(Shortest):
         following[slots, tokens[:, 0]] = counts
         super().extend(slots, tokens, counts)
         self._following = following
+
+
+@noticed("test_time_of_a_step_does_not_grow_with_the_text")
+class HashesThePrompt(Shortest):
+    """As long for each token, but a long prompt keeps all requests waiting for seconds."""
+
+    def admit(self, slot, tokens):
+        super().admit(slot, tokens)
+        self.digest = b""
+        for token in tokens.tolist():
+            for size in range(64):
+                self.digest = sha256(self.digest + bytes([size]) + token.to_bytes(4, "little")).digest()
 
 
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
