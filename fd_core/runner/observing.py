@@ -55,7 +55,7 @@ class SampledStep(msgspec.Struct, frozen=True):
 
 class Observer(abc.ABC):
     """Observer of sampled tokens. Created without arguments when the engine starts, then called on one thread; it may
-    block and raise."""
+    block and raise. Files that it writes the ids of tokens to are private, as the texts of answers are."""
 
     @abc.abstractmethod
     def observe(self, step: SampledStep) -> None:

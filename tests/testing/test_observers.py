@@ -11,6 +11,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -343,6 +344,19 @@ class WritesOneFile(WritesTheRestOfAPage):
         self.file.close()
 
 
+class WritesTokensForAll(Counts):
+    """A file that other users of the machine may read: its ids of tokens are the texts of answers."""
+
+    def __init__(self):
+        self.file = Path(gettempdir(), f"tokens-{uuid4()}").open("w")  # noqa: SIM115
+
+    def observe(self, step):
+        self.file.writelines(f"{request.request_id} {request.token_ids}\n" for request in step.requests)
+
+    def close(self):
+        self.file.close()
+
+
 class SendsFromAThread(Counts):
     """Intact: a thread takes the steps from a queue, until `close`."""
 
@@ -424,6 +438,7 @@ class WritesAPageAtTimes(Counts):
         (LeavesAFile, "test_closing_releases_threads_and_files"),
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
         (WritesOneFile, "test_what_it_writes_has_the_last_step"),
+        (WritesTokensForAll, "test_what_it_writes_has_the_last_step"),
         (LosesTheRestOfAPage, "test_what_it_writes_has_the_last_step"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),

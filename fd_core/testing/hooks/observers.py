@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Final
 
 import msgspec
@@ -20,7 +22,7 @@ from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded, require_idle
-from fd_core.testing.kit.privacy import created_paths
+from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 
 _MANY: Final = "steps=33000,requests=1"
@@ -32,6 +34,8 @@ _CLOSE_SECONDS: Final = 3.0
 """Time of `close`, which an engine that ends leaves after 5 seconds."""
 _RECORDED: Final = 299
 """Steps that fill no buffer of a usual size exactly."""
+_TOKEN: Final = 151_637
+"""Token of all steps that an observer may write."""
 _MOST_BYTES: Final = 1 << 24
 """Size of a file that may be that of the steps of a test."""
 _ROUND: Final = 4096
@@ -102,12 +106,16 @@ class ObserverSuite:
         )
 
     def _written(self, *requests: list[str]) -> bytes:
-        """Return what observers write at the same time, each about its requests."""
-        with created_paths() as files:
+        """Return what observers write at the same time, each about its requests.
+
+        Other users of the machine may open no file with the ids of tokens, which are the text of an answer.
+        """
+        hidden = str(_TOKEN).encode(), _TOKEN.to_bytes(4, "little")
+        with created_paths() as files, hidden_from_other_users(Path(gettempdir()), *hidden):
             observers = [self.new_observer() for _ in requests]
             for number, names in enumerate(zip(*requests, strict=True)):
                 for observer, name in zip(observers, names, strict=True):
-                    observer.observe(SampledStep(0, number, (SampledRequest(name, (7,), 0, 0),)))
+                    observer.observe(SampledStep(0, number, (SampledRequest(name, (_TOKEN,), 0, 0),)))
             for observer in observers:
                 observer.close()
         return b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)

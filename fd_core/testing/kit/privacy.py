@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,8 @@ _OTHERS: Final = 0o077
 _MAY_WRITE: Final = 0o022
 _PATHS: Final = {"os.mkdir": (0,), "os.rename": (1,), "os.link": (1,), "sqlite3.connect": (0,)}
 """Positions of the arguments that name something new, by event."""
+_COMMANDS: Final = {"subprocess.Popen": 2, "os.posix_spawn": 2, "os.exec": 2, "os.spawn": 3, "os.system": 1}
+"""Number of arguments before the variables, which only the new process can read, by event."""
 _PART: Final = 8
 """Bytes of a value that no log shows."""
 _NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
@@ -78,19 +80,26 @@ def kept_out_of_logs(*values: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def hidden_from_other_users(folder: Path, secret: bytes = b"") -> Iterator[None]:
+def hidden_from_other_users(folder: Path, *secrets: bytes) -> Iterator[None]:
     """Fail if another user may open what was created within, and is there at the end, with the usual umask of 022.
 
-    `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With a
-    `secret`, only files that contain it count.
+    `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With
+    `secrets`, only files that contain one of them count, and commands of new processes, which all users can list.
     """
-    before, mask = set(_open_paths()), os.umask(0o022)
+    before, mask, commands = set(_open_paths()), os.umask(0o022), list[str]()
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _COMMANDS:
+            commands.append(repr(arguments[: _COMMANDS[event]]))
+
     try:
-        with created_paths() as made:
+        with created_paths() as made, audited(note):
             yield
         paths = [*made, *(path for path in _open_paths() if path not in before)]
     finally:
         os.umask(mask)
+    listed = any(secret.decode("latin-1") in command for command in commands for secret in secrets)
+    require(not listed, "8", "the command of a new process, which all users can list, has a secret; pass a variable")
     private = {path for path in made if _mode(path) & _OTHERS == 0}
     for path in dict.fromkeys(paths):
         mode, ways = _mode(path), [each for each in path.parents if each in private or not _is_around(each, folder)]
@@ -99,7 +108,7 @@ def hidden_from_other_users(folder: Path, secret: bytes = b"") -> Iterator[None]
         shown = f"{path} has the mode {stat.S_IMODE(mode):o}, with a umask of 022: other users of the machine may"
         if stat.S_ISDIR(mode):
             require(mode & _MAY_WRITE == 0, "8", f"{shown} write there; create it with mode 700")
-        elif (stat.S_ISSOCK(mode) and not secret) or (stat.S_ISREG(mode) and _holds(path, secret)):
+        elif (stat.S_ISSOCK(mode) and not secrets) or (stat.S_ISREG(mode) and _holds(path, secrets)):
             require(mode & _OTHERS == 0, "8", f"{shown} open it; create it in a folder of mode 700, or with mode 600")
 
 
@@ -107,8 +116,8 @@ def _is_around(path: Path, folder: Path) -> bool:
     return path in (folder, *folder.parents) or folder in path.parents
 
 
-def _holds(path: Path, secret: bytes) -> bool:
-    return secret in path.read_bytes() if secret else path.stat().st_size > 0
+def _holds(path: Path, secrets: Sequence[bytes]) -> bool:
+    return any(secret in path.read_bytes() for secret in secrets) if secrets else path.stat().st_size > 0
 
 
 def _mode(path: Path) -> int:

@@ -110,7 +110,8 @@ class LauncherSuite:
             (process,) = launching.start([self.spec("one", "fail", "first", _LINE)])
             code = process.wait(self.patience)
             assert code is not None, (
-                f"a process that prints a line of {LONG_LINE:,} characters does not end; read all of its output"
+                f"a process that prints a byte that is not UTF-8 and a line of {LONG_LINE:,} characters does not end; "
+                "read all of its output"
             )
             assert code == process.exit_code() == 7
             assert "ended with exit code 7" in process.reason() and _LINE in process.reason(), (
@@ -262,7 +263,7 @@ class LauncherSuite:
     def test_other_users_of_the_machine_cannot_read_secrets(
         self, launching: Launcher, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """Look for files that a launcher writes, such as for the variables of a process."""
+        """Look at files that a launcher writes, such as for the variables of a process, and commands that it runs."""
         with hidden_from_other_users(tmp_path_factory.getbasetemp(), _HIDDEN.encode()):
             (process,) = launching.start([self.spec("one", secrets={"FD_SUITE_KEY": _HIDDEN}, cores=0)])
             self.seen(process)

@@ -19,6 +19,7 @@ from typing import ClassVar
 from unittest import mock
 
 from fd_core.launching import owned, spawn
+from fd_core.launching.child import child_command
 from fd_core.launching.contract import Launcher, LaunchError, Node, require_startable
 from fd_core.launching.owned import OwnedProcess
 from fd_core.launching.spawn import SpawnLauncher
@@ -570,6 +571,16 @@ class WritesItsEnvironmentToAFile(OwnedProcess):
     def close(self):
         self._file.unlink(missing_ok=True)
         super().close()
+
+
+@found_by("test_other_users_of_the_machine_cannot_read_secrets")
+class PassesSecretsAsArguments(OwnedProcess):
+    """`env` replaces its command soon, but whoever lists the processes meanwhile has the key."""
+
+    def __init__(self, spec, node, address, cores, environment):
+        secrets = [f"{name}={value}" for name, value in spec.secrets.items()]
+        with mock.patch.object(owned, "child_command", lambda *words: ["env", *secrets, *child_command(*words)]):
+            super().__init__(replace(spec, secrets={}), node, address, cores=cores, environment=environment)
 
 
 @found_by(ANY_ORDER)
