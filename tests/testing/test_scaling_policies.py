@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.cluster.scaling import LoadPolicy, ScalingPolicy
+from fd_core.cluster.scaling import LoadPolicy, LoadPolicyOptions, ScalingPolicy
 from fd_core.testing.axes import parts
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.scaling import ScalingPolicySuite
@@ -18,6 +18,9 @@ from fd_core.testing.hooks.scaling import ScalingPolicySuite
 class TestLoadPolicy(ScalingPolicySuite):
     policy = "load"
 
+    def options(self):
+        return {name: value for name, value in msgspec.to_builtins(LoadPolicyOptions()).items() if value is not None}
+
 
 class Proposes(ScalingPolicy):
     def __init__(self, options):
@@ -25,6 +28,13 @@ class Proposes(ScalingPolicy):
 
     def propose(self, load, now):
         return load.target
+
+
+class BelievesItsOptions(Proposes):
+    """A mapping as the number of workers fails in `propose`, an hour later."""
+
+    def __init__(self, options):
+        self.step = options.get("step", 1)
 
 
 class UsesRandom(Proposes):
@@ -415,6 +425,7 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (RemovesAllThatIdle, LULL, (300.0, 60, 300)),
         (TriesOneLess, SETTLES, (40, "slots")),
         (SimulatesItsGroup, SETTLES, (40, "slots")),
+        (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name", ()),
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )

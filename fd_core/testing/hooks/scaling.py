@@ -6,9 +6,10 @@ random numbers. Groups in virtual time show whether the number follows the load 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, product
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +20,11 @@ from fd_core.errors import ConfigError
 from fd_core.plugins import SCALING_POLICY, installed_plugins
 from fd_core.router.workers import ROLES, Role
 from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.hooks.drafted import RecordedOptions
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 
 _SLOTS = 16
 """Slots of a worker."""
@@ -57,7 +59,7 @@ class ScalingPolicySuite:
         return installed_plugins().load(SCALING_POLICY, self.policy)
 
     def options(self) -> Mapping[str, Any]:
-        """Return the options of the file."""
+        """Return the options of the file: each one that the policy has, with a value of it."""
         return {}
 
     def new_policy(self) -> ScalingPolicy:
@@ -77,6 +79,24 @@ class ScalingPolicySuite:
     def test_an_unknown_option_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"no.such.option"):
             self.policy_class()(MappingProxyType({**self.options(), "no-such-option": 1}))
+
+    @pytest.mark.law("8")
+    def test_wrong_values_of_options_are_refused_by_name(self) -> None:
+        """Otherwise the controller fails, or ignores the option, when the load first depends on it.
+
+        Tries the options of `options`, and those that the policy reads one by one.
+        """
+        given = RecordedOptions(self.options())
+        self.policy_class()(given)
+        names = given.read | {*self.options()}
+        if not names:
+            lacks("no options are known: return each with a value of it in `options` of the suite")
+        for name, wrong in product(sorted(names), ({"a": 1}, math.nan)):
+            with pytest.raises(ConfigError) as caught:
+                self.policy_class()(MappingProxyType({**self.options(), name: wrong}))
+                pytest.fail(f"the value {wrong!r} of the option {name} is accepted")
+            said = f"{caught.value.message} {caught.value.field}"
+            assert name in said, f"the error for the value {wrong!r} of the option {name} does not name it: {said}"
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("limited_by", [*_HELD])
