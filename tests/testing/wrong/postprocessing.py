@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,21 @@ class TakesIdleForRevoked(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         idle = np.setdiff1d(np.arange(self.limits.max_num_seqs), slots)
         return super().token_matrix(sampled, accepted, slots, idle)
+
+
+@breaks("1", "flight:test_few_numbers_of_rows_are_compiled")
+class CompilesEachNumberOfRows(NumpyPostprocess):
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._compiled = set()
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if len(slots) not in self._compiled:
+            self._compiled.add(len(slots))
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                pass
+        return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 @breaks("1.1", "matrix")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -22,6 +24,8 @@ from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
 KS = [0, 1, 3, 8]
 _FEW, _MANY = 64, 1024
 """Numbers of slots whose costs are compared."""
+_COMPILED_SECONDS, _COMPILED = 0.02, 8
+"""Time by which a first step may exceed the next one, except for so many numbers of rows, such as powers of two."""
 _LARGE: Final[Mapping[str, Any]] = {
     "max_model_len": 32_768,
     "block_size": 16,
@@ -136,6 +140,27 @@ def test_a_step_takes_little_time_of_the_host(target: PostprocessTarget) -> None
     require(
         took < _STEP_MS, "1", f"a step of {_FEW} slots takes {took:.1f} ms of the host, expected less than {_STEP_MS}"
     )
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+@pytest.mark.law("1")
+def test_few_numbers_of_rows_are_compiled(target: PostprocessTarget) -> None:
+    """Compute a step of each number of rows twice: a kernel for each stalls all requests in hundreds of steps."""
+    matrices, rng, slow = Matrices(target, _FEW, 2), np.random.default_rng(5), 0
+    for rows in rng.permutation(_FEW + 1).tolist():
+        given = matrices.upload(random_rows(rng, _FEW, 2, rows=rows, revoked=_FEW - rows))
+        first, again = (_processor_seconds(lambda: matrices.compute(given)) for _ in range(2))  # noqa: B023
+        slow += first - again > _COMPILED_SECONDS
+    what = f"of {_FEW + 1} numbers of rows, {slow} take over {1000 * _COMPILED_SECONDS:.0f} ms more the first time"
+    require(slow <= _COMPILED, "1", f"{what}: compile no kernel for each, but one for any number, or a few to pad to")
+
+
+def _processor_seconds(compute: Callable[[], object]) -> float:
+    """Return the time of the processor that a call takes in all threads, and in processes such as compilers."""
+    before = time.process_time() + sum(os.times()[2:4])
+    compute()
+    return time.process_time() + sum(os.times()[2:4]) - before
 
 
 def _large_step(target: PostprocessTarget, slots: int) -> tuple[Matrices, tuple[Array, ...]]:
