@@ -36,7 +36,11 @@ _AXES: Final = (
     Axis("drafts", (0, 1, 3)),
     Axis("uniform", (False, True)),
     Axis("chunk", (0, 2, 17, 130)),
-    Axis("context", (9, 1, 129, 601, 1030, 4097), rare=({"context": 32_769, "heads": 16},)),
+    Axis(
+        "context",
+        (9, 1, 129, 601, 1030, 4097),
+        rare=({"context": 32_769, "heads": 16}, {"context": 131_073, "latent": 8, "rotated": 2, "block_size": 64}),
+    ),
     Axis("heads", (3, 1, 2, 16, 40, 128), rare=({"heads": 128, "latent": 512, "rotated": 64, "key": 128},)),
     Axis("latent", (24, 8, 17, 64, 512), ("Heads.latent", "KVShape.latent", "Latent.norm")),
     Axis("rotated", (8, 2, 6, 64)),

@@ -373,6 +373,14 @@ class LosesTheLastSplitOfLatents(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, context_len=whole.astype(np.int32)))
 
 
+@shown_by("latent", context=131_073)
+class NumbersLatentsInSixteenBits(NumpyOps):
+    def paged_attention(self, q, layer, heads, step):
+        if heads.latent is not None:
+            step = replace(step, context_len=np.minimum(step.context_len, 2**16))
+        return super().paged_attention(q, layer, heads, step)
+
+
 @shown_by("latent", heads=128)
 class AttendsWithSixtyFourHeadsAtMost(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
