@@ -409,6 +409,15 @@ class NumbersSessions(RouterPolicy):
         return there[zlib.crc32((context.session or "").encode()) % len(there)]
 
 
+class NumbersPrompts(SessionAffinity):
+    """The same for requests without a session."""
+
+    def choose(self, context):
+        if context.session is not None:
+            return super().choose(context)
+        return context.candidates[zlib.crc32(context.tokens) % len(context.candidates)]
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -646,7 +655,8 @@ def without_shrinking(monkeypatch):
         (ForgetsToUsePrefixes, PREFIX, ()),
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),
-        (NumbersSessions, STAY, ()),
+        (NumbersSessions, STAY, (True,)),
+        (NumbersPrompts, STAY, (False,)),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),

@@ -204,8 +204,9 @@ class RouterPolicySuite:
         assert len(homes) == 1, "with max-sessions=4, a session is forgotten although others were idle for longer"
 
     @pytest.mark.law("7.2")
-    def test_most_sessions_stay_when_another_worker_joins_or_leaves(self) -> None:
-        """Let sessions, each with its own prompt, return while loads change.
+    @pytest.mark.parametrize("named", [True, False])
+    def test_most_sessions_stay_when_another_worker_joins_or_leaves(self, named: bool) -> None:
+        """Let prompts, with or without the name of their session, return while loads change.
 
         A session that moves leaves its KV behind: if nearly all move, the workers compute all conversations again.
         """
@@ -217,7 +218,7 @@ class RouterPolicySuite:
                     WorkerLoad(*(load, load, 97 * load)) for load in ((3 * at + number + turn) % 4 for at in there)
                 ]
                 shown = [(_worker(at, at), load, 0) for at, load in zip(there, loads, strict=True)]
-                draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}"
+                draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}" if named else None
                 homes[number] = policy.choose(self.shown(shown, draw, name, prompt=number, now=float(turn))).worker
             moved.append(sum(before[at] != homes[at] and before[at].incarnation in there for at in before))
             if turn == 1 and 4 * moved[1] > _RETURNING:
@@ -488,7 +489,7 @@ def _require_spread(router: Router, served: Counter[RouterWorker], what: str, *,
     (busiest, most), count = served.most_common(1)[0], served.total() // len({each.role for each in workers})
     assert most <= count // 4, f"{busiest.url}, one of {len(workers)} workers, served {most} of {count} {what}"
     idle = [worker.url for worker in workers if not served[worker]] if all_of_them else []
-    none = f"{len(idle)}, such as {idle[:1]}, served none of {count} {what}; break ties by `random`"
+    none = f"{len(idle)}, such as {idle[:1]}, served none of {count} {what}; spread them, and break ties by `random`"
     assert not idle, f"of {len(workers)} workers, {none}"
 
 
