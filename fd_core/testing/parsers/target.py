@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec
 from operator import attrgetter
@@ -13,10 +14,23 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
+
+
+@contextmanager
+def accepting(text: str) -> Iterator[None]:
+    """Fail, with the beginning and the end of the text, if a parser raises for it."""
+    try:
+        yield
+    except InvariantViolated:
+        raise
+    except Exception as error:  # noqa: BLE001 -- any exception breaks the rule
+        shown = repr(text if len(text) < 1000 else f"{text[:400]}[{len(text) - 800} characters]{text[-400:]}")
+        broken("8.4", f"{type(error).__name__} ({error}) for {shown}")
+
 
 Tools = tuple[str, ...] | ToolSchemas
 """Tools of a request, by name or with their schemas."""
@@ -192,11 +206,9 @@ class ParserTarget:
         parser, begun, is_open, earlier = self.new(tools, prompt), 0, False, list[tuple[Sequence[Event], list[Event]]]()
         end = parser.finish if finish else parser.flush
         for piece in (*pieces, None):
-            try:
+            with accepting("".join(pieces)):
                 returned = end() if piece is None else parser.push(piece)
                 events = list(returned)
-            except Exception as error:  # noqa: BLE001 -- any exception breaks the rule
-                broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
             for event in events:
                 match event:
                     case CallBegun(index, name):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fd_core.testing.kit.law import broken
-from fd_core.testing.parsers.target import SHOWN, ParserTarget
+from fd_core.testing.parsers.target import SHOWN, ParserTarget, accepting
 
 pytestmark = pytest.mark.fd_alone
 SIZE = 1 << 14
@@ -30,10 +30,11 @@ def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int)
     parser = target.new((*tools, *TOOLS))
     for part in range(0, len(text), each):
         began = time.thread_time()
-        for start in range(part, min(part + each, len(text)), piece):
-            parser.push(text[start : start + piece])
-        if part + each >= len(text):
-            parser.flush()
+        with accepting(text):
+            for start in range(part, min(part + each, len(text)), piece):
+                parser.push(text[start : start + piece])
+            if part + each >= len(text):
+                parser.flush()
         times.append(time.thread_time() - began)
         if sum(times) > LONGEST:
             pieces = f"{start // piece:,} pieces of {piece} characters, such as {text[-8:]!r},"
@@ -89,6 +90,7 @@ def test_time_of_a_whole_text_is_linear(target: ParserTarget) -> None:
 def seconds_of_whole(target: ParserTarget, tools: tuple[str, ...], text: str) -> list[float]:
     """Return the CPU time to parse a response in one piece."""
     parser, began = target.new((*tools, *TOOLS)), time.thread_time()
-    parser.push(text)
-    parser.flush()
+    with accepting(text):
+        parser.push(text)
+        parser.flush()
     return [time.thread_time() - began]
