@@ -95,7 +95,7 @@ def test_each_case_is_needed_by_a_wrong_plugin():
 
 def test_every_rule_of_parsers_has_a_case():
     rules = {rule for kind in KINDS for case in kit_cases(kind) for rule in case.rules}
-    assert {rule for rule in RULES if rule.startswith("8.")} == rules
+    assert {rule for rule in RULES if rule.startswith("8.")} <= rules
 
 
 class WithoutSample(ToolParser):

@@ -45,7 +45,7 @@ def in_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return test
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
