@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -46,6 +47,24 @@ class Shortest(NgramDrafter):
 class KeepsThePreviousRequest(Shortest):
     def admit(self, slot, tokens):
         self.grow(slot, tokens)
+
+
+@noticed("test_case")
+class FollowsThePreviousRequest(Shortest):
+    """Knows one token after each other one, also from the texts that were in the slot before."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._following = [{} for _ in range(context.num_slots)]
+
+    def grow(self, slot, tokens):
+        tokens = [*self._texts[slot][-1:], *tokens.tolist()]
+        self._following[slot].update(pairwise(tokens))
+        self._texts[slot] = tokens[-1:]
+
+    def guess(self, slot, limit):
+        found = self._following[slot].get(self._texts[slot][-1])
+        return np.array([found][:limit] if found is not None else [], np.int32)
 
 
 @noticed("test_case")
