@@ -40,6 +40,8 @@ _MAX_TURNS = 4
 """Changes of direction in an hour of constant load."""
 _MUST_LEAVE = 6
 """Workers, or half of those that idle if they are fewer, that are removed in two hours without load."""
+_GROUP_SECONDS = 60
+"""CPU time of all proposals for a group of workers, in virtual time: those of the core take 0.2 for two hours."""
 _CALL_MS = 50
 """Milliseconds in which a policy has to propose a number, each second for each group; the core takes 0.01."""
 _TIMED = 5
@@ -216,7 +218,7 @@ def run_group(
     policy is not called in seconds without a number. In the seconds of `left`, all ready workers end but so many.
     """
     target, ready, counts = first, first, []
-    starting, times = list[float](), list[float]()
+    starting, times, spent = list[float](), list[float](), 0.0
     for second, demand in enumerate(demands):
         ready += sum(at <= second for at in starting)
         ready = min(ready, left.get(second, ready))
@@ -238,6 +240,10 @@ def run_group(
         )
         began = time.thread_time()
         target = max(1, min(most, policy.propose(load, float(second))))
+        spent += time.thread_time() - began
+        assert spent < _GROUP_SECONDS, (
+            f"proposals of {second:,} seconds take {spent:.0f} s of the processor, expected less than {_GROUP_SECONDS}"
+        )
         if len(times) < _TIMED:
             times.append(1000 * (time.thread_time() - began))
             assert len(times) < _TIMED or min(times) < _CALL_MS, (
