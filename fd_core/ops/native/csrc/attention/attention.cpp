@@ -532,7 +532,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     }
 }
 
-/// sums = weights * values of the chunk's blocks, one after the other where the thread's panel holds their values.
+/// sums = weights * values of the chunk's blocks: of many rows at once, unless the thread's panel holds their values.
 template <class E>
 void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block, int end_block) const {
     const KvLayout& layout = *layer_.layout;
@@ -555,7 +555,9 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block
     call.block_steps = layout.block_k / Product<E>::kStep;
     call.c = s.chunk.total;
     call.c_stride = s.d;
-    if (!layout.quantized && !layout.latent) {
+    // Of few rows reading is the limit, and more calls fetch more of what comes next.
+    const bool many = pass.rows.end - pass.rows.begin > TileShape<E>::kRows;
+    if (many && !layout.quantized && !layout.latent) {
         call.blocks = s.blocks.data();
         call.first = layout.key_elements() * sizeof(E);
         call.steps = before * call.block_steps + last_steps;
