@@ -54,8 +54,8 @@ struct Attention<E>::Fetcher {
         call.ahead = blocks[fetched] + offset;
         const int left = ceil_div(int(block_bytes - offset), kCacheLine);  // what lies behind a block is not needed
         const int lines = left <= kLinesPerCall + kLinesPerCall / 4 ? left : kLinesPerCall;
-        call.ahead_lines = ceil_div(lines, call.steps);
-        call.ahead_steps = ceil_div(lines, call.ahead_lines);
+        call.ahead_lines = ceil_div(lines, ceil_div(call.steps, Call::kAheadSteps));
+        call.ahead_times = ceil_div(lines, call.ahead_lines);
         offset += size_t(lines) * kCacheLine;
         if (offset >= block_bytes) {
             fetched++;

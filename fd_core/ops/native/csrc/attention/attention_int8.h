@@ -48,8 +48,9 @@ struct SplitCall {
     int block_steps, steps;  // of each block, and of all: the last block may have fewer
     float* c;
     size_t c_stride;
+    static constexpr int kAheadSteps = 1;
     const char* ahead = nullptr;  // as in TileCall
-    int ahead_lines = 0, ahead_steps = 0;
+    int ahead_lines = 0, ahead_times = 0;
 };
 
 // Sums of 32 bits run through; others have to be taken out before they saturate.
@@ -74,13 +75,13 @@ template <int R, int N>
     const size_t half = call.half, b_step = call.b_step;
     const char* ahead = call.ahead;
     const int ahead_lines = call.ahead_lines;
-    int ahead_steps = call.ahead_steps;
+    int ahead_times = call.ahead_times;
     for (int first = 0, block = 0; first < call.steps; first += call.block_steps, block++) {
         const char* b = call.blocks[block] + call.first;
         const int8_t* a = call.a + block * call.a_block;
         const int steps = call.steps - first < call.block_steps ? call.steps - first : call.block_steps;
         for (int k = 0; k < steps; k++, a += kDotK, b += b_step) {
-            if (ahead_steps-- > 0)
+            if (ahead_times-- > 0)
                 for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
             if (!kSumsLast && k % kMost == 0) take();
             typename Dot<8>::Weights columns[N];

@@ -28,10 +28,10 @@ template <class E, class A, int R, int N>
     const char* ahead = call.ahead;
     const size_t a_stride = call.a_stride, b_step = call.b_step;
     const int ahead_lines = call.ahead_lines;
-    int ahead_steps = call.ahead_steps;
+    int ahead_times = call.ahead_times;
     each_block(call, [&](const E* b, int, int steps) {
         for (int k = 0; k < steps; k++, a += P::kStep, b += b_step) {
-            if (ahead_steps-- > 0)
+            if (ahead_times-- > 0)
                 for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
             if constexpr (std::is_same_v<E, A>) {
                 typename P::Operand columns[N];
@@ -94,11 +94,12 @@ void amx_tile(const TileCall<bf16>& call) {
         amx::zero<3>();
     }
     const char* ahead = call.ahead;
+    int ahead_times = call.ahead_times;
     each_block(call, [&](const bf16* b, int first, int steps) {
         for (int k = first; k < first + steps; k += kTileK / 2, b += kTileK / 2 * call.b_step) {
             const bf16* a = call.a + k * 2;
-            const int lines = k < call.ahead_steps ? call.ahead_lines * kTileK / 2 : 0;
-            for (int i = 0; i < lines; i++, ahead += kCacheLine) prefetch(ahead);
+            if (ahead_times-- > 0)
+                for (int i = 0; i < call.ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
             amx::load<4, Passes>(a, a_bytes);
             amx::load<6>(b, b_bytes);
             amx::multiply_add<0, 4, 6>();

@@ -13,12 +13,13 @@ namespace fd {
 
 /// Largest block that one call computes, how many k its operands are padded to, and what stays in a core's caches while a
 /// product runs: rows of A in the second level, and part of a panel of B in the first (0: it is read from the second).
-/// From kRowsApart rows a thread on, reading all weights costs less than rows that other threads have written.
+/// From kRowsApart rows a thread on, reading all weights costs less than rows that other threads have written. Memory is
+/// fetched ahead every kAheadSteps k steps.
 template <class E>
 struct TileShape;
 
 struct VectorTiles {
-    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10, kRowsApart = 1 << 20;
+    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10, kRowsApart = 1 << 20, kAheadSteps = 1;
 };
 
 #if defined(__AVX512F__)
@@ -44,7 +45,7 @@ struct TileShape<float> : VectorTiles {
 template <>
 struct TileShape<bf16> {
     static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32, kPartBytes = 40 << 10, kGroupBytes = 1 << 20,
-                         kRowsApart = 128;
+                         kRowsApart = 128, kAheadSteps = 16;
 };
 #elif defined(__AVX512BF16__)
 template <>
@@ -87,6 +88,7 @@ using Row = typename RowOf<E>::type;
 
 template <class E, class A = E>
 struct TileCall {
+    static constexpr int kAheadSteps = TileShape<A>::kAheadSteps;
     const A* a;
     size_t a_stride;  // elements
     const char* const* blocks;  // of B, which goes on in the next one after `block_steps`
@@ -97,8 +99,8 @@ struct TileCall {
     size_t c_stride;
     bool accumulate = false;
     const char* ahead = nullptr;  // memory that will be needed next, fetched while this is computed
-    int ahead_lines = 0;          // cache lines of it for each k step
-    int ahead_steps = 1 << 30;    // of the first k steps
+    int ahead_lines = 0;          // cache lines of it at a time, every kAheadSteps k steps
+    int ahead_times = 1 << 30;    // so often, from the first step on
     bool a_passes = false;        // A is read once and should leave B in the first-level cache
 };
 

@@ -153,15 +153,16 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
                 Following following{(const char*)(another.b + (last_part ? 0 : step + part_steps) * another.step()),
                                     another.bytes / parts};
                 if (last && g + 1 == groups) following = after;
-                const size_t chances = size_t(call.steps) * blocks;
-                const char* ahead = following.data;
-                call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
+                const int times = ceil_div(call.steps, S::kAheadSteps), lines = int(following.bytes / kCacheLine);
+                const char *ahead = following.data, *const ahead_end = ahead + following.bytes;
+                const int ahead_lines = std::min(kMostAhead * S::kAheadSteps, ceil_div(lines, times * blocks));
                 for (int i = 0; i < blocks; i++) {
                     const Range r = row_block<A>(group.end - group.begin, i, blocks);
                     call.a = a + r.begin * call.a_stride + step * kStep;
                     call.c = parts > 1 ? c + r.begin * kColumns : c;
                     call.ahead = ahead;
-                    ahead += size_t(call.ahead_lines) * call.steps * kCacheLine;
+                    call.ahead_lines = ahead < ahead_end ? ahead_lines : 0;
+                    ahead += size_t(ahead_lines) * times * kCacheLine;
                     tile<E, A>(r.end - r.begin, count, call);
                     if (last_part) epilogue(Block{group.begin + r.begin, r.end - r.begin, vec, count, call.c, kColumns});
                 }
