@@ -489,6 +489,17 @@ class LooksAtThePrefixFirst(RouterPolicy):
         return least(context.candidates, lambda each: (-each.hits, each.load.requests), context.random)
 
 
+class TradesTokensForRequests(RouterPolicy):
+    """A long prompt outweighs hundreds of requests, whatever they have to compute."""
+
+    uses_prefix = True
+
+    def choose(self, context):
+        seen = context.candidates
+        left = seen.requests * 1024 - seen.expected_hits * self.config.cache_block_size
+        return lowest(seen, context.random, left, seen.prefill_tokens)
+
+
 class TakesNoSessionForOne(RequestNum):
     def __init__(self, config):
         super().__init__(config)
@@ -652,6 +663,7 @@ def without_shrinking(monkeypatch):
         (ChoosesAmongTheFirst64, SERVES, (False, False, 5, 0)),
         (PrefersMoreTokens, LOADS, ("prefill_tokens",)),
         (PrefersFewerHits, PREFIX, ()),
+        (TradesTokensForRequests, PREFIX, ()),
         (ForgetsToUsePrefixes, PREFIX, ()),
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),

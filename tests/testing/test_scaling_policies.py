@@ -377,6 +377,25 @@ class SimulatesItsGroup(LoadPolicy):
         return super().propose(load, now)
 
 
+class CountsMilliseconds(LoadPolicy):
+    """In 31 bits, of which the last number stays."""
+
+    def propose(self, load, now):
+        return super().propose(load, min(int(now * 1000), 2**31 - 1) / 1000)
+
+
+class WrapsMilliseconds(LoadPolicy):
+    def propose(self, load, now):
+        return super().propose(load, int(now * 1000) % 2**32 / 1000)
+
+
+class ProposesAtFullMinutes(LoadPolicy):
+    """Takes each reading of the clock for a whole second."""
+
+    def propose(self, load, now):
+        return super().propose(load, now) if now % 60 == 0 else load.target
+
+
 LULL = "test_workers_stay_in_a_lull_shorter_than_their_start"
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
@@ -400,31 +419,34 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (Proposes, "test_an_unknown_option_is_named", ()),
         (Flaps, SETTLES, (40, "slots")),
         (DividesTheMean, SETTLES, (10, "kv")),
-        (NeverAdds, FOLLOWS, (40, "mixed", 20.0)),
-        (NeverRemoves, FOLLOWS, (40, "mixed", 20.0)),
-        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed", 20.0)),
-        (ChoosesFromATable, FOLLOWS, (5000, "mixed", 20.0)),
-        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed", 20.0)),
+        (NeverAdds, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (NeverRemoves, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (ChoosesFromATable, FOLLOWS, (5000, "mixed", 20.0, 0)),
+        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed", 20.0, 0)),
         (KeepsAllLoads, "test_it_forgets_loads", ()),
         (CachesPressures, "test_it_forgets_loads", ()),
         (LogsItsNumbers, "test_it_forgets_loads", ()),
         (ReadsItsFile, "test_it_forgets_loads", ()),
-        (AddsOnce, FOLLOWS, (40, "mixed", 20.0)),
-        (WindsUp, FOLLOWS, (40, "mixed", 20.0)),
-        (CountsTheGap, FOLLOWS, (40, "mixed", 20.0)),
-        (ScalesOneRole, FOLLOWS, (40, "decode", 20.0)),
-        (DoublesEachMinute, FOLLOWS, (40, "prefill", 300.0)),
-        (RoundsDown, FOLLOWS, (19, "mixed", 20.0)),
-        (KeepsTheLastLatency, FOLLOWS, (40, "mixed", 20.0)),
+        (AddsOnce, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (WindsUp, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (CountsTheGap, FOLLOWS, (40, "mixed", 20.0, 0)),
+        (ScalesOneRole, FOLLOWS, (40, "decode", 20.0, 0)),
+        (DoublesEachMinute, FOLLOWS, (40, "prefill", 300.0, 0)),
+        (CountsMilliseconds, FOLLOWS, (19, "mixed", 20.0, 3)),
+        (WrapsMilliseconds, FOLLOWS, (5000, "mixed", 300.0, 2)),
+        (ProposesAtFullMinutes, FOLLOWS, (200, "decode", 20.0, 0)),
+        (RoundsDown, FOLLOWS, (19, "mixed", 20.0, 0)),
+        (KeepsTheLastLatency, FOLLOWS, (40, "mixed", 20.0, 0)),
         (TakesNoWorkerForNoLoad, STAYS, (0,)),
         (TakesALossForAnOrder, STAYS, (6,)),
         (TakesFewRunningForLittleLoad, STAYS, (1,)),
         (AddsWithoutSlots, STAYS, (0,)),
-        (FollowsEachSecond, LULL, (20.0, 20, 60)),
-        (FollowsTheUseOfSlots, FOLLOWS, (40, "mixed", 20.0)),
+        (FollowsEachSecond, LULL, (20.0, 20, 60, 3)),
+        (FollowsTheUseOfSlots, FOLLOWS, (40, "mixed", 20.0, 0)),
         (BeginsAtOne, STAYS, (6,)),
-        (RemovesOneEachHour, FOLLOWS, (200, "decode", 20.0)),
-        (RemovesAllThatIdle, LULL, (300.0, 60, 300)),
+        (RemovesOneEachHour, FOLLOWS, (200, "decode", 20.0, 0)),
+        (RemovesAllThatIdle, LULL, (300.0, 60, 300, 2)),
         (TriesOneLess, SETTLES, (40, "slots")),
         (SimulatesItsGroup, SETTLES, (40, "slots")),
         (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name", ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from fd_core.testing.kit.growth import cpu_seconds
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.scripted import count_bytecodes
+from fd_core.testing.stores.values import draws
 
 _FIRST: Final = (0, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3)
 """Arrival of the oldest request."""
@@ -72,6 +74,8 @@ SHARE_AXES: Final = (
 )
 """Tenants that always wait, and how the requests of the last one differ from those of the others; if all
 their tokens are the prompt's, they end without output. Those of `spread` priorities are as important or less."""
+_PAST: Final = (0, 2**24, 2**31, 2**32, 2**34)
+"""Tokens that another tenant used on days before: a count of so many bits is full soon."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _CHOICE_MS: Final = 5
@@ -188,6 +192,23 @@ class Queue:
         require(before == after, "8", f"an event of {request} changed the turns of other flows: {before}, {after}")
 
 
+def serve_past(queue: Queue, tokens: int, size: int) -> Iterator[int]:
+    """Serve another tenant as many tokens as in days, but for ten requests of a `size`; return the next arrivals.
+
+    Its last request runs on, so that what a policy counts goes on as well.
+    """
+    arrivals, whole = itertools.count(tokens), max(0, tokens - 10 * size)
+    sizes = [whole // 16] * 15 + [whole - whole // 16 * 15, size] if whole else []
+    waiting = [QueuedRequest(next(arrivals), each - 1, 1, 0, "of the past", preempted=False) for each in sizes]
+    for request in waiting:
+        queue.add(request)
+    for used in sizes[:-1]:
+        queue.end(queue.admit(), used)
+    for _ in sizes[-1:]:
+        queue.admit()
+    return arrivals
+
+
 def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedRequest]) -> Iterator[int]:
     """Serve the requests of a case; yield the arrival of each admission.
 
@@ -266,12 +287,14 @@ def check_shares(make: MakePolicy, case: Case) -> None:
     Raises `InvariantViolated`.
     """
     size, tenants = int_of(case, "size"), [_TENANTS[str(case["names"])](at) for at in range(int_of(case, "tenants"))]
-    queue, arrivals, running, last = Queue(make()), itertools.count(), deque[QueuedRequest](), tenants[-1]
+    queue, running, last = Queue(make()), deque[QueuedRequest](), tenants[-1]
     if len({queue.policy.flow(QueuedRequest(0, 1, 1, 0, tenant, preempted=False)) for tenant in ("t0", "t1")}) < 2:
         lacks("the policy has no flow for each tenant")
     used = dict.fromkeys(tenants, size) | {last: {"less": size // 3 + 1, "more": 5 * size}.get(str(case["used"]), size)}
 
-    numbers, spread = itertools.count(), case["priorities"] == "spread"
+    past = draws(zlib.crc32(repr(sorted(case.items())).encode())).choice(_PAST)
+    arrivals, numbers = serve_past(queue, past, size), itertools.count()
+    spread = case["priorities"] == "spread"
 
     def arrive(tenant: str) -> QueuedRequest:
         kind, promised = (str(case[name]) if tenant == last else "same" for name in ("prompt", "promised"))

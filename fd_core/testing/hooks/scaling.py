@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, cycle, pairwise, product
 from types import MappingProxyType
 from typing import Any
@@ -25,9 +26,12 @@ from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
+from fd_core.testing.stores.values import draws
 
 _SLOTS = 16
 """Slots of a worker."""
+_QUEUED = 2
+"""Requests for each worker that may wait for a slot, as under the core's policy."""
 _HELD = {"slots": 1000, "kv": 8}
 """Requests whose KV fits a worker, by what limits their number."""
 _START_SECONDS = 20.0
@@ -44,6 +48,9 @@ _GROUP_SECONDS = 60
 """CPU time of all proposals for a group of workers, in virtual time: those of the core take 0.2 for two hours."""
 _CALL_MS = 50
 """Milliseconds in which a policy has to propose a number, each second for each group; the core takes 0.01."""
+_CLOCKS = ((0.0, 1), (2**31 / 1000 - 9660, 5), (2**32 / 1000 - 9660, 1), (1e8, 3))
+"""Readings of the clock at which groups begin, and seconds between calls: a machine may be up for years. Milliseconds
+fill so many bits a minute after the end of the first load of `test_the_number_follows_the_load`."""
 _TIMED = 5
 """Calls of which the shortest has to keep that limit: it depends on no other load, and others would run for hours."""
 
@@ -104,8 +111,9 @@ class ScalingPolicySuite:
     @pytest.mark.parametrize("limited_by", [*_HELD])
     @pytest.mark.parametrize("demand", [0, 10, _SLOTS + 4, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int, limited_by: str) -> None:
-        for start in _STARTS:
-            counts = run_group(self.new_policy(), [demand] * 7200, held=_HELD[limited_by], start=start)[3600:]
+        for clock, start in enumerate(_STARTS, 2 * (limited_by == "kv")):
+            demands, held = [demand] * 7200, _HELD[limited_by]
+            counts = run_group(self.new_policy(), demands, held=held, start=start, clock=clock)[3600:]
             changes = [after - before for before, after in pairwise(counts) if after != before]
             turns = sum(one * other < 0 for one, other in pairwise(changes))
             what = f"in an hour of constant load the number of workers, which start in {start:g} s, turns {turns} times"
@@ -128,9 +136,10 @@ class ScalingPolicySuite:
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize(
-        ("demand", "role", "start"), [*zip((_SLOTS + 3, 40, 200, 5000), cycle(ROLES), cycle(_STARTS), strict=False)]
+        ("demand", "role", "start", "clock"),
+        [*zip((_SLOTS + 3, 40, 200, 5000), cycle(ROLES), cycle(_STARTS), (3, 1, 0, 2), strict=False)],
     )
-    def test_the_number_follows_the_load(self, demand: int, role: Role, start: float) -> None:
+    def test_the_number_follows_the_load(self, demand: int, role: Role, start: float, clock: int) -> None:
         """It does so again after idle hours, an hour without calls (as of a machine that was suspended), load that ends
         before a worker starts, and load beyond the number that the file allows; and where KV runs out before slots.
         """
@@ -139,8 +148,9 @@ class ScalingPolicySuite:
         seconds = (2, 3600, enough, 36_000, 10, 36_000, enough)
         loads = (demand, None, demand, 0, demand, 0, demand)
         demands = [load for load, last in zip(loads, seconds, strict=True) for _ in range(last)]
-        counts = run_group(self.new_policy(), demands, role=role, start=start)
-        needed, ends = -(-demand // _SLOTS), [*accumulate(seconds)]
+        run = partial(run_group, role=role, start=start, clock=clock)
+        counts = run(self.new_policy(), demands)
+        needed, ends = -(-demand // (_SLOTS + _QUEUED)), [*accumulate(seconds)]
         most, after = max(counts), [counts[end - 1] for end in ends]
         what = f"{most} workers, {needed} are needed: it adds some while others start, which takes {start:g} s"
         assert most <= _OVERSHOOT * needed, what
@@ -157,23 +167,25 @@ class ScalingPolicySuite:
                 f"{what}; at least {min(idle // 2, _MUST_LEAVE)} had to leave"
             )
         limit = max(2, needed // 2)
-        last = run_group(self.new_policy(), [demand] * enough + [0] * 36_000, limit, role=role, start=start)[-1]
+        last = run(self.new_policy(), [demand] * enough + [0] * 36_000, limit)[-1]
         assert last < limit, f"after load for more than the {limit} workers of the file, these stay for ten idle hours"
         held = _HELD["kv"]
-        last = run_group(self.new_policy(), [demand] * enough, role=role, held=held, start=start)[-1]
+        last = run(self.new_policy(), [demand] * enough, held=held)[-1]
         what = (
             f"{last} workers, whose KV holds {held} requests each, after {enough / 3600:.1f} hours of {demand} requests"
         )
         assert last >= needed, f"{what}, which therefore wait; {needed} are needed for their slots alone"
 
     @pytest.mark.law("8")
-    @pytest.mark.parametrize(("start", "lull", "period"), [(_START_SECONDS, 20, 60), (300.0, 60, 300)])
-    def test_workers_stay_in_a_lull_shorter_than_their_start(self, start: float, lull: int, period: int) -> None:
+    @pytest.mark.parametrize(("start", "lull", "period", "clock"), [(_START_SECONDS, 20, 60, 3), (300.0, 60, 300, 2)])
+    def test_workers_stay_in_a_lull_shorter_than_their_start(
+        self, start: float, lull: int, period: int, clock: int
+    ) -> None:
         """Workers that are taken away start again after each lull."""
         self.follows_load.require()
         hours = 2 if start > _START_SECONDS else 1  # it takes as long to add them again
         loads = [200] * (period - lull) + [20] * lull
-        counts = run_group(self.new_policy(), loads * ((1 + hours) * 3600 // period), start=start)
+        counts = run_group(self.new_policy(), loads * ((1 + hours) * 3600 // period), start=start, clock=clock)
         removed = sum(max(0, before - after) for before, after in pairwise(counts[3600:]))
         needed = -(-200 // _SLOTS)
         what = (
@@ -191,7 +203,7 @@ class ScalingPolicySuite:
         """
         self.follows_load.require()
         ends, seconds = (3600, 5400), int(_START_SECONDS)
-        counts = run_group(self.new_policy(), [200] * 7200, left=dict.fromkeys(ends, left))
+        counts = run_group(self.new_policy(), [200] * 7200, left=dict.fromkeys(ends, left), clock=min(left, 2))
         needed = -(-200 // _SLOTS)
         for end in ends:
             number, fewest = counts[end - 1], min(counts[end : end + seconds])
@@ -211,19 +223,21 @@ def run_group(
     left: Mapping[int, int] = MappingProxyType({}),
     start: float = _START_SECONDS,
     first: int = 1,
+    clock: int = 0,
 ) -> list[int]:
     """Return the number of workers in each second, 1 to `most`, for so many requests at once.
 
     There are `first` workers at first. A worker is ready after `start` seconds, and has the KV of `held` requests. The
-    policy is not called in seconds without a number. In the seconds of `left`, all ready workers end but so many.
+    policy is not called in seconds without a number, and as `_CLOCKS` has it, at any fraction of a second. In the
+    seconds of `left`, all ready workers end but so many.
     """
-    target, ready, counts = first, first, []
+    target, ready, counts, (uptime, every), draw = first, first, [], _CLOCKS[clock], draws(clock)
     starting, times, spent = list[float](), list[float](), 0.0
     for second, demand in enumerate(demands):
         ready += sum(at <= second for at in starting)
         ready = min(ready, left.get(second, ready))
         starting = [at for at in starting if at > second]
-        if demand is None:
+        if demand is None or second % every:
             counts.append(target)
             continue
         most_running = ready * min(_SLOTS, held)
@@ -239,7 +253,7 @@ def run_group(
             ttft_seconds=0.2 + waiting / most_running if running else None,
         )
         began = time.thread_time()
-        target = max(1, min(most, policy.propose(load, float(second))))
+        target = max(1, min(most, policy.propose(load, uptime + second + draw.random())))
         spent += time.thread_time() - began
         assert spent < _GROUP_SECONDS, (
             f"proposals of {second:,} seconds take {spent:.0f} s of the processor, expected less than {_GROUP_SECONDS}"

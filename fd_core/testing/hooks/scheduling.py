@@ -23,6 +23,7 @@ from fd_core.testing.hooks.orders import (
     check_time_of_choices,
     returned,
     running_of,
+    serve_past,
 )
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import cpu_seconds, require_bounded
@@ -38,6 +39,8 @@ _CROWD = 50_000
 """Waiting requests among which no request may be searched."""
 _PATIENCE = 200
 """Admissions of later requests that may precede a request."""
+_PAST: Final = {0: 0, 5: 2**31, -3: 2**34}
+"""Priorities of all requests, and tokens that were served on the days before."""
 _REQUEST_MS = 1
 """Milliseconds that the calls about a request may take; those of the core take 0.003."""
 _SIZES: Final = {
@@ -95,12 +98,13 @@ class SchedulingPolicySuite:
         """
         if max(sizes[:2]) > 10 and self.favours_small:
             lacks(self.favours_small)
-        for priority in (0, 5, -3) if not past[0] else (0,):
-            self._check_admission(priority, aborted, sizes, tenants, past, preempted=preempted)
+        for priority, days in _PAST.items() if not past[0] else ((0, 0),):
+            self._check_admission(priority, days, aborted, sizes, tenants, past, preempted=preempted)
 
     def _check_admission(
         self,
         priority: int,
+        days: int,
         aborted: int,
         sizes: tuple[int, int, int, int],
         tenants: str,
@@ -109,7 +113,8 @@ class SchedulingPolicySuite:
         preempted: bool,
     ) -> None:
         own, rest = sizes[:2], sizes[2:]
-        queue, arrivals = Queue(self.policy_class()()), itertools.count()
+        queue = Queue(self.policy_class()())
+        arrivals = serve_past(queue, days, rest[0] + 10)
         (tenant, others), (served, active) = tenants.split("-"), past
 
         def new(tenant: str, size: tuple[int, int] = rest) -> QueuedRequest:
@@ -142,7 +147,7 @@ class SchedulingPolicySuite:
                 queue.abort(new(others))
         what = "a request of {:,} tokens, which may generate {:,}, waits after".format(*own)
         later = "admissions of later ones of {:,} and {:,}".format(*rest)
-        broken("2.2", f"{what} {_PATIENCE} {later}, all of priority {priority}")
+        broken("2.2", f"{what} {_PATIENCE} {later}, all of priority {priority}, and {days:,} tokens of days before")
 
     @pytest.mark.law("2.2")
     @pytest.mark.fd_cases(SHARES)

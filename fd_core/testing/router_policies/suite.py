@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import random
 import string
 import sys
@@ -36,6 +37,7 @@ from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
+from fd_core.testing.stores.values import draws
 from fd_core.types import IntArray
 
 _BLOCKS: Final = 4
@@ -63,6 +65,10 @@ _LONG: Final = 1e6
 """Seconds after which all state has expired."""
 _SMALL: Final = (5, 10, 20, 40, 80)
 """Loads at which a policy shows whether it prefers the less busy one of two workers."""
+_LONGEST: Final = 2**14
+"""Full blocks of the longest prompt, of a million tokens."""
+_BUSY: Final = ((100_000, 1000), (300, 10))
+"""Requests of a busy worker, all of which wait, and their prompt tokens as multiples of a prompt that it holds."""
 _DRAWS: Final = (0.0, 0.25, 0.5, 0.75, 0.99)
 _EDGES: Final = tuple(2**bits + more for bits in (8, 15, 16, 24, 31) for more in (-1, 0, 1))
 """Loads at which a number of some bits is full."""
@@ -110,11 +116,11 @@ class RouterPolicySuite:
         )
         return RoutingContext(candidates, tokens, keys, session=session, random=number, now=now)
 
-    def _prompt(self, number: int, prefix: bool) -> tuple[IntArray, tuple[bytes, ...]]:
+    def _prompt(self, number: int, prefix: bool, blocks: int = _BLOCKS) -> tuple[IntArray, tuple[bytes, ...]]:
         """Return the tokens of a prompt and, if the policy sees them, the keys of its blocks."""
-        tokens = np.arange(number, number + self.router_config().cache_block_size * _BLOCKS, dtype=np.int32)
+        tokens = np.arange(number, number + self.router_config().cache_block_size * blocks, dtype=np.int32)
         tokens.flags.writeable = False
-        return tokens, tuple(f"{number}/{block}".encode() for block in range(_BLOCKS if prefix else 0))
+        return tokens, tuple(f"{number}/{block}".encode() for block in range(blocks if prefix else 0))
 
     @pytest.mark.law("7.2")
     @pytest.mark.fd_cases(ROUTING)
@@ -286,17 +292,21 @@ class RouterPolicySuite:
                     "the choice depends on the hits of workers or the keys of the prompt, but the class does not set "
                     "`uses_prefix = True`: the router will supply neither"
                 )
-        busy, whole = WorkerLoad(100_000, 100_000, 100_000_000), (_BLOCKS, _BLOCKS)
-        for draw in _DRAWS if prefix else ():
-            assert self._among([(busy, whole), *[(IDLE, none)] * 3], draw), (
-                f"of four workers, three of them idle, it chose the one with {busy.requests:,} requests for its prefix"
+        size, longest = self.router_config().cache_block_size, math.log2(_LONGEST)
+        prompts = [_BLOCKS, _LONGEST, *(round(2 ** draws(at).uniform(0, longest)) for at in range(len(_DRAWS)))]
+        for (requests, ahead), blocks in itertools.product(_BUSY, prompts if prefix else ()):
+            busy, whole = WorkerLoad(requests, requests, ahead * blocks * size), (blocks, blocks)
+            assert all(self._among([(busy, whole), *[(IDLE, none)] * 3], draw, blocks) for draw in _DRAWS), (
+                f"of four workers, three of them idle, it chose the one with {requests:,} requests, which wait for "
+                f"{busy.prefill_tokens:,} tokens, since that holds a prompt of {blocks * size:,}: it is served last"
             )
 
-    def _among(self, workers: Sequence[tuple[WorkerLoad, tuple[int, int]]], draw: float) -> int:
+    def _among(self, workers: Sequence[tuple[WorkerLoad, tuple[int, int]]], draw: float, blocks: int = _BLOCKS) -> int:
         """Return the index that a new policy chooses of workers with these loads, hits and expected hits."""
         made = [Candidate(_worker(at, at), load, *hits) for at, (load, hits) in enumerate(workers)]
-        shown, (_, keys) = self.shown([(_worker(0, 0), IDLE, 0)], draw), self._prompt(0, prefix=True)
-        return made.index(self.new_policy().choose(replace_fields(shown, candidates=Candidates.of(made), keys=keys)))
+        tokens, keys = self._prompt(0, prefix=True, blocks=blocks)
+        shown = RoutingContext(Candidates.of(made), tokens, keys, session=None, random=draw, now=0.0)
+        return made.index(self.new_policy().choose(shown))
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("what", ["sessions", "urls"])

@@ -821,6 +821,23 @@ class CountsTokensInSixteenBits(FewestTokens):
         return super().choose(replace(running, num_tokens=running.num_tokens.astype(np.int16)))
 
 
+class KeepsClocksInFloat32(FairShare):
+    """Requests of few tokens change no clock of some billions."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def admitted(self, request):
+        super().admitted(request)
+        self._clocks[request.tenant] = int(np.float32(self._clocks[request.tenant]))
+
+
+class WrapsClocks(FairShare):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def turn(self, flow):
+        return super().turn(flow) % 2**31
+
+
 def _faults(base: type) -> list[type]:
     return [
         each
