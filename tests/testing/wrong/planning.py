@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import random
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -1254,6 +1255,23 @@ class NamesBlocksByTheirTokens(Changed):
                 request.chain[index] = hashlib.sha256(request.root + block).digest()
 
         instead(self._prefixes, "extend", extend)
+
+
+@breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core")
+class WritesItsState(Changed):
+    def plan(self):
+        for _ in range(300):
+            json.dumps({"running": [*range(30)]})
+        return super().plan()
+
+
+@breaks("2.2", "budget:test_requests_that_arrive_one_by_one_run_at_once")
+class AdmitsInEverySecondPlan(Changed):
+    """While others run."""
+
+    def admit(self, builder, step):
+        if step % 2 or not self._slots.running.any():
+            super().admit(builder, step)
 
 
 @breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import Array
+from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.testing.hooks.purity import require_freed, unchanged_threads
 from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import require
@@ -34,7 +35,9 @@ _LARGE: Final[Mapping[str, Any]] = {
 }
 """Other limits of a large engine, on which no step depends."""
 _STEP_MS = 5
-"""Milliseconds of the host for a step, during which the device may wait; the core's take 0.1."""
+"""Milliseconds of the host for a step, during which the device may wait."""
+_TIMES, _MORE_MS = 8, 0.4
+"""The core's, which have the names of frameworks, take 0.02; others may take so many times as long, and more."""
 _MOST_HELD = 2**24
 """Bytes that a postprocessor may allocate before its first step."""
 _MOST = 64
@@ -135,11 +138,15 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
 @pytest.mark.fd_alone
 @pytest.mark.law("1")
 def test_a_step_takes_little_time_of_the_host(target: PostprocessTarget) -> None:
-    matrices, given = _large_step(target, _FEW)
-    took = 1000 * cpu_seconds(lambda: matrices.compute(given))
-    require(
-        took < _STEP_MS, "1", f"a step of {_FEW} slots takes {took:.1f} ms of the host, expected less than {_STEP_MS}"
-    )
+    """The limit is in units of what the core needs for this framework, which cancels the load of the machine."""
+    framework, plugins = target.ops.framework, installed_plugins()
+    of_core = [plugins.load(POSTPROCESS, framework)] if framework in plugins.offered(POSTPROCESS) else []
+    steps = [_large_step(each, _FEW) for each in (target, *(replace(target, make=make) for make in of_core))]
+    times = [[1000 * cpu_seconds(partial(made.compute, given)) for made, given in steps] for _ in range(5)]
+    took, *right = (min(each) for each in zip(*times, strict=True))
+    most = min(_STEP_MS, *(_MORE_MS + _TIMES * each for each in right)) if right else _STEP_MS
+    what = f"a step of {_FEW} slots takes {took:.2f} ms of the host"
+    require(took < most, "1", f"{what}, expected less than {most:.2f}: do what it prepares in the constructor")
 
 
 @pytest.mark.timing

@@ -85,15 +85,19 @@ def test_more_requests_run_at_once_than_eight_bits_count(target: SchedulerTarget
 
 @pytest.mark.law("2.1")
 def test_requests_that_arrive_one_by_one_run_at_once(target: SchedulerTarget) -> None:
-    """The budget and the blocks suffice for all of them, to the last token.
+    """The budget and the blocks suffice for all of them, to the last token: each is in the next plan.
 
     If it admits none while others run, those that waited run at once after the first one.
     """
-    specs, slots = decoding(16, 40), min(target.envelope.max_num_seqs or 16, 16)
-    driver = drive(target, max_num_seqs=slots, num_kv_blocks=200, max_num_batched_tokens=17)
-    for spec in specs:
+    slots, late = min(target.envelope.max_num_seqs or 16, 16), list[str]()
+    specs = [greedy(f"r{index}", prompt_of(1 + 5 * index % 8, index), 40) for index in range(16)]
+    driver = drive(target, max_num_seqs=slots, num_kv_blocks=200, max_num_batched_tokens=90)
+    for at, spec in enumerate(specs):
         driver.submit(spec)
         driver.step()
+        late += [spec.request_id] if 0 < at < slots and spec.request_id not in driver.first_plan else []
+    if late and len(late) < slots - 1:
+        broken("2.2", f"of {slots} requests that arrive in as many steps and fit, the next plan does not admit {late}")
     for _ in range(4):
         driver.step()
     if len(driver.auditor.live) == 1:

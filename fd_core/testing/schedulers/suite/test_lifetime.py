@@ -15,6 +15,7 @@ from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import cpu_seconds, require_bounded, require_no_stall
@@ -33,6 +34,8 @@ _PLANS: Final = 5000
 _FEW, _MANY = 64, 2048
 _STEP_MS = 5
 """Milliseconds in which a scheduler has to plan and commit a step of few requests; the core takes 0.1."""
+_OF_CORE = 12
+"""Times of a step of the core that one of another scheduler may take, where it has one request."""
 _ADD_MS = 0.001
 """The same for each token of a prompt that is added; the core takes 0.00005."""
 _CROWD = 20_000
@@ -266,6 +269,21 @@ def test_time_of_a_step_does_not_grow_with_waiting_requests(target: SchedulerTar
     few, many = (1000 * each for each in times)
     what = f"a step takes {few:.2f} ms with {_FEW} waiting requests, and {many:.2f} ms with {_CROWD:,}"
     require(many <= 3 * few + 1.0, "2.6", what)
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+@pytest.mark.law("2.6")
+def test_a_step_of_one_request_takes_about_as_long_as_with_the_core(target: SchedulerTarget) -> None:
+    """A time, as no bytecode shows what runs in C, in units of what this machine needs, which cancels its load."""
+    core = SchedulerTarget("continuous", ContinuousBatchingScheduler)
+    runs = [_run(each, max_model_len=400, num_kv_blocks=100) for each in (target, core)]
+    for run in runs:
+        run.scheduler.add(greedy("runs", (1, 2), 390))
+    times = [[1e6 * cpu_seconds(run.step) for run in runs] for _ in range(9)]
+    took, right = (min(each) for each in zip(*times, strict=True))
+    what = f"a step of one request takes {took:.0f} microseconds of the processor, and {right:.0f} with the core's"
+    require(took <= _OF_CORE * right, "2.6", f"{what}, expected at most {_OF_CORE} times as long: the device waits")
 
 
 @pytest.mark.timing
