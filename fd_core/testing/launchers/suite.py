@@ -40,6 +40,9 @@ _WORDS: Final = ('a "b"', "", f"$HOME {{c}} {NODE_ADDRESS}", "ü\n'")
 """Arguments that a shell or a template would change."""
 _LINE: Final = "the disk {0} is 100% full [/disk]"
 """Output that a format or a template would change."""
+_NAMES_DEVICES: Final = "VISIBLE_DEVICES"
+"""End of the names of variables that name devices, separated by commas."""
+_UUIDS: Final = ",".join(f"GPU-{at:08x}-4a5e-11ee-be56-0242ac120002" for at in range(4))
 _MOST_BYTES: Final = 2 << 20
 """Bytes of the output of one process that a launcher may hold."""
 _AT_ONCE: Final = 33
@@ -244,21 +247,45 @@ class LauncherSuite:
             f"{_END_SECONDS:g}: the other ranks of a model wait as long before they end"
         )
 
-    def test_devices_that_are_free_need_not_be_adjacent(self, launching: Launcher) -> None:
-        """Take every device of all nodes, end the processes of one node but the second, and start one on the rest."""
+    def test_processes_have_the_devices_of_their_launcher(self) -> None:
+        """Take every device of all nodes, end the processes of one node but the second, and start one on the rest.
+
+        A launcher that does not manage the devices of its cluster itself has those that variables name, also by UUID.
+        """
+        named = {name: value for name, value in self.devices.items() if name.endswith(_NAMES_DEVICES)}
+        given: list[dict[str, str]] = [named, {name: value.rpartition(",")[2] for name, value in named.items()}]
+        given += [{"CUDA_VISIBLE_DEVICES": _UUIDS}] if "CUDA_VISIBLE_DEVICES" in named else []
+        found = list[list[str]]()
+        for variables in given:
+            with mock.patch.object(self, "devices", {**self.devices, **variables}):
+                launching = self.new_launcher()
+            try:
+                found.append(self._devices_of_all(launching))
+            finally:
+                launching.close()
+        for variables, devices in zip(given, found, strict=True):
+            names = {name for value in variables.values() for name in value.split(",")}
+            assert {*devices} == names or len({*map(len, found)}) == 1, (
+                f"with the variables {variables}, processes have the devices {sorted(devices)}; on a shared machine "
+                "others belong to other users, so pass on the names in the variable as they are"
+            )
+
+    def _devices_of_all(self, launching: Launcher) -> list[str]:
         nodes = {node.id: node for node in launching.nodes()}
         specs = [self.spec(str(at), cores=0, devices=1) for at in range(sum(node.devices for node in nodes.values()))]
-        there = [each for each in launching.start(specs) if nodes[each.node].devices > 2]
+        started = launching.start(specs)
+        shown = {process: self.seen(process)["devices"] for process in started}
+        there = [each for each in started if nodes[each.node].devices > 2]
         there = [each for each in there if each.node == there[0].node]
-        seen = [self.seen(process)["devices"] for process in there]
         for ended in (*there[:1], *there[2:]):
             ended.kill()
             assert ended.wait(self.patience) is not None
         if there:
             (process,) = launching.start([self.spec("several", cores=0, devices=len(there) - 1)])
-            devices = sorted(self.seen(process)["devices"])
+            devices, seen = sorted(self.seen(process)["devices"]), [shown[each] for each in there]
             right = sorted(one for own in (*seen[:1], *seen[2:]) for one in own)
             assert devices == right, f"a process has {devices} of the devices {seen}, of which the second is in use"
+        return [one for devices in shown.values() for one in devices]
 
     def test_other_users_of_the_machine_cannot_read_secrets(
         self, launching: Launcher, tmp_path_factory: pytest.TempPathFactory

@@ -48,6 +48,7 @@ def _start(launcher, specs, cls):
 
 ANY_ORDER = "test_processes_start_and_end_in_any_order"
 HELD = "test_nothing_is_held_of_processes_that_ended"
+DEVICES = "test_processes_have_the_devices_of_their_launcher"
 OUTPUT = "test_output_is_forwarded_and_its_end_is_in_the_reason"
 
 
@@ -550,7 +551,7 @@ class _Inheriting(_Started):
         return ["timeout", "20", *words], {**more, "close_fds": False}  # so that none is left for long
 
 
-@found_by("test_devices_that_are_free_need_not_be_adjacent")
+@found_by(DEVICES)
 class ShowsADeviceAndThoseAfterIt(OwnedProcess):
     """Takes devices for a range that begins at the first free one."""
 
@@ -717,3 +718,28 @@ class HasAFewThreads(SpawnLauncher):
         for process in started[4:]:
             process.announced = lambda: None
         return started
+
+
+@found_by(DEVICES)
+class NamesDevicesByIndex(SpawnLauncher):
+    """Of the devices 5 and 7 that it has, processes get 0 and 1, which are others'."""
+
+    def __init__(self):
+        super().__init__()
+        self._devices = tuple(map(str, range(len(self._devices))))
+
+
+@found_by(DEVICES)
+class CountsToTheLargestDevice(SpawnLauncher):
+    def __init__(self):
+        super().__init__()
+        self._devices = tuple(map(str, range(max((int(name) for name in self._devices if name.isdigit()), default=0))))
+
+
+@found_by(DEVICES)
+class KnowsNumbersOfDevices(SpawnLauncher):
+    """Names devices by numbers, and has none of those that a cluster names by UUID."""
+
+    def __init__(self):
+        super().__init__()
+        self._devices = tuple(name for name in self._devices if name.isdigit())
