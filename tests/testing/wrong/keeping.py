@@ -24,6 +24,7 @@ from fd_core.kv.stores.disk import DiskReservations, DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
+CAPPED = "test_the_cap_holds_and_recent_values_stay"
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
 
@@ -342,7 +343,7 @@ class LosesItsValuesWhenClosed(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by("test_space_of_replaced_and_deleted_values_is_free", size=9000)
+@found_by(CAPPED, seed=0)
 class CountsReplacedValues(MemoryStore):
     def _delete(self, key):
         before = self._bytes
@@ -356,7 +357,7 @@ class CountsReplacedValues(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+@found_by(CAPPED, seed=0)
 class ExceedsTheLimitByAValue(MemoryStore):
     def put(self, values, timeout):
         limit, self.limit_bytes = self.limit_bytes, self.limit_bytes + max(sum(map(len, parts)) for _, parts in values)
@@ -366,7 +367,7 @@ class ExceedsTheLimitByAValue(MemoryStore):
             self.limit_bytes = limit
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
+@found_by(CAPPED, seed=0)
 class EvictsTheNewestFirst(MemoryStore):
     def get(self, *arguments):
         found = super().get(*arguments)
@@ -460,7 +461,7 @@ class OverwritesValuesOfOneSize(DiskStore):
         return len(values) - len(new) + super().put(new, timeout)
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
+@found_by(CAPPED, seed=0)
 class UsesTheFirstValueOfABatch(MemoryStore):
     def get(self, keys, limit, timeout):
         rest = [self._values.get(key) for key in keys[1:]]
@@ -580,7 +581,7 @@ class SharesABuffer(MemoryStore):
         return found
 
 
-@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+@found_by(CAPPED, seed=0)
 class CountsEvictedValues(MemoryStore):
     """Only a delete lowers the number of values."""
 
@@ -600,7 +601,7 @@ class CountsEvictedValues(MemoryStore):
         return replace(super().stats(timeout), values=len(self.known))
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="put")
+@found_by(CAPPED, seed=0)
 class KeepsThePlaceOfReplacedValues(MemoryStore):
     """A value that is put again stays as old as it was."""
 
@@ -676,7 +677,7 @@ class AnswersTheCallThatTimedOut(MemoryStore):
         return found if late is None else late
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="delete and put")
+@found_by(CAPPED, seed=0)
 class RemembersTheAgeOfDeletedValues(MemoryStore):
     """A value that is put under the key of a deleted one is as old as that was."""
 
@@ -733,7 +734,7 @@ class LeavesADescriptorOfATimeout(DiskStore):
             os.close(descriptor)
 
 
-@found_by("test_space_of_replaced_and_deleted_values_is_free", size=9000)
+@found_by(CAPPED, seed=0)
 class KeepsTheSpaceOfATimeout(MemoryStore):
     """Space is reserved for all values of a put, and freed only at its end."""
 
@@ -807,7 +808,7 @@ class _NamesOfIds(DiskReservations):
         return ours, file, space
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
+@found_by(CAPPED, seed=0)
 class AgesByTheMonotonicClock(DiskStore):
     """The clock of another machine starts at another time."""
 
@@ -827,7 +828,7 @@ class AgesByTheMonotonicClock(DiskStore):
         return stored
 
 
-@found_by("test_the_cap_holds_and_what_was_used_stays", used_by="get")
+@found_by(CAPPED, seed=0)
 class CountsItsOwnBytes(DiskStore):
     """Counts the bytes in use in the object, although other engines write to the folder as well."""
 
@@ -949,7 +950,7 @@ class KeepsDeletedValues(DiskStore):
         return super().delete(keys, timeout)
 
 
-@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+@found_by(CAPPED, seed=0)
 class KeepsACopyOfEachValue(DiskStore):
     """Another folder has a second name of each value, which outlives its eviction."""
 
@@ -1280,3 +1281,22 @@ class ExpectsNoOtherEngine(DiskStore):
         oldest = sorted(self.path.glob("??/*.kv"))
         [path.stat() for path in oldest]
         return super().put(values, timeout)
+
+
+@found_by(CAPPED, seed=0)
+class CountsByTheLastSize(MemoryStore):
+    """Takes all values to be as large as the last one, as those of one model are."""
+
+    def put(self, values, timeout):
+        stored = 0
+        for key, parts in values:
+            value = b"".join(parts)
+            with self._lock:
+                self._delete(key)
+                if len(value) > self.limit_bytes:
+                    continue
+                self._values[key] = value
+                self._bytes, stored = self._bytes + len(value), stored + 1
+                while len(self._values) > max(1, self.limit_bytes // (len(value) + 64)):
+                    self._delete(next(iter(self._values)))
+        return stored
