@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from random import Random
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.schedulers.scripts import whole_text
+from fd_core.testing.stores.values import draws
 
 _SHORT: Final = 1024
 _LONG: Final = 1 << 16
@@ -42,6 +44,8 @@ _ADMISSION_SECONDS: Final = 0.5
 _MANY_SLOTS: Final = 128
 _MANY_IDS: Final = 33_000
 _SLACK: Final = 3.0
+_REPEATED: Final = 64
+"""Tokens of a text that repeats its beginning, of which the last ones are to be drafted."""
 _CALLS: Final = 66_000
 """A few more than 2^16."""
 _HISTORY: Final = 120
@@ -60,7 +64,7 @@ class DrafterSuite:
     private: Requirement = OPEN
     """Its drafts depend on nothing but the text of their slot; closed for one that learns from other requests."""
     repeats: Requirement = OPEN
-    """It drafts what followed before in a text that repeats itself, or what its model generates."""
+    """It drafts what followed before in a text that repeats itself, however long ago, or what its model generates."""
 
     def drafter_class(self) -> type[Drafter]:
         """Return the class of the drafter; override for a class that no plugin registers."""
@@ -81,24 +85,37 @@ class DrafterSuite:
 
     @pytest.mark.law("8")
     def test_drafts_continue_a_text_that_repeats(self) -> None:
-        """Also of ids that 16 bits do not hold."""
+        """Repeat the beginning of texts of drawn lengths, in slots beside others; steps deliver the end of it."""
         self.repeats.require()
-        # With an odd period, positions that wrap at a power of two have other tokens.
-        text: Sequence[int] = np.resize(np.arange(5, 12), 70_004).tolist()
+        draw = draws(1)
         if self.drafter_class().uses_model:
-            text = [*text[:30], *whole_text(greedy("text", text[:30], 874))]
-        for length in sorted({min(length, len(text) - 4) for length in (40, 5000, 40_000, 70_000)}):
-            self._require_continued(text[:length], text[length : length + 4], 257)
-        if not self.drafter_class().uses_model:
-            large = (np.array(text[:44]) * 13_001).tolist()
-            self._require_continued(large[:40], large[40:], 152_064)
+            text = [*range(5, 35), *whole_text(greedy("text", range(5, 35), 874))]
+            for length in (40, len(text) - 16):
+                self._require_continued(draw, text[:length], text[length : length + 16], 257)
+            return
+        for bits in zip(range(1, 17, 2), draw.sample(range(2, 18, 2), 8), strict=True):
+            period, before = (int(2 ** draw.uniform(each, each + 1)) for each in bits)
+            before = min(before, 152_064 - period)
+            vocab = draw.choice([size for size in (257, 32_003, 152_064) if size >= before + period])
+            ids = draw.sample(range(vocab), before + period)
+            text = [*ids[:before], *np.resize(ids[before:], period + _REPEATED).tolist()]
+            self._require_continued(draw, text[:-16], text[-16:], vocab)
 
-    def _require_continued(self, text: Sequence[int], following: Sequence[int], vocab_size: int) -> None:
-        drafter = self.subject().new(1, 4, vocab_size=vocab_size, max_model_len=len(text) + 8)
-        drafter.admit(0, np.array(text, np.int32))
-        tokens, counts = drafter.propose(np.zeros(1, np.int32), 4)
-        found = tokens[0, : int(counts[0])].tolist()
-        what = f"after {len(text)} tokens with ids up to {max(text):,}, expected {following} or the first of them"
+    def _require_continued(self, draw: Random, text: Sequence[int], following: Sequence[int], vocab_size: int) -> None:
+        slot, k, admitted = draw.randrange(3), draw.randrange(1, 17), len(text) - draw.randrange(_REPEATED - 16)
+        admitted = max(1, admitted) if len(text) > _REPEATED else len(text)
+        drafter = self.subject().new(3, k, vocab_size=vocab_size, max_model_len=len(text) + 32)
+        for each in draw.sample(range(3), 3):
+            drafter.admit(each, np.array(text[:admitted] if each == slot else text[: 9 + each], np.int32))
+        while admitted < len(text):
+            count = min(draw.randrange(1, k + 2), len(text) - admitted)
+            delivered = np.array([text[admitted : admitted + count]], np.int32)
+            drafter.extend(np.array([slot], np.int32), delivered, np.array([count], np.int32))
+            admitted += count
+        rows = draw.sample(range(3), 3)
+        tokens, counts = drafter.propose(np.array(rows, np.int32), k)
+        found = tokens[rows.index(slot), : int(counts[rows.index(slot)])].tolist()
+        what = f"after {len(text):,} tokens with ids up to {max(text):,}, expected {following} or the first of them"
         require(found and found == following[: len(found)], "8", f"{what}, drafted {found}")
 
     @pytest.mark.law("8")

@@ -620,3 +620,23 @@ class ReadsEvictedBlocks(DraftModelDrafter):
             return found
 
         self._blocks.reserve = reserved
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class ForgetsWhatIsLongAgo(NgramDrafter):
+    """Drafts from the last 128 tokens: an answer that repeats a document of its prompt has no drafts."""
+
+    def guess(self, slot, limit):
+        place = self._last_seen[slot].get(tuple(self._texts[slot][-4:]), 0)
+        return super().guess(slot, limit if place >= len(self._texts[slot]) - 128 else 0)
+
+
+@noticed("test_drafts_continue_a_text_that_repeats")
+class SearchesThePromptAlone(NgramDrafter):
+    """Has a table of the prompt, and never looks for what steps delivered."""
+
+    def grow(self, slot, tokens):
+        if self._texts[slot]:
+            self._texts[slot] += tokens.tolist()[:1]
+        else:
+            super().grow(slot, tokens)
