@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import pytest
@@ -24,6 +26,7 @@ from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
+from fd_core.testing.stores.values import draws
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
@@ -33,9 +36,10 @@ _STEP_SECONDS: Final = 0.005
 _CLOSE_SECONDS: Final = 3.0
 """Time of `close`, which an engine that ends leaves after 5 seconds."""
 _RECORDED: Final = 299
-"""Steps that fill no buffer of a usual size exactly."""
+"""Steps, or tokens, that fill no buffer of a usual size exactly."""
 _TOKEN: Final = 151_637
-"""Token of all steps that an observer may write."""
+"""Id of a token from which on an observer may write them."""
+_ORDERS: Final[tuple[Literal["little", "big"], ...]] = ("little", "big")
 _MOST_BYTES: Final = 1 << 24
 """Size of a file that may be that of the steps of a test."""
 _ROUND: Final = 4096
@@ -49,6 +53,8 @@ class ObserverSuite:
     """Value that users pass to `--observer`."""
     bounded: Requirement = OPEN
     """Its memory does not grow with the steps of an engine."""
+    complete: Requirement = OPEN
+    """Its files have all tokens of a request if they have those of a request with one, and likewise requests."""
 
     def observer_class(self) -> type[Observer]:
         """Return the class of the observer; override for a class that no plugin registers."""
@@ -87,35 +93,50 @@ class ObserverSuite:
         require_freed(close_one)
 
     @pytest.mark.law("8")
-    def test_what_it_writes_has_the_last_step(self) -> None:
-        """Look for the ids of requests in its files after `close`, if it writes all of them."""
-        one, *two = (
-            [f"request {number} of {_RECORDED} by {by}" for number in range(_RECORDED)]
-            for by in ("one", "two", "three")
-        )
-        written = self._written(one)
-        if not all(name.encode() in written for name in one[: _RECORDED // 4]):
-            lacks("it writes no file that has the id of each request")
-        lost = [name for name in one if name.encode() not in written]
-        assert not lost, f"after close, its files lack the last {len(lost)} of {_RECORDED} steps"
-        written = self._written(*two)
-        lost = [name for names in two for name in names if name.encode() not in written]
-        assert len(lost) < _RECORDED // 8, (  # buffers of a file that both append to may cut lines
-            f"two observers at once, as of two engines, lose {len(lost)} of {2 * _RECORDED} steps in their files: use "
-            "another file for each, or append"
-        )
+    def test_what_it_writes_has_all_requests_and_tokens(self) -> None:
+        """Look in its files after `close` for what it writes all of: ids of requests, or of tokens.
 
-    def _written(self, *requests: list[str]) -> bytes:
-        """Return what observers write at the same time, each about its requests.
+        Those of steps with one token show what that is. Other steps have as many tokens, but several requests, drafts,
+        gaps and a restart of the engine.
+        """
+        plain, mixed, *two = ([*_recorded(by, mixed=by == "two")] for by in ("one", "two", "three", "four"))
+        written, kinds = self._written(plain), list[int]()
+        for kind, what in enumerate(("requests", "tokens")):
+            ids = _ids(plain)[kind]
+            if not all(_is_in(written, each) for each in ids[: _RECORDED // 4]):
+                continue
+            kinds.append(kind)
+            lost = [each for each in ids if not _is_in(written, each)]
+            assert not lost, (
+                f"after close, its files lack the ids of {what} in the last {len(lost)} of {_RECORDED} steps"
+            )
+        if not kinds:
+            lacks("it writes no file that has the id of each request or token")
+        self.complete.require()
+        for at_once in ([mixed], two):
+            written = self._written(*at_once)
+            for kind in kinds:
+                ids = [each for steps in at_once for each in _ids(steps)[kind]]
+                lost = [each for each in ids if not _is_in(written, each)]
+                # Buffers of a file that both append to may cut lines.
+                assert len(lost) <= (len(ids) // 8 if len(at_once) > 1 else 0), (
+                    f"{len(at_once)} observers, of as many engines: after steps of several requests and tokens, and a "
+                    f"restart, or both at once, files lack {len(lost)} of {len(ids)} ids, such as {lost[0]!r}; write "
+                    "all requests and tokens of a step, and append, or use another file for each observer"
+                )
+
+    def _written(self, *recorded: list[SampledStep]) -> bytes:
+        """Return what observers write at the same time, each about its steps.
 
         Other users of the machine may open no file with the ids of tokens, which are the text of an answer.
         """
-        hidden = str(_TOKEN).encode(), _TOKEN.to_bytes(4, "little")
+        token = int(_ids(recorded[0])[1][0])
+        hidden = str(token).encode(), token.to_bytes(4, "little"), token.to_bytes(4, "big")
         with created_paths() as files, hidden_from_other_users(Path(gettempdir()), *hidden):
-            observers = [self.new_observer() for _ in requests]
-            for number, names in enumerate(zip(*requests, strict=True)):
-                for observer, name in zip(observers, names, strict=True):
-                    observer.observe(SampledStep(0, number, (SampledRequest(name, (_TOKEN,), 0, 0),)))
+            observers = [self.new_observer() for _ in recorded]
+            for steps in zip(*recorded, strict=True):
+                for observer, step in zip(observers, steps, strict=True):
+                    observer.observe(step)
             for observer in observers:
                 observer.close()
         return b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)
@@ -180,3 +201,33 @@ def _times(observer: Observer, text: str) -> list[float]:
         observer.observe(step)
         times.append(time.perf_counter() - start)
     return times
+
+
+def _recorded(by: str, *, mixed: bool) -> Iterator[SampledStep]:
+    """Yield steps of `_RECORDED` tokens, each with another id: one by one, or in steps of several requests."""
+    draw, left = draws(len(by)), _RECORDED
+    tokens = iter(range(_TOKEN + sum(by.encode()) * _RECORDED, 1 << 31))
+    epoch, number = 3, 0
+    while left:
+        counts = [draw.randrange(1, 7) for _ in range(draw.randrange(1, 5))] if mixed else [1]
+        rows = list[SampledRequest]()
+        for at, count in enumerate(counts):
+            ids = tuple(islice(tokens, min(count, left)))
+            left -= len(ids)
+            drafts = len(ids) - 1 + draw.randrange(3) * mixed
+            rows += [SampledRequest(f"request {left}-{at} by {by}", ids, drafts, len(ids) - 1)] if ids else []
+        yield SampledStep(epoch, number, tuple(rows))
+        number += draw.randrange(1, 3) if mixed else 1
+        if mixed and epoch == 3 and left < _RECORDED // 2:
+            epoch, number = 4, 0
+
+
+def _ids(steps: Iterable[SampledStep]) -> tuple[list[str], list[str]]:
+    """Return the ids of requests and of tokens."""
+    rows = [row for step in steps for row in step.requests]
+    return [row.request_id for row in rows], [str(token) for row in rows for token in row.token_ids]
+
+
+def _is_in(written: bytes, name: str) -> bool:
+    forms = [int(name).to_bytes(4, order) for order in _ORDERS] if name.isdigit() else []
+    return any(form in written for form in (name.encode(), *forms))
