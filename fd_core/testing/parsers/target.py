@@ -204,9 +204,9 @@ class ParserTarget:
         arguments and ends belong to the one that is open.
         """
         parser, begun, is_open, earlier = self.new(tools, prompt), 0, False, list[tuple[Sequence[Event], list[Event]]]()
-        end = parser.finish if finish else parser.flush
+        end, text = parser.finish if finish else parser.flush, "".join(pieces)
         for piece in (*pieces, None):
-            with accepting("".join(pieces)):
+            with accepting(text):
                 returned = end() if piece is None else parser.push(piece)
                 events = list(returned)
             for event in events:
