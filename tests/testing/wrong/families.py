@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
+from fd_core.models.families.builtin.glm import Glm4Moe
 from fd_core.models.families.builtin.granite import Granite
 from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
@@ -316,3 +317,52 @@ class ReadsAFieldAsItIs(Llama):
     def traits(self, config):
         scale = config.values["head_dim"] ** -0.5
         return replace(super().traits(config), scale=scale)
+
+
+@found_by("test_ropes_are_those_of_the_reference", "'rope_type': 'longrope'.*are off by")
+class LongFactorsBeyondTheLongestContext(Llama):
+    def traits(self, config):
+        rope = super().traits(config).rope(0)
+        original = config.count("max_position_embeddings") if rope.long else 0
+        return replace(super().traits(config), rope=lambda layer: replace(rope, original=original))
+
+
+@found_by("test_ropes_are_those_of_the_reference", "'rope_type': 'yarn'.*are off by")
+class SwapsTheScalesOfYarn(Llama):
+    def traits(self, config):
+        part = dict(config.values["rope_parameters"])
+        part["mscale"], part["mscale_all_dim"] = part.get("mscale_all_dim"), part.get("mscale")
+        given = {name: value for name, value in part.items() if value is not None}
+        return super().traits(replace(config, values={**config.values, "rope_parameters": given}))
+
+
+@found_by("test_no_field_is_ignored", "ignores num_experts_per_tok, and 3 instead of 2 changes")
+class RoutesToTwoExperts(Qwen3Moe):
+    def traits(self, config):
+        traits = super().traits(config)
+
+        def moe(layer, prefix, norm):
+            found = traits.moe(layer, prefix, norm)
+            return None if found is None else replace(found, top_k=min(2, found.top_k))
+
+        return replace(traits, moe=moe)
+
+
+@found_by("test_no_field_is_ignored", "ignores routed_scaling_factor, and 1.25 instead of 2.5 changes")
+class ScalesExpertsAsPublished(Glm4Moe):
+    """Whatever the config has, the factor is that of the first model."""
+
+    def traits(self, config):
+        scale = 1.0 if config.number("routed_scaling_factor") == 1 else 2.5
+        return super().traits(replace(config, values=_Changed(config.values, {"routed_scaling_factor": scale})))
+
+
+class _Changed(dict):
+    """Config of which some values are others."""
+
+    def __init__(self, values, changed):
+        super().__init__({**values, **changed})
+        self.values_of, self.changed = values, changed
+
+    def get(self, field, default=None):
+        return self.changed[field] if field in self.changed else self.values_of.get(field, default)
