@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from string import digits
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from fd_core.testing.axes.parts import Part, cases_of
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
+from fd_core.text.parsing.builtin import fd_register_reasoning_parsers, fd_register_tool_parsers
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.events import CallBegun, Event, joined
 from fd_core.text.parsing.reader import SPACE
@@ -36,8 +39,9 @@ TEXTS: Final = {
     "half-markers": "",
     "words": "null, true and 007 end",
     "wide spaces": "\u3000\u3000It has\u00a0a\u2003space\u3000",
+    "drawn": "",
 }
-"""Texts by kind; `half-markers` is one of each format."""
+"""Texts by kind; `half-markers` is one of each format, and `drawn` has its length and its parts from a generator."""
 VALUES: Final = {
     **TEXTS,
     "markers": "",
@@ -54,7 +58,7 @@ _SIZES: Final = (1, 2, 40, 300)
 _HUGE: Final = 2300
 """Repetitions that have more than 2^17 characters."""
 _SHORT: Final = ("number", "word", "empty")
-_WITH_VALUE: Final = ("city", "nested", "mixed")
+_LONG: Final = {"half-markers", "drawn"}
 _CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "tokens", "at-markers", "in-markers")
 _COMMON: Final = (
     Axis("chunk", _CHUNKS, ("OutputParser.push.text",)),
@@ -104,8 +108,9 @@ CALL_AXES: Final = (
 ANSWER_AXES: Final = (
     Axis("reasoning", (*TEXTS, "none")),
     Axis("size", _SIZES, rare=({"size": _HUGE, "text_size": _HUGE, "chunk": 64},)),
-    Axis("text", (*TEXTS, "none")),
+    Axis("text", (*TEXTS, "json", "none")),
     Axis("text_size", _SIZES),
+    Axis("space", ("sample", "", "\n", " \n\t ", "\r\n\r\n")),
     Axis("blocks", (1, 2, 3)),
     Axis(
         "begins",
@@ -121,9 +126,13 @@ EXCUSED: Final[Mapping[str, str]] = {
 """Fields of the contract that no axis varies, with the reason."""
 _SPACES: Final = f"[{SPACE}]*"
 """White space around markers, which belongs to them."""
-_MAX_CHARACTERS: Final = 24_000
+_MAX_CHARACTERS: Final = 40_000
 _MAX_PUSHES: Final = 20_000
+_MORE_TOOLS: Final = 300
+"""Tools of a request that its answer does not call, unless the schemas are the plainest."""
 _MAX_CUTS: Final = 16
+_OTHERS: Final = 100
+"""Answers that are read in turn with the one of a case."""
 
 
 @dataclass(slots=True)
@@ -239,8 +248,11 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     kind, key, arguments = str(case["schema"]), _key(case, form), _arguments(target, case, form, 0)
     # Other tools have a number where this one has a string; the first and the last one are others.
     other = _schema("typed" if kind in ("string", "bare") else kind, key, {**arguments, key: 0})
-    model = _Model({"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other})
-    text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
+    more = () if kind == "string" else range(_MORE_TOOLS)
+    tools = {"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other}
+    model = _Model({**{f"tool{number}": other for number in more}, **tools})
+    size, space = int_of(case, "size"), str(case["space"])
+    text, after = (_repeated(_text(target, str(case[name])), size) for name in ("text", "after"))
     groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
     number = 0
     for _ in range(groups):
@@ -343,6 +355,8 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
     """Return the answer of a case of reasoning: the parser's sample with other texts, and several blocks."""
     head, _, rest = target.cls.sample.partition(SHOWN.reasoning)
     middle, _, tail = rest.partition(SHOWN.content)
+    if case["space"] != "sample":
+        head, middle, tail = (_spaced(target, each, str(case["space"])) for each in (head, middle, tail))
     model = _Model()
     reasoning = _repeated(_text(target, str(case["reasoning"])), int_of(case, "size"))
     # Only a marker can begin another block.
@@ -351,7 +365,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
             earlier = f"{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
             before = {"later_turn": f"<|user|>Hi<|assistant|>{head}{earlier}", "cut_off_turn": earlier}
             model.prompt = before.get(str(case["begins"]), "<|user|>Hi<|assistant|>") + head
-            model.prompt += f"{SHOWN.reasoning} It" if case["begins"] == "continued" else ""
+            model.prompt += f"{SHOWN.reasoning} {TEXTS['lines'] * 6} It" if case["begins"] == "continued" else ""
             model.prompt = model.prompt.rstrip() if case["begins"] == "bare_prompt" else model.prompt
         else:
             model.add(head)
@@ -364,6 +378,12 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
     return model
 
 
+def _spaced(target: ParserTarget, text: str, space: str) -> str:
+    """Return text of the format with other white space around its markers."""
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(target.markers, key=len, reverse=True))) or '(?!)'})", text)
+    return "".join(part if part.strip() or len(parts) == 1 else space for part in parts)
+
+
 def _half(target: ParserTarget, marker: str) -> str:
     """Return the longest half marker, without those that begin `marker` before it begins itself."""
     halves = [half for half in target.half_markers if half == half.strip()]
@@ -374,14 +394,27 @@ def _half(target: ParserTarget, marker: str) -> str:
 
 def _repeated(text: str, times: int) -> str:
     """Return a text several times, numbered, so that no part of it equals another."""
-    return "\n".join([text, *(f"{text} {number}" for number in range(1, times))])
+    return "\n".join([text, *(f"{text} {number}" for number in range(1, times) if text)])
 
 
 def _text(target: ParserTarget, kind: str) -> str:
     if kind == "half-markers":
         halves = [half for half in target.half_markers if half.strip() == half]
         return f"It {' ~'.join(halves[: 2 * len(target.markers) + 1])} ~ end"
-    return TEXTS.get(kind, "")
+    return _drawn(target) if kind == "drawn" else VALUES.get(kind, "")
+
+
+@cache
+def _drawn(target: ParserTarget) -> str:
+    """Return a text of words, characters of all planes, and tags, among them markers of other formats."""
+    rng = np.random.default_rng(zlib.crc32(target.name.encode()))
+    entries = [*fd_register_tool_parsers(), *fd_register_reasoning_parsers()]
+    others = {marker for entry in entries for marker in resolve_name(entry.target).markers}
+    foreign = sorted(each for each in others if not any(each in own or own in each for own in target.markers))
+    words = [f"w{number}" for number in range(60)] + rng.permutation(foreign).tolist()
+    characters = map(chr, (2 ** rng.uniform(5, 20, len(words))).astype(int).tolist())
+    drawn = (f"{each if each.isprintable() else ''}{word}" for each, word in zip(characters, words, strict=True))
+    return f"It {' '.join(drawn)} end"
 
 
 def _key(case: Case, form: CallForm) -> str:
@@ -510,10 +543,14 @@ def _read(
 
     if case["instances"] == "in-turn":
         another = other()
-        turns = target.listen(*pieces_of(target, another.text, 5, np.random.default_rng(1)), tools=another.tools)
+        cut = pieces_of(target, another.text, 5, np.random.default_rng(1))
+        turns = deque(target.listen(*cut, tools=another.tools) for _ in range(_OTHERS))
         found = []
+        for turn in turns:
+            next(turn)
         for events in listen():
-            next(turns, None)
+            next(turns[0], None)
+            turns.rotate()
             found += events
         return joined(found)
     if case["instances"] == "threads":
@@ -540,18 +577,20 @@ def check_answer(target: ParserTarget, case: Case) -> None:
 
 
 def _allowed_calls(case: Case) -> bool:
-    characters = (60 + 60 * int_of(case, "size")) * max(1, int_of(case, "calls")) * int_of(case, "groups")
+    each = 600 if _LONG & {case["value"], case["text"], case["after"]} else 60
+    texts = int_of(case, "groups") * (case["text"] != "none") + (case["after"] != "none")
+    texts += max(1, int_of(case, "calls")) * int_of(case, "groups")
+    characters = each * (1 + int_of(case, "size")) * texts
     characters *= 3 if case["shape"] in ("nested", "mixed") else 1
     characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] == "wide" else 0
-    if case["size"] != 1 and (case["shape"] not in _WITH_VALUE or case["value"] in _SHORT):
-        return False  # there is nothing to repeat
     return _fits(case, characters)
 
 
 def _allowed_answers(case: Case) -> bool:
     if "none" in (case["reasoning"] if case["size"] != 1 else "", case["text"] if case["text_size"] != 1 else ""):
         return False  # there is nothing to repeat
-    return _fits(case, 60 * (int_of(case, "size") * int_of(case, "blocks") + int_of(case, "text_size")))
+    each = 600 if _LONG & {case["reasoning"], case["text"]} else 60
+    return _fits(case, each * (int_of(case, "size") * int_of(case, "blocks") + int_of(case, "text_size")))
 
 
 def _fits(case: Case, characters: int) -> bool:

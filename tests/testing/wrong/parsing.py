@@ -1135,6 +1135,105 @@ class KnowsToolsOfEarlierRequests(GlmTools):
 _SCHEMAS = {}
 
 
+@breaks("8.[134]", "answer")
+class EndsReasoningWithALine(QwenReasoning):
+    """JSON of a grammar right after the marker stays reasoning."""
+
+    def until(self, *markers, **named):
+        return super().until(*(f"{self.end}\n",) if markers == (self.end,) else markers, **named)
+
+
+@breaks("8.3", "cuts:test_any_cut_of_the_text_gives_the_same_events[names without a tool]")
+class DropsCallsOfOtherTools(HermesTools):
+    """An answer that calls a tool which was not offered is empty."""
+
+    offered = True
+
+    def begin_call(self, name, call_id=""):
+        self.offered = name in self.tools
+        self.call_open = True
+        if self.offered:
+            super().begin_call(name, call_id)
+
+    def emit_arguments(self, text):
+        if self.offered:
+            super().emit_arguments(text)
+
+    def end_call(self):
+        if self.offered:
+            super().end_call()
+        self.call_open, self._after_call = False, True
+
+
+@breaks("8.[134]", "calls")
+class FindsCallsInTheBeginning(HermesTools):
+    """After 2,000 characters of content an answer has no more calls."""
+
+    emitted = 0
+
+    def emit_content(self, text):
+        self.emitted += len(text)
+        super().emit_content(text)
+
+    def content_until(self, *begins):
+        while marker := (yield from super().content_until(*begins)):
+            if self.emitted < 2000:
+                return marker
+            self.emit_content(f"{self.space_before}{marker}")
+        return ""
+
+
+@breaks("8.[134]", "calls")
+class HasTenBuffers(HermesTools):
+    """More answers at a time share one."""
+
+    free: ClassVar[list[list[str]]] = [[] for _ in range(10)]
+    shared: ClassVar[list[str]] = []
+
+    def __init__(self, tools):
+        self.buffer = self.free.pop() if self.free else self.shared
+        self.buffer[:] = [""]
+        super().__init__(tools)
+
+    def __del__(self):
+        if self.buffer is not self.shared:
+            self.free.append(self.buffer)
+
+    @property
+    def _text(self):
+        return self.buffer[0]
+
+    @_text.setter
+    def _text(self, value):
+        self.buffer[0] = value
+
+
+@breaks("8.[134]", "calls")
+class RemovesMarkersOfReasoning(HermesTools):
+    """Content that names a marker of other formats loses it."""
+
+    def emit_content(self, text):
+        super().emit_content(text.replace("<think>", ""))
+
+
+@breaks("8.[134]", "calls")
+class KnowsTheTypesOfSomeTools(GlmTools):
+    """Of a request with many tools, all arguments of the last ones are strings."""
+
+    def __init__(self, tools):
+        some = list(tools)[:128]
+        strings = {"additionalProperties": {"type": "string"}}
+        super().__init__({name: tools[name] if name in some else strings for name in tools})
+
+
+@breaks("8.[134]", "answer:begins=continued")
+class LooksAtTheEndOfThePrompt(QwenReasoning):
+    """Reasoning that a template opened is found in the last 100 characters, not in the last 64 tokens."""
+
+    def __init__(self, prompt_tail):
+        super().__init__(prompt_tail[-100:])
+
+
 class ReadsUnionsAsStrings(GlmTools):
     """An argument whose schema has no single `type` is a string: an optional integer becomes one."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.testing.kit.law import require
-from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words
+from fd_core.testing.parsers.target import NOW, SHOWN, ParserTarget, Words, meaning_of
 
 WORDS = {
     "plain": SHOWN,
@@ -28,9 +28,18 @@ def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tupl
 @pytest.mark.parametrize("words", WORDS)
 def test_any_cut_of_the_text_gives_the_same_events(target: ParserTarget, words: str) -> None:
     for answer in target.answers(WORDS[words]):
+        offered = words != "names without a tool"
+        tools = answer.tools if offered else ("cloud", NOW)
         for cut in range(len(answer.text) + 1):
-            require_same(target, answer.text, [answer.text[:cut], answer.text[cut:]], tools=answer.tools)
-        require_same(target, answer.text, list(answer.text), tools=answer.tools)
+            require_same(target, answer.text, [answer.text[:cut], answer.text[cut:]], tools=tools)
+        require_same(target, answer.text, list(answer.text), tools=tools)
+        found = meaning_of(target.read(answer.text, tools=tools))
+        for name, arguments in () if offered else answer.calls:
+            shown = any(name == each and text for each, text in found.calls)
+            shown = shown or all(each in found.content for each in (name, *arguments.values()))
+            what = f"calls of {answer.text!r} are {found.calls}, the content is {found.content!r}"
+            expected = "expected in the calls, for the client to answer, or in the content"
+            require(shown, "8.3", f"{what}; {name} with {arguments} is {expected}; the request offers {tools}")
 
 
 @pytest.mark.law("8.1", "8.4")

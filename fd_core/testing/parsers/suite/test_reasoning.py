@@ -7,7 +7,7 @@ import pytest
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.parsers.answers import ANSWERS
+from fd_core.testing.parsers.answers import ANSWERS, TEXTS
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 from fd_core.text.parsing.reader import SPACE
 
@@ -73,7 +73,7 @@ def test_reasoning_that_the_prompt_opened_has_begun(
         head = answer.text.partition(SHOWN.reasoning)[0]
         if not target.cls.end or head.strip() not in target.markers:
             lacks("no prompt opens its reasoning")
-        half = f"{SHOWN.reasoning} It is" if written else ""
+        half = f"{SHOWN.reasoning} {TEXTS['lines'] * 6}" if written else ""
         prompt = f"<|user|>Hi<|assistant|>{answer.text}<|user|>Why?<|assistant|>" * (turns - 1) + head + half
         begun = target.cls.begins_reasoning(prompt, switched=switched)
         require(begun, "8.3", f"it does not begin with reasoning after the prompt {prompt!r}")
