@@ -37,7 +37,7 @@ AXES: Final = (
         "chunk",
         (0, 1, 2, 16, 17, 128, 129, 601, 1030),
         ("StepInput.max_query",),
-        rare=({"chunk": 2048}, {"chunk": 8192, "kv_heads": 1, "group": 1}),
+        rare=({"chunk": 2048}, {"chunk": 8300, "kv_heads": 1, "group": 1}),
     ),
     Axis("chunks", (1, 2, 5)),
     Axis("drafts", (0, 1, 3, 7, 16)),

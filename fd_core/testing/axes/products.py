@@ -34,7 +34,7 @@ from fd_core.testing.models.arrays import (
 )
 
 ORACLE: Final = NumpyOps()
-_ROWS: Final = (3, 1, 2, 4, *around(8), 17, 33, 64, 65, 129, 193, 257, 1025, 8192)
+_ROWS: Final = (3, 1, 2, 4, *around(8), 17, 33, 64, 65, 129, 193, 257, 1025, 8192, 20_001)
 _WIDTHS: Final = (128, 1, 2, 7, 33, 129, 1000, 4095, 4104, 8200)
 """Widths beyond any tile, that are a multiple of none."""
 _MAX_PRODUCT: Final = 2e8

@@ -6,7 +6,7 @@ Names and shapes are derived from the spec that the loader checks, so a new arch
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -180,6 +180,28 @@ def _save_shards(tensors: Mapping[str, Any], folder: Path, dtype: str) -> None:
         header += b" " * (-len(header) % 8)
         (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def drawn_ropes(rng: np.random.Generator, pairs: int) -> Iterator[dict[str, Any]]:
+    """Yield rope parameters of each kind for so many pairs, with numbers of any magnitude of published models."""
+
+    def drawn(low: float, high: float) -> float:
+        return float(low * (high / low) ** rng.random())
+
+    factors = {"long_factor": [1.0 + each for each in range(pairs)]}
+    factors |= {"short_factor": [1.0 + each / 9 for each in range(pairs)]}
+    for rope in (
+        {"rope_type": "linear"},
+        {"rope_type": "llama3", "low_freq_factor": drawn(0.5, 2), "high_freq_factor": drawn(2.5, 8)},
+        {"rope_type": "yarn", "truncate": False},
+        {"rope_type": "yarn", "beta_fast": drawn(8, 64), "mscale": drawn(0.2, 2), "mscale_all_dim": drawn(0.2, 2)},
+        {"rope_type": "yarn", "beta_slow": drawn(0.5, 4), "attention_factor": drawn(0.5, 2)},
+        {"rope_type": "longrope", "original_max_position_embeddings": 4} | factors,  # contexts of the kit exceed it
+        {"rope_type": "longrope", "original_max_position_embeddings": 128} | factors,
+    ):
+        original = {} if rope["rope_type"] == "linear" else {"original_max_position_embeddings": int(drawn(12, 250))}
+        yield {"rope_theta": drawn(100, 1e6), "factor": drawn(1.5, 40), **original, **rope}
+    yield {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": drawn(100, 1e6)}
 
 
 def rewrite_weights(folder: Path, case: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fd_core.backends.contract import AdaptableModel, Model
+from fd_core.errors import ModelError
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
@@ -24,7 +25,7 @@ from fd_core.testing.kit.requirements import lacks, thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
 from fd_core.testing.models.arrays import Floats, assert_near, named
-from fd_core.testing.models.checkpoints import CASES, abilities_of, write_checkpoint
+from fd_core.testing.models.checkpoints import CASES, SIZES, abilities_of, drawn_ropes, write_checkpoint
 from fd_core.testing.models.drafting import write_head
 from fd_core.testing.models.paged import PagedDriver, Row
 
@@ -170,6 +171,23 @@ def test_a_model_computes_what_the_oracle_computes(
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(GENERATED), row.generated]
         assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"
+
+
+def test_ropes_of_every_kind(target: Target, ops: Ops, checkpoints: Path) -> None:
+    """Compute layers with ropes of which a backend that loads models itself may have tables of its own."""
+    for number, rope in enumerate(drawn_ropes(np.random.default_rng(0), SIZES["head_dim"] // 2)):
+        folder = checkpoints / f"rope-{number}"
+        try:
+            write_checkpoint("llama", folder, num_hidden_layers=1, rope_parameters=rope)
+            model = loaded(target, ops, folder)
+        except ModelError:  # to refuse is safe
+            continue
+        driver = PagedDriver(model, ops, prompts(model.vocab_size, (60,)), longest=64)
+        driver.step([(0, 60)])
+        with named(f"rope_parameters={rope}"):
+            assert_close(
+                target, driver.rows[0], oracle_logits(folder, tuple(driver.rows[0].tokens), target.quantization)
+            )
 
 
 def test_a_draft_head_reads_what_the_oracle_reads(target: Target, ops: Ops, checkpoints: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.errors import ConfigError
+from fd_core.models import build
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps
 from fd_core.ops.numpy.ops import _softcap as softcap
@@ -410,6 +412,17 @@ def _load_the_first_end_token(self, path, ops, progress):
 )
 class LoadsTheFirstEndToken:
     """Chats go on after the end of a turn."""
+
+
+def _load_short_factors(self, path, ops, progress):
+    tables = build.rope_tables
+    with mock.patch.object(build, "rope_tables", lambda spec, *rest: tables(replace(spec, long=()), *rest)):
+        return ReferenceBackend.load_model(self, path, ops, progress)
+
+
+@wrong("reference", "models:test_ropes_of_every_kind", load_model=_load_short_factors)
+class LoadsShortFactors:
+    """Has tables of its own, which lack the long factors of one kind of rope."""
 
 
 @classmethod

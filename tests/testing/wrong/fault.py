@@ -13,7 +13,7 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 
 FAULTS: dict[str, Fault] = {}
-WHOLE_MODELS = ("ranks:*", "models:test_models_take_turns_on_one_pack")
+WHOLE_MODELS = ("ranks:*", "models:test_models_take_turns_on_one_pack", "models:test_ropes_of_every_kind")
 """Tests of whole models, in which many faults show."""
 BASES = {"null": NullBackend, "reference": ReferenceBackend}
 

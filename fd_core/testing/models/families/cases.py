@@ -34,7 +34,7 @@ from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
 from fd_core.testing.models.arrays import Floats
-from fd_core.testing.models.checkpoints import SIZES
+from fd_core.testing.models.checkpoints import SIZES, drawn_ropes
 from fd_core.testing.models.families.reference import Logits, general_fields, is_known
 from fd_core.testing.models.families.target import LONGEST, FamilyTarget, find_family, float32_backends, load
 from fd_core.testing.models.paged import PagedDriver
@@ -593,32 +593,9 @@ def _with_ropes(target: FamilyTarget) -> Iterator[dict[str, Any]]:
         lacks("it has no rope")
     layers = [name for name, each in usual.items() if isinstance(each, Mapping)]
     attention = target.describe(values).attention[0]
-    count = range(len(attention.rope.inverse_frequencies))
-    for rope in _ropes(np.random.default_rng(target.seed)):
-        factors = {"long_factor": [1.0 + each for each in count], "short_factor": [1.0 + each / 9 for each in count]}
-        sections = {name: usual[name] for name in ("mrope_section",) if name in usual}
-        rope = rope | (factors if rope["rope_type"] == "longrope" else {}) | sections
+    for rope in drawn_ropes(np.random.default_rng(target.seed), len(attention.rope.inverse_frequencies)):
+        rope |= {name: usual[name] for name in ("mrope_section",) if name in usual}
         yield {**given, "rope_parameters": {name: {**rope} for name in layers} or rope}
-
-
-def _ropes(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Yield rope parameters of each kind, with numbers of any magnitude that published models have."""
-
-    def drawn(low: float, high: float) -> float:
-        return float(low * (high / low) ** rng.random())
-
-    for rope in (
-        {"rope_type": "linear"},
-        {"rope_type": "llama3", "low_freq_factor": drawn(0.5, 2), "high_freq_factor": drawn(2.5, 8)},
-        {"rope_type": "yarn", "truncate": False},
-        {"rope_type": "yarn", "beta_fast": drawn(8, 64), "mscale": drawn(0.2, 2), "mscale_all_dim": drawn(0.2, 2)},
-        {"rope_type": "yarn", "beta_slow": drawn(0.5, 4), "attention_factor": drawn(0.5, 2)},
-        {"rope_type": "longrope", "original_max_position_embeddings": 4},  # contexts of the kit exceed it
-        {"rope_type": "longrope", "original_max_position_embeddings": 128},
-    ):
-        original = {} if rope["rope_type"] == "linear" else {"original_max_position_embeddings": int(drawn(12, 250))}
-        yield {"rope_theta": drawn(100, 1e6), "factor": drawn(1.5, 40), **original, **rope}
-    yield {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": drawn(100, 1e6)}
 
 
 class _Reads(dict[str, Any]):
