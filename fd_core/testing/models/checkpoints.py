@@ -193,15 +193,15 @@ def drawn_ropes(rng: np.random.Generator, pairs: int) -> Iterator[dict[str, Any]
     for rope in (
         {"rope_type": "linear"},
         {"rope_type": "llama3", "low_freq_factor": drawn(0.5, 2), "high_freq_factor": drawn(2.5, 8)},
-        {"rope_type": "yarn", "truncate": False},
-        {"rope_type": "yarn", "beta_fast": drawn(8, 64), "mscale": drawn(0.2, 2), "mscale_all_dim": drawn(0.2, 2)},
-        {"rope_type": "yarn", "beta_slow": drawn(0.5, 4), "attention_factor": drawn(0.5, 2)},
+        {"rope_type": "yarn", "truncate": False, "beta_fast": drawn(8, 16), "beta_slow": drawn(0.1, 0.4)},
+        {"rope_type": "yarn", "mscale": drawn(0.2, 0.7), "mscale_all_dim": drawn(1.2, 2)},
+        {"rope_type": "yarn", "attention_factor": drawn(1.2, 2)},
         {"rope_type": "longrope", "original_max_position_embeddings": 4} | factors,  # contexts of the kit exceed it
-        {"rope_type": "longrope", "original_max_position_embeddings": 128} | factors,
+        {"rope_type": "longrope", "original_max_position_embeddings": 128, "attention_factor": drawn(1.2, 2)} | factors,
     ):
-        original = {} if rope["rope_type"] == "linear" else {"original_max_position_embeddings": int(drawn(12, 250))}
-        yield {"rope_theta": drawn(100, 1e6), "factor": drawn(1.5, 40), **original, **rope}
-    yield {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": drawn(100, 1e6)}
+        original = {} if rope["rope_type"] == "linear" else {"original_max_position_embeddings": int(drawn(500, 5000))}
+        yield {"rope_theta": drawn(1000, 1e6), "factor": drawn(1.5, 40), **original, **rope}
+    yield {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": drawn(1000, 1e6)}
 
 
 def rewrite_weights(folder: Path, case: str) -> None:

@@ -67,10 +67,7 @@ class PatternOfFour(Gemma3):
         return super().traits(config)
 
 
-@found_by(
-    "test_every_field_of_rope_changes_the_model_or_is_refused",
-    "with rope_type=yarn, the family ignores {'beta_fast': 0.5}",
-)
+@found_by("test_ropes_are_those_of_the_reference", "'rope_type': 'yarn'.*'beta_fast': .*are off by")
 class YarnOfThePaper(Qwen2):
     """The constants of YaRN are those of the paper, whatever the config has."""
 

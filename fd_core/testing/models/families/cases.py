@@ -19,12 +19,11 @@ from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import check_tensors
 from fd_core.models.classifier import read_classifier
 from fd_core.models.decoder import DecoderModel
-from fd_core.models.families.contract import Family, RopeSpec, scaled_rope_spec
+from fd_core.models.families.contract import Family
 from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import DecoderSpec, LinearSpec
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import Checkpoint
-from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_family import Gguf
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import image_processor_of, spec_of
@@ -68,9 +67,7 @@ _ORACLE: Final = "reference"
 _OTHERWISE: Final = {*SIZES, "architectures", "model_type", "rope_theta", "rope_scaling", "hidden_act"}
 """Fields that a model has of itself."""
 
-_VALUES_OF_ROPE: Final = (0.5, 2.0, 24, True, False)
 _WRONG_VALUES: Final[Sequence[Any]] = ("word", -1, 0, [], {}, 1.5, True, [[]], math.nan)
-_CONTEXT: Final = {"max_position_embeddings": LONGEST}
 _ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -204,7 +201,9 @@ class FamilySuite:
         for index, given in enumerate(target.family.cases.values()):
             values = target.filled(given)
             base, described = _sampled(target, given), _described(target, values)
-            for field in sorted(values.keys() - general_fields() - SIZES.keys()):
+            for field in sorted(
+                values.keys() - general_fields() - SIZES.keys() | {"tie_word_embeddings"} & values.keys()
+            ):
                 other = _other_value(field, values[field])
                 if other is None or (index and not isinstance(other, list)):
                     continue
@@ -228,26 +227,6 @@ class FamilySuite:
             for given in _with_ropes(target)
         ]
         assert any(known), "the reference has none of these ropes"
-
-    def test_every_field_of_rope_changes_the_model_or_is_refused(self, target: FamilyTarget) -> None:
-        """Change each field that ropes of the core read, alone or together with others, by which it has an effect."""
-        for given in _with_ropes(target):
-            try:
-                values = target.filled(given)
-            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
-                continue
-            ropes = given["rope_parameters"]
-            layers = [name for name, each in ropes.items() if isinstance(each, Mapping)]
-            if (before := _described(target, values)) is None or not any(before.attention[0].rope.inverse_frequencies):
-                continue
-            rope = ropes[layers[0]] if layers else ropes
-            for changed in _changed_ropes(rope, 2 * len(before.attention[0].rope.inverse_frequencies)):
-                fields = {name: value for name, value in changed.items() if rope.get(name) != value}
-                prevailing = {name: value for name, value in fields.items() if name in values}
-                parameters = dict.fromkeys(layers, changed) or changed
-                found = _described(target, {**values, **prevailing, "rope_parameters": parameters})
-                is_read = found != before  # pytest would show both
-                assert is_read, f"with rope_type={rope['rope_type']}, the family ignores {fields}"
 
     def test_old_spellings_of_rope_mean_the_same(self, target: FamilyTarget) -> None:
         """Write rope parameters as before `rope_parameters`, and compare with the config that `transformers` reads."""
@@ -343,18 +322,6 @@ class FamilySuite:
             off = np.abs(np.stack(row.logits) - expected(row.tokens[:-1], group)).max()
             sizes = [each.shape[:2] for each in group]
             assert off <= _ERROR, f"images of {sizes} pixels (seed {target.seed}): a logit is off by {off:.3g}"
-
-    def test_other_head_is_read(self, target: FamilyTarget) -> None:
-        """Tie the output projection to the embedding, or untie it."""
-        _require_code(target)
-        case = next(iter(target.family.cases))
-        _require_head(target)
-        tied = target.describe(target.filled(target.family.cases[case])).head is None
-        folder, expected = target.model(case, tie_word_embeddings=not tied)
-        model, ops = load(_ORACLE, folder)
-        driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST)
-        driver.generate(1)
-        _compare(target, driver, expected)
 
     def test_other_sizes_are_those_of_the_reference(self, target: FamilyTarget) -> None:
         """Give the first case other numbers of heads and an odd vocabulary, which are computed or refused."""
@@ -596,49 +563,6 @@ def _with_ropes(target: FamilyTarget) -> Iterator[dict[str, Any]]:
     for rope in drawn_ropes(np.random.default_rng(target.seed), len(attention.rope.inverse_frequencies)):
         rope |= {name: usual[name] for name in ("mrope_section",) if name in usual}
         yield {**given, "rope_parameters": {name: {**rope} for name in layers} or rope}
-
-
-class _Reads(dict[str, Any]):
-    """Fields of a config that notes which of them are read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.names = dict[str, None]()
-
-    def __contains__(self, name: object) -> bool:
-        self.names[str(name)] = None
-        return super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        self.names[name] = None
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names[name] = None
-        return super().get(name, default)
-
-
-def _changed_ropes(rope: Mapping[str, Any], head_dim: int) -> Iterator[dict[str, Any]]:
-    """Yield rope parameters with other values of fields, which change the ropes that the core computes."""
-
-    def of_core(values: dict[str, Any]) -> RopeSpec | None:
-        try:
-            return scaled_rope_spec(ModelConfig(_CONTEXT), ModelConfig(values), head_dim, theta=1e4, rotary=1.0)
-        except ModelError:
-            return None
-
-    read = _Reads(rope)
-    usual, alone = of_core(read), dict[str, Any]()
-    for name in read.names:
-        ropes = ({**rope, name: value} for value in _VALUES_OF_ROPE)
-        changed = next((each for each in ropes if of_core(each) not in (None, usual)), None)
-        if changed is None:
-            alone[name] = _VALUES_OF_ROPE[len(alone) % 2]
-        else:
-            yield changed
-    together = {**rope, **_without(_without(alone, "rope_type"), "type")}
-    if of_core(together) not in (None, usual):
-        yield together
 
 
 def _spellings(rope: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
