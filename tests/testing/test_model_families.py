@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -118,7 +119,8 @@ def test_right_family_in_another_style_passes(monkeypatch):
     assert len(names) >= 9
     for name in names:
         for call in calls(name, target):
-            call()
+            with suppress(pytest.skip.Exception):  # it has no images
+                call()
 
 
 def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch):
