@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 _QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": (HealthCheck.too_slow,)}
 settings.register_profile("fixed", **_QUIET, derandomize=True)
 settings.register_profile("drawn", **_QUIET)
-# Importing this plugin, which no test uses, takes each process of pytest that a test starts 0.7 s.
-os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")
+# Importing these plugins, which no test uses, takes each process of pytest that a test starts 0.8 s.
+os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis -p no:valkey -p no:canitoolcall -p no:anyio")
 SEED = int(os.environ.get("FD_TEST_SEED", "0"))
 SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
 """Hypothesis draws one of so many examples that a test asks for; `nox -s soak` draws all of them."""
