@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fd_core.disagg.connectors.contract import ConnectorError
+from fd_core.disagg.connectors.kv_store import KVStoreConnector
 from fd_core.testing.axes import parts
 from fd_core.testing.connectors import ConnectorSuite, cases
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
@@ -230,3 +232,35 @@ def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path,
         else:
             with pytest.raises(AssertionError):
                 case.check(pair, "pytest")
+
+
+class ReachesOtherWorkers(KVStoreConnector):
+    """Opens one end of a lease, as a network device may have no way from a worker to itself."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self._leases = set()
+
+    def open_inbox(self, lease, **limits):
+        self._leases.add(lease)
+        return super().open_inbox(lease, **limits)
+
+    def open_outbox(self, lease, address, **limits):
+        if lease in self._leases:
+            raise ConnectorError("the decode worker is this worker")
+        return super().open_outbox(lease, address, **limits)
+
+
+def test_kit_lets_no_connector_be_both_ends_of_a_lease(far, tmp_path):
+    suite, kv_store = ConnectorSuite(), f"disk:{tmp_path / 'kv'}"
+    suite.connector_class = lambda: ReachesOtherWorkers
+    recipe = Recipe(f"{__name__}:{ReachesOtherWorkers.__qualname__}", kv_store, 1.0)
+    pair = ConnectorPair(recipe.make, partial(far.make, recipe))
+    for before in next(axis.values for axis in TRANSFERS.axes if axis.name == "before"):
+        TRANSFERS.case(f"before={before}").check(pair, "pytest")
+    doomed = RemoteProcess()
+    try:
+        suite.test_no_call_waits_for_a_side_that_stands_still(recipe, doomed)
+    finally:
+        doomed.close()
+    suite.test_no_call_waits_for_a_silent_store_more_than_once(recipe)

@@ -109,7 +109,10 @@ class KVOutbox(abc.ABC):
 
 
 class Connector(abc.ABC):
-    """Factory of the ends of leases. An engine has one instance, and closes it after all its ends."""
+    """Factory of the ends of leases. An engine has one instance, and closes it after all its ends.
+
+    The two ends of a lease belong to different instances.
+    """
 
     name: str
     """Value of `--kv-connector` that selects it."""

@@ -184,7 +184,7 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
         decode = make(pair.there if case["peer"] == "decode" else pair.here)
         transfer = _Transfer(case, decode, make(pair.there if case["peer"] == "prefill" else pair.here))
         if case["before"] == "another connector":
-            another = _Transfer(case, *[make(pair.here)] * 2)
+            another = _Transfer(case, make(pair.here), make(pair.here))
             lease = another.open(103, stack)
             stack.callback(another.move_all, [lease])
         if case["before"] == "another connector that ends later":

@@ -479,16 +479,16 @@ class ConnectorSuite:
     def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: RemoteProcess) -> None:
         """Wait half a second at most for room, and for a piece that was never put."""
         recipe = Recipe(recipe.cls, recipe.kv_store, timeout=0.5)
-        near = recipe.make()
-        inbox, outbox = _opened(doomed.make(recipe), near)
-        waiting, other = _opened(near, near)
+        decode, prefill = recipe.make(), recipe.make()
+        inbox, outbox = _opened(doomed.make(recipe), prefill)
+        waiting, other = _opened(decode, prefill)
         with doomed.stopped(), suppress(ConnectorError):
             for index in PIECES[:WINDOW]:
                 outbox.put(index, [bytes(1000)])
         there = other.put(PIECES.start, [b"value"])
         with suppress(ConnectorError):
             waiting.take(PIECES.start + 1, there.reference, [])
-        for end in (outbox, inbox, other, waiting, near):
+        for end in (outbox, inbox, other, waiting, prefill, decode):
             end.close()
 
     @pytest.mark.law("6")
@@ -513,8 +513,9 @@ class ConnectorSuite:
             stores.append(make_store())
             return stores[-1]
 
-        near, lease = self.connector_class()(ConnectorSettings(make, timeout=_SILENCE)), new_lease()
-        (inbox, outbox), (waiting, other) = _opened(near, near, lease=lease), _opened(near, near)
+        decode, prefill = (self.connector_class()(ConnectorSettings(make, timeout=_SILENCE)) for _ in range(2))
+        lease = new_lease()
+        (inbox, outbox), (waiting, other) = _opened(decode, prefill, lease=lease), _opened(decode, prefill)
         pieces, limits = PIECES[: 4 * WINDOW], {"window": WINDOW, "value_bytes": VALUE_BYTES}
         for index in pieces:
             there = put(outbox, index, value_of(index, 1000))
@@ -525,8 +526,8 @@ class ConnectorSuite:
             lambda: other.put(PIECES.start, [b"value"]),
             lambda: waiting.take(PIECES.start, there.reference, there.frames),
             *(partial(inbox.done, index, there.reference) for index in pieces[-WINDOW:]),
-            lambda: near.open_inbox(new_lease(), pieces=PIECES, **limits),
-            lambda: near.open_outbox(lease, inbox.address, **limits),
+            lambda: decode.open_inbox(new_lease(), pieces=PIECES, **limits),
+            lambda: prefill.open_outbox(lease, inbox.address, **limits),
             *(end.close for end in (outbox, inbox, other, waiting)),
         ]
         with ExitStack() as stack:
@@ -541,7 +542,8 @@ class ConnectorSuite:
         for each in stores:  # as it would evict them
             with suppress(StoreError):
                 each.delete(left, 10.0)
-        near.close()
+        prefill.close()
+        decode.close()
 
 
 def _address_space() -> int:
