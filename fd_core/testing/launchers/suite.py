@@ -108,9 +108,9 @@ class LauncherSuite:
         self, launching: Launcher, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """Print more than fits into a pipe, also in one line."""
-        tracemalloc.start()
+        (process,) = launching.start([self.spec("one", "fail", "first", _LINE)])
+        tracemalloc.start()  # after imports at the first start
         try:
-            (process,) = launching.start([self.spec("one", "fail", "first", _LINE)])
             code = process.wait(self.patience)
             assert code is not None, (
                 f"a process that prints a byte that is not UTF-8 and a line of {LONG_LINE:,} characters does not end; "
