@@ -30,7 +30,7 @@ class RayProcess:
     """A process owned by a Ray actor."""
 
     def __init__(self, ray: Any, spec: ProcessSpec, actor: Any, group: PlacedGroup) -> None:
-        self.name = spec.name
+        self.name, self.spec = spec.name, spec
         self.node = self.address = ""
         self.pid = 0
         """PID on its node."""
@@ -208,10 +208,7 @@ class RayLauncher(Launcher):
         with self._lock:
             self._running = [process for process in self._running if process.exit_code() is None]
             require_startable(specs, [process.name for process in self._running])
-            alive = [node for node in self.nodes() if node.alive]
-            cores, devices = sum(node.cores for node in alive), sum(node.devices for node in alive)
-            if sum(spec.cores for spec in specs) > cores or sum(spec.devices for spec in specs) > devices:
-                raise lacking(specs, f"the cluster has {cores} and {devices}")
+            self._require_possible(specs)
             members: dict[str, list[ProcessSpec]] = {}
             for spec in specs:
                 members.setdefault(f"group {spec.group}" if spec.group else f"process {spec.name}", []).append(spec)
@@ -229,6 +226,22 @@ class RayLauncher(Launcher):
                 raise
             self._running += started.values()
         return tuple(started[spec.name] for spec in specs)
+
+    def _require_possible(self, specs: Sequence[ProcessSpec]) -> None:
+        """Raise `LaunchError` if nodes have too few resources that no running process of this launcher has.
+
+        Ray would wait for nodes to be added. Only what ended processes and other users release is worth waiting for.
+        """
+        alive, there = [node for node in self.nodes() if node.alive], list[str]()
+        running = [each.spec for each in self._running if each.node in {node.id for node in alive}]
+        for kind, unit in (("cores", "CPUs"), ("devices", "devices")):
+            has = [getattr(node, kind) for node in alive]
+            free = sum(has) - sum(getattr(spec, kind) for spec in running)
+            needed = [getattr(spec, kind) for spec in specs]
+            if sum(needed) > free or max(needed, default=0) > max(has, default=0):
+                there.append(f"{free} {unit} of nodes with up to {max(has, default=0)} are free")
+        if there:
+            raise lacking(specs, " and ".join(there))
 
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes of the cluster."""

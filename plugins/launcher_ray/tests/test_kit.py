@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fd_core.launching.contract import NODE_LOST, Launcher
+from fd_core.launching.contract import NODE_LOST, Launcher, LaunchError
 from fd_core.testing.launchers import LauncherSuite
 from needs import needs_ray
+
+from fd_launcher_ray import launcher
 
 HIDDEN = "hidden-from-the-files-of-ray"
 DRIVER = """
@@ -37,6 +39,16 @@ class TestRay(LauncherSuite):
         assert len({process.node for process in packed}) == 1
         spread = launching.start([self.spec(name, group="workers", spread=True) for name in ("c", "d", "e")])
         assert len({process.node for process in spread}) > 1
+
+    def test_impossible_request_is_not_passed_to_ray(
+        self, launching: Launcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        launching.start([self.spec("one", cores=2)])
+        monkeypatch.setattr(launcher, "PlacedGroup", None)
+        with pytest.raises(LaunchError, match=r"need 3 CPUs.*nodes with up to 2"):
+            launching.start([self.spec("two", cores=3)])
+        with pytest.raises(LaunchError, match=r"need 6 CPUs.*4 CPUs"):
+            launching.start([self.spec(name, cores=2) for name in ("two", "three", "four")])
 
     def test_ray_writes_no_secrets_into_its_files(self, launching: Launcher, cluster: Any) -> None:
         (process,) = launching.start([self.spec("one", secrets={"FD_SUITE_KEY": HIDDEN})])
