@@ -225,6 +225,9 @@ class Memory:
                 self._free.remove(slab)
                 return slab
             if self.taken + size > limit:
+                if (slab := fitting(self._free, size, wasteful=True)) is not None:
+                    self._free.remove(slab)
+                    return slab
                 raise ConnectorError(
                     f"a lease needs {size:,} bytes for NIXL, but {self.taken:,} of {limit:,} are in use",
                     hint="raise FD_NIXL_MEMORY_MB, or run fewer requests at once",
@@ -242,9 +245,9 @@ class Memory:
             self._free.append(slab)
 
 
-def fitting(slabs: list[Slab], size: int) -> Slab | None:
-    """Return the smallest slab for `size` bytes that does not waste most of it."""
-    fit = (slab for slab in slabs if size <= slab.size <= _LARGEST * max(size, _GRAIN))
+def fitting(slabs: list[Slab], size: int, *, wasteful: bool = False) -> Slab | None:
+    """Return the smallest slab for `size` bytes; unless `wasteful`, one of which most is used."""
+    fit = (slab for slab in slabs if size <= slab.size and (wasteful or slab.size <= _LARGEST * max(size, _GRAIN)))
     return min(fit, key=lambda slab: slab.size, default=None)
 
 
@@ -369,7 +372,13 @@ class Station:
             if slab is not None:
                 self._free.remove(slab)
                 return slab, self._metadata[slab]
-            slab = self._memory.lend(size, self._limit)
+            try:
+                slab = self._memory.lend(size, self._limit)
+            except ConnectorError:
+                if (slab := fitting(self._free, size, wasteful=True)) is None:
+                    raise
+                self._free.remove(slab)
+                return slab, self._metadata[slab]
             try:
                 self._metadata[slab] = self.agent.register(slab.start, slab.size)
             except ConnectorError:

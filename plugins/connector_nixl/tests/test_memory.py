@@ -37,6 +37,13 @@ def test_small_lease_does_not_get_a_large_piece() -> None:
     assert memory.lend(5 * MIB, 20 * MIB) is large
 
 
+def test_small_lease_gets_a_large_piece_at_the_limit() -> None:
+    memory = Memory()
+    large = memory.lend(8 * MIB, 8 * MIB)
+    memory.give_back(large)
+    assert memory.lend(MIB, 8 * MIB) is large
+
+
 def test_exceeding_the_memory_is_a_connector_error() -> None:
     with pytest.raises(ConnectorError):
         Memory().lend(1 << 62, 1 << 63)

@@ -12,18 +12,24 @@ from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from fd_core.testing.connectors.suite import new_lease, put, value_of
 from needs import needs_nixl
 
+from fd_connector_nixl import connector as connecting
 from fd_connector_nixl.connector import NixlConnector
+from fd_connector_nixl.station import Memory
 
 pytestmark = needs_nixl
 
 WINDOW = 4
 PIECES = range(12)
 VALUE_BYTES = 700_000
+POOLS: list[Memory] = []
+"""Memory of each test alone; it stays mapped, as late writes may arrive."""
 
 
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlConnector]:
     monkeypatch.setenv("FD_NIXL_MEMORY_MB", "64")
+    POOLS.append(Memory())
+    monkeypatch.setattr(connecting, "MEMORY", POOLS[-1])
     connector = NixlConnector(ConnectorSettings(timeout=1.0))
     yield connector
     connector.close()
@@ -91,6 +97,15 @@ def test_confirmation_of_the_prefill_side_frees_held_memory(near: NixlConnector,
         assert in_time(lambda: inbox._left)  # type: ignore[attr-defined] # of NixlInbox
         inbox.close()
     assert in_time(lambda: held_back(near) == 0)
+
+
+def test_free_memory_serves_smaller_leases_at_the_limit(near: NixlConnector) -> None:
+    slabs = [near._station.lend(8 << 20)[0] for _ in range(8)]
+    with pytest.raises(ConnectorError):
+        near._station.lend(1)
+    for slab in slabs:
+        near._station.give_back(slab)
+    assert near._station.lend(1)[0] in slabs
 
 
 def test_agent_restarts_when_too_much_memory_is_held(near: NixlConnector, far: Connector) -> None:
