@@ -12,6 +12,7 @@ import pytest
 from fd_core.cluster.config import cluster_config
 from fd_core.cluster.controller import ClusterNote
 from fd_core.cluster.deployment import Deployment
+from fd_core.launching.contract import NODE_LOST, how_ended
 from fd_core.plugins import LAUNCHER, installed_plugins
 from tests.cluster.test_deployment import SECONDS, Given, Traffic, asking, deployed, serves, table, until
 
@@ -65,7 +66,7 @@ def test_pairs_with_two_routers_survive_node_loss(cluster: Any) -> None:
                 await until(lambda at=url: serves(at), f"{url} does not serve")  # type: ignore[misc]
                 async with asking(url) as traffic:
                     await answered(traffic, 8)
-            assert any("gone with its node" in note.text for note in notes)
+            assert any(how_ended(NODE_LOST) in note.text for note in notes)
 
     asyncio.run(asyncio.wait_for(scenario(), 5 * SECONDS))
 
