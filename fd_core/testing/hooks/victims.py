@@ -16,7 +16,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.orders import CHOICES, check_cost_of_choices, check_time_of_choices, running_of
+from fd_core.testing.hooks.orders import CHOICES, check_time_of_choices, running_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
@@ -101,10 +101,6 @@ class VictimPolicySuite:
         sizes = [size * scale for size in (*long, *short)]
         what = "a request of {:,} + {:,} tokens, while ones of {:,} + {:,} keep arriving,".format(*sizes)
         require(steps < _SLOWER * right, "2.2", f"{what} {took}")
-
-    @pytest.mark.law("2.6")
-    def test_cost_is_at_most_linear_in_the_running_requests(self) -> None:
-        check_cost_of_choices(self.policy_class()().choose)
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

@@ -100,7 +100,7 @@ class ForgetsNothing(FairShare):
 
 
 class LooksAtAllTenants(FairShare):
-    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
 
     def turn(self, flow):
         lowest = min([max(clock, 0) for clock in self._clocks.values()], default=0)
@@ -410,7 +410,7 @@ class CachesByArrivals(FewestTokens):
 class SortsInColumns(VictimPolicy):
     """Quadratic: counts for each request how many are younger."""
 
-    noticed_by = "test_cost_is_at_most_linear_in_the_running_requests"
+    noticed_by = "test_choice_takes_little_time"
 
     def choose(self, running):
         arrivals = running.arrivals.tolist()
@@ -760,7 +760,7 @@ class KnowsThirtyTenants(RenamesTenants):
 
 
 class ComparesAllCandidates(Priority):
-    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
 
     def preemption_candidates(self, running):
         found = running.priorities.tolist()
@@ -836,6 +836,53 @@ class WrapsClocks(FairShare):
 
     def turn(self, flow):
         return super().turn(flow) % 2**31
+
+
+class ChargesTheLongest(FairShare):
+    """A tenant with a long request among short ones is charged that for each of them."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def __init__(self):
+        super().__init__()
+        self._longest = Counter()
+
+    def ended(self, request, num_computed):
+        admitted = request.arrival in self._charges
+        self._longest[request.tenant] = max(num_computed, self._longest[request.tenant])
+        super().ended(request, self._longest[request.tenant] if admitted else num_computed)
+        if request.tenant not in self._unfinished:
+            del self._longest[request.tenant]
+
+
+class CorrectsTheOldestCharge(FairShare):
+    """As if requests ended in the order of their admissions."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def ended(self, request, num_computed):
+        if request.arrival in self._charges:
+            first = next(iter(self._charges))
+            self._charges[request.arrival], self._charges[first] = self._charges[first], self._charges[request.arrival]
+        super().ended(request, num_computed)
+
+
+class SearchesItsTenant(FairShare):
+    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
+
+    def __init__(self):
+        super().__init__()
+        self._waiting = {}
+
+    def arrived(self, request):
+        super().arrived(request)
+        self._waiting.setdefault(request.tenant, []).append(request.arrival)
+
+    def ended(self, request, num_computed):
+        super().ended(request, num_computed)
+        self._waiting[request.tenant].remove(request.arrival)
+        if not self._waiting[request.tenant]:
+            del self._waiting[request.tenant]
 
 
 def _faults(base: type) -> list[type]:
