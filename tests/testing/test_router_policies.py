@@ -1,5 +1,6 @@
 """The core's router policies pass the kit, and each of these wrong ones fails the case that names its fault."""
 
+import json
 import os
 import random
 import struct
@@ -489,6 +490,27 @@ class LooksAtThePrefixFirst(RouterPolicy):
         return least(context.candidates, lambda each: (-each.hits, each.load.requests), context.random)
 
 
+class CountsHitsInAByte(RouterPolicy):
+    uses_prefix = True
+
+    def choose(self, context):
+        seen = context.candidates
+        return lowest(seen, context.random, seen.requests - seen.expected_hits.astype(np.uint8).astype(np.int64))
+
+
+class KeepsMillisecondsInThirtyTwoBits(SessionAffinity):
+    def choose(self, context):
+        return super().choose(replace(context, now=int(context.now * 1000) % 2**32 / 1000))
+
+
+class WritesEachChoice(RequestNum):
+    """A millisecond of the router's event loop."""
+
+    def choose(self, context):
+        json.dumps([*range(20_000)])
+        return super().choose(context)
+
+
 class TradesTokensForRequests(RouterPolicy):
     """A long prompt outweighs hundreds of requests, whatever they have to compute."""
 
@@ -664,6 +686,9 @@ def without_shrinking(monkeypatch):
         (PrefersMoreTokens, LOADS, ("prefill_tokens",)),
         (PrefersFewerHits, PREFIX, ()),
         (TradesTokensForRequests, PREFIX, ()),
+        (CountsHitsInAByte, PREFIX, ()),
+        (KeepsMillisecondsInThirtyTwoBits, DURATION, ()),
+        (WritesEachChoice, WORKERS, ()),
         (ForgetsToUsePrefixes, PREFIX, ()),
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),

@@ -1265,6 +1265,15 @@ class WritesItsState(Changed):
         return super().plan()
 
 
+@breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core")
+class CountsItsPool(Changed):
+    """For numbers that the engine reads after each step."""
+
+    def held(self):
+        self.total = sum(range(self.limits.num_kv_blocks))
+        return super().held()
+
+
 @breaks("2.2", "budget:test_requests_that_arrive_one_by_one_run_at_once")
 class AdmitsInEverySecondPlan(Changed):
     """While others run."""
