@@ -389,6 +389,17 @@ class WrapsMilliseconds(LoadPolicy):
         return super().propose(load, int(now * 1000) % 2**32 / 1000)
 
 
+class TakesNoiseForGrowth(LoadPolicy):
+    """Adds a worker, which stays, while the load of the last second is a twentieth more than that before."""
+
+    last = math.inf
+
+    def propose(self, load, now):
+        before, self.last = self.last, load.running + load.waiting
+        found = super().propose(load, now)
+        return found + (load.ready >= load.target and self.last > 1.05 * before)
+
+
 class ProposesAtFullMinutes(LoadPolicy):
     """Takes each reading of the clock for a whole second."""
 
@@ -434,6 +445,7 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (ScalesOneRole, FOLLOWS, (40, "decode", 20.0, 0)),
         (DoublesEachMinute, FOLLOWS, (40, "prefill", 300.0, 0)),
         (CountsMilliseconds, FOLLOWS, (19, "mixed", 20.0, 3)),
+        (TakesNoiseForGrowth, SETTLES, (40, "slots")),
         (WrapsMilliseconds, FOLLOWS, (5000, "mixed", 300.0, 2)),
         (ProposesAtFullMinutes, FOLLOWS, (200, "decode", 20.0, 0)),
         (RoundsDown, FOLLOWS, (19, "mixed", 20.0, 0)),

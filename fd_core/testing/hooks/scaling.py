@@ -111,15 +111,19 @@ class ScalingPolicySuite:
     @pytest.mark.parametrize("limited_by", [*_HELD])
     @pytest.mark.parametrize("demand", [0, 10, _SLOTS + 4, 40, 200])
     def test_the_number_settles_under_a_constant_load(self, demand: int, limited_by: str) -> None:
+        held, noise = _HELD[limited_by], draws(demand)
         for clock, start in enumerate(_STARTS, 2 * (limited_by == "kv")):
-            demands, held = [demand] * 7200, _HELD[limited_by]
-            counts = run_group(self.new_policy(), demands, held=held, start=start, clock=clock)[3600:]
+            counts = run_group(self.new_policy(), [demand] * 7200, held=held, start=start, clock=clock)[3600:]
             changes = [after - before for before, after in pairwise(counts) if after != before]
             turns = sum(one * other < 0 for one, other in pairwise(changes))
             what = f"in an hour of constant load the number of workers, which start in {start:g} s, turns {turns} times"
             assert turns <= _MAX_TURNS, (
                 f"{what}, expected at most {_MAX_TURNS}; it lies between {min(counts)} and {max(counts)}"
             )
+        demands = [round(demand * noise.uniform(0.9, 1.1)) for _ in range(7200)]
+        most, needed = max(run_group(self.new_policy(), demands, held=held, clock=1)), -(-demand // min(held, _SLOTS))
+        what = f"in two hours of {demand} requests, more or less by a tenth in each second,"
+        assert most <= _OVERSHOOT * max(1, needed), f"{what} the number grows to {most}; {needed} are needed"
 
     @pytest.mark.law("8")
     def test_it_forgets_loads(self) -> None:
