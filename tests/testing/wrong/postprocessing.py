@@ -315,13 +315,13 @@ class KeepsEveryMatrix(NumpyPostprocess):
 # Place of computation -----------------------------------------------------------------------------------------
 
 
-@breaks("1", "device:test_the_matrix_is_an_array_of_the_device[1-3-2]")
+@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
 class ReturnsInt64(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked).long()
 
 
-@breaks("1", "device:test_the_matrix_is_an_array_of_the_device[0-3-2]")
+@breaks("1", "device:test_the_host_waits_for_nothing[0-3-2]")
 class ComputesOnTheHost(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked).numpy()

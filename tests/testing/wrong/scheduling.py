@@ -872,7 +872,7 @@ class CollectsGarbageInEachStep(Changed):
         return super().plan()
 
 
-@breaks("2.6", "lifetime:test_time_of_a_step_does_not_grow_with_waiting_requests")
+@breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core[10000]")
 class LooksForTheOldestRequestInC(Changed):
     """Neither bytecodes nor memory show that each step reads all requests."""
 
