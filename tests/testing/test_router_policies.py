@@ -495,7 +495,8 @@ class CountsHitsInAByte(RouterPolicy):
 
     def choose(self, context):
         seen = context.candidates
-        return lowest(seen, context.random, seen.requests - seen.expected_hits.astype(np.uint8).astype(np.int64))
+        load = seen.prefill_tokens + 256 * seen.requests
+        return lowest(seen, context.random, load - 64 * seen.expected_hits.astype(np.uint8).astype(np.int64))
 
 
 class KeepsMillisecondsInThirtyTwoBits(SessionAffinity):
