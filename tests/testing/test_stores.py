@@ -7,7 +7,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import Phase, settings
 
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import ConfigError
@@ -31,7 +30,7 @@ class Kit:
         on_disk = issubclass(cls, DiskStore)
         needs = closed("each store has separate memory")
         abilities = {} if on_disk else {"sharing": needs, "persistence": needs}
-        own = {**abilities, "new_store": lambda _, location: cls(location), "examples": 3}
+        own = {**abilities, "new_store": lambda _, location: cls(location)}
         self.suite = type("Suite", (StoreSuite,), own)()
         self.location = f"disk:{folder / 'kv'}" if on_disk else "memory:"
         self.store = self.make_store()
@@ -62,13 +61,9 @@ class Kit:
 def without_shrinking(monkeypatch):
     """Shrinking takes long and is only useful to people."""
     monkeypatch.setattr(parts, "_REDUCED", {"store"})
-    settings.register_profile("as found", phases=[Phase.generate])
-    before = settings.get_current_profile_name()
-    settings.load_profile("as found")
     os.umask(mask := os.umask(0o022))
     yield
     os.umask(mask)
-    settings.load_profile(before)
 
 
 class SupportsSmallValues(MemoryStore):

@@ -26,9 +26,6 @@ from typing import Any, Final
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
@@ -139,8 +136,8 @@ _KEY_SECONDS: Final = 1e-4
 """Likewise, of each of many keys that a call looks up."""
 _LARGE: Final = 16 << 20
 """Bytes of a value that a limit of 2,000 bytes excludes."""
-_CAPPED_CALLS: Final = ("put", "put", "put", "get", "get", "delete", "delete and put", "time out", "put one too long")
-_OF_VALUES: Final = ("get", "delete", "delete and put")
+_CALLS: Final = ("put", "put", "put", "get", "get", "delete", "delete and put", "time out")
+_FROM_OUTSIDE: Final = ("lose", "write from outside", "reopen", "restart")
 _LINES: Final = 100
 """Most lines of a call at which a value changes."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
@@ -209,16 +206,22 @@ class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
 class _OneOf:
     """Stores of one location, as of several machines that started at other times: each call is one of a drawn store."""
 
-    def __init__(self, stores: Sequence[KVStore]) -> None:
-        self._stores, self._draws = stores, draws(len(stores))
+    def __init__(self, stores: list[KVStore]) -> None:
+        self.stores, self._draws = stores, draws(len(stores))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            at = self._draws.randrange(len(self._stores))
-            with started_earlier(at * 1_000_000, self._stores[at]):
-                return getattr(self._stores[at], name)(*arguments)
+            at = self._draws.randrange(len(self.stores))
+            with started_earlier(at * 1_000_000, self.stores[at]):
+                return getattr(self.stores[at], name)(*arguments)
 
         return call
+
+    def replace(self, make: MakeStore) -> None:
+        """Close one of the stores, and go on with another one of its location."""
+        at = self._draws.randrange(len(self.stores))
+        self.stores[at].close()
+        self.stores[at] = make()
 
 
 class BackDoor(abc.ABC):
@@ -262,97 +265,6 @@ class BackDoor(abc.ABC):
         lacks(f"{type(self).__name__} cannot simulate {reason}")
 
 
-_MACHINE_LIMIT = 3000
-"""Bytes of the longest value in the random runs."""
-
-_KEYS = [bytes([number]) * 16 for number in range(6)]
-_keys = st.lists(st.sampled_from(_KEYS), max_size=8)
-_KINDS = {"put": 1, "stranger": 2, "too long": _MACHINE_LIMIT + 1}
-
-
-def _value(key: bytes, kind: str) -> bytes:
-    """Return the value of a key, which is derived from the key; `foreign` ones differ."""
-    length = _KINDS[kind] if kind == "too long" else 1 + key[0] * 97 % _MACHINE_LIMIT
-    return (key + kind.encode()).ljust(length, b".")[:length]
-
-
-class _ComparedWithADict(RuleBasedStateMachine):
-    """A store compared with a plain dict under random calls, restarts, losses and foreign writes.
-
-    Invariant: a store may lose values where allowed, but never returns a value that was not put under that key. Model:
-    the set of allowed results per key, where None is "absent".
-    """
-
-    store: KVStore
-    reopen: Callable[[], KVStore] | None
-    door: BackDoor
-    survives_restart: bool
-
-    @initialize()
-    def start(self) -> None:
-        for key in _KEYS:
-            self.door.delete(key)
-        self.allowed: dict[bytes, set[bytes | None]] = {key: {None} for key in _KEYS}
-
-    @rule(keys=_keys, cut=st.integers(0, 50))
-    def put(self, keys: list[bytes], cut: int) -> None:
-        whole = [(key, _value(key, "put")) for key in keys]
-        stored = self.store.put([(key, (value[:cut], value[cut:])) for key, value in whole], TIMEOUT)
-        assert stored == len(keys)
-        for key, value in whole:
-            self.allowed[key] = {value}
-
-    @rule(keys=_keys)
-    def get(self, keys: list[bytes]) -> None:
-        found = self.store.get(keys, _MACHINE_LIMIT, TIMEOUT)
-        assert len(found) == len(keys)
-        for key, answer in zip(keys, as_bytes(found), strict=True):
-            seen = {None if value is None or len(value) > _MACHINE_LIMIT else value for value in self.allowed[key]}
-            assert answer in seen, (key, answer)
-
-    @rule(keys=_keys)
-    def longest_prefix(self, keys: list[bytes]) -> None:
-        length = self.store.longest_prefix(keys, _MACHINE_LIMIT, TIMEOUT)
-        found = self.store.get(keys, _MACHINE_LIMIT, TIMEOUT)
-        assert length == next((index for index, value in enumerate(found) if value is None), len(keys))
-
-    @rule(keys=_keys)
-    def delete(self, keys: list[bytes]) -> None:
-        """Delete keys; afterwards they are absent, and the result is the number of deleted values."""
-        certain = sum(None not in self.allowed[key] for key in set(keys))
-        possible = sum(self.allowed[key] != {None} for key in set(keys))
-        assert certain <= self.store.delete(keys, TIMEOUT) <= possible
-        for key in keys:
-            assert self.door.read(key) is None
-            self.allowed[key] = {None}
-
-    @rule(key=st.sampled_from(_KEYS))
-    def loss(self, key: bytes) -> None:
-        self.door.delete(key)
-        self.allowed[key] = {None}
-
-    @rule(key=st.sampled_from(_KEYS), kind=st.sampled_from(["stranger", "too long"]))
-    def stranger(self, key: bytes, kind: str) -> None:
-        self.door.write(key, _value(key, kind))
-        self.allowed[key] = {_value(key, kind)}
-
-    @precondition(lambda self: self.reopen is not None)
-    @rule()
-    def close_and_reopen(self) -> None:
-        assert self.reopen is not None
-        type(self).store.close()
-        type(self).store = self.reopen()
-
-    @precondition(lambda self: type(self.door).restart is not BackDoor.restart)
-    @rule()
-    def restart(self) -> None:
-        self.door.restart()
-        usable_again(self.store)
-        if not self.survives_restart:
-            for allowed in self.allowed.values():
-                allowed.add(None)
-
-
 class StoreSuite:
     """Derive a class `Test...` from it and override the fixtures `location` and `back_door`."""
 
@@ -366,8 +278,6 @@ class StoreSuite:
     """The parameter `max_bytes` of a location is a limit, with least recently used eviction."""
     secrets: tuple[str, ...] = ()
     """Secrets in the location, which must not appear in messages."""
-    examples: int = 15
-    """Random runs compared with a dict."""
 
     @pytest.fixture
     def location(self) -> str:
@@ -911,96 +821,102 @@ class StoreSuite:
         self.survives_restart.require()
         assert kept == [value_of(A)]
 
-    @pytest.mark.law("5.2")
-    def test_it_answers_like_a_dict(self, store: KVStore, make_store: MakeStore, back_door: BackDoor) -> None:
-        made = {
-            "store": store,
-            "reopen": staticmethod(make_store) if self.persistence.reason is None else None,
-            "door": back_door,
-            "survives_restart": self.survives_restart.reason is None,
-        }
-        run_state_machine_as_test(
-            type("BesideADict", (_ComparedWithADict,), made),
-            settings=settings(
-                max_examples=self.examples,
-                stateful_step_count=30,
-                derandomize=True,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-                print_blob=True,
-            ),
-        )
-
     def _capped(self, max_bytes: int, location: str, make_store: MakeStore) -> Any:
         """Return a store with a limit; if the location is shared, it is several objects."""
         self.size_cap.require()
         text = with_parameter(location, f"max_bytes={max_bytes}")
         return _OneOf([make_store(text) for _ in range(3 if self.sharing.reason is None else 1)])
 
-    @pytest.mark.law("5.5")
-    @pytest.mark.parametrize("seed", range(3))
-    def test_the_cap_holds_and_recent_values_stay(
-        self, location: str, make_store: MakeStore, back_door: BackDoor, seed: int
+    @pytest.mark.law("5.2", "5.5")
+    @pytest.mark.parametrize("seed", range(4))
+    def test_it_answers_like_a_dict_up_to_its_limit(
+        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, seed: int
     ) -> None:
-        """Put, replace, read and delete values of all sizes at random, and look for each of them behind the store.
+        """Make random calls for values of all sizes, each in one of several stores if these share values.
 
-        Values that were put or read last stay if they fill at most 3/4 of the limit, with blocks of a file system and,
-        during a put, those that it replaces. If stores share values, each call is one of several. A new one counts what
-        others wrote.
+        Only with a limit values may go: those that were put or read last stay if they fill at most 3/4 of it, with
+        blocks of a file system and, during a put, those that it replaces.
         """
-        draw = draws(seed)
-        cap = round(10 ** draw.uniform(5.0, 6.1))
-        store, keys = self._capped(cap, location, make_store), [key_of(number) for number in range(40)]
+        draw, shares, capped = draws(seed), self.sharing.reason is None, seed > 0
+        cap = round(10 ** draw.uniform(5.0, 6.1)) if capped else 1 << 40
+        objects = _OneOf([store, *(make_store() for _ in range(2 * shares))])
+        tested: Any = self._capped(cap, location, make_store) if capped else objects
+        keys, most = [key_of(number) for number in range(40)], math.log2(min(cap / 2, LIMIT))
         batches: list[dict[bytes, bytes]] = []  # of calls that used them, the last one first
         there: dict[bytes, bytes] = {}
         for at in range(120):
-            call, chosen = draw.choice(_CAPPED_CALLS), draw.sample(keys, draw.randrange(1, 4))
-            chosen = draw.sample([*there], min(len(there), 3)) if call in _OF_VALUES else chosen
-            sizes = [int(2 ** draw.uniform(0.0, math.log2(cap / 2))) - 1 for _ in chosen]
-            new = {key: value_of(bytes([at]) + key, size) for key, size in zip(chosen, sizes, strict=True)}
+            call = draw.choice((*_CALLS, *(("put one too long",) if capped else _FROM_OUTSIDE)))
+            chosen = draw.choices(keys, k=draw.randrange(1, 4))
+            sizes = [int(2 ** draw.uniform(0.0, most)) - 1 for _ in range(4)]
+            new = {key: value_of(bytes([at]) + key, size) for key, size in zip(chosen, sizes, strict=False)}
+            values, what = [(key, [new[key]]) for key in chosen], f"call {at}, {call}"
+            replaced = sum(_room(new[key]) for key in chosen) * (1 + (call == "time out"))
             if call == "get":
-                new = {key: there[key] for key in chosen}
-                for key, value in zip(chosen, store.get(chosen, LIMIT, TIMEOUT), strict=True):
-                    assert_value(f"a value that was there before call {at}", value, new[key])
+                chosen, limit = draw.choices([*there] * 9 + keys, k=draw.randrange(5)), LIMIT if capped else sizes[1]
+                right = [there.get(key) if len(there.get(key, b"")) <= limit else None for key in chosen]
+                first = right.index(None) if None in right else len(right)
+                counted = tested.longest_prefix(chosen, limit, TIMEOUT)
+                assert counted == first, f"{what}: expected a longest_prefix of {first}, got {counted}"
+                for value, expected in zip(tested.get(chosen, limit, TIMEOUT), right, strict=True):
+                    assert_value(what, value, expected)
+                new = {key: value for key, value in zip(chosen, right, strict=True) if value is not None}
+                chosen = [*new]
             if "delete" in call:
-                found = store.delete(chosen, TIMEOUT)
-                assert found == len(chosen), f"delete of {len(chosen)} values returned {found}"
-            if call not in ("get", "delete"):
-                values = [(key, [value]) for key, value in new.items()]
-                too_long = [(chosen[0], [bytes(cap + 1)])] if call == "put one too long" else []
-                if call == "time out":
-                    with contextlib.suppress(StoreError):
-                        store.put(values, 0.0)
-                stored = store.put([*too_long, *values], TIMEOUT)
-                assert stored == len(values), f"put of {len(values)} values with room, after {len(too_long)}: {stored}"
-            replaced = [_room(batch.pop(key)) for batch in batches for key in chosen if key in batch]
-            batches[:0] = [new] if call != "delete" else []
+                chosen = chosen if "put" in call else draw.choices([*there, *keys], k=draw.randrange(5))
+                found, right_count = tested.delete(chosen, TIMEOUT), len({*chosen} & {*there})
+                assert found == right_count, f"{what}: expected {right_count} of {len(chosen)}, got {found}"
+                new = new if "put" in call else {}
+            if call == "time out":
+                with contextlib.suppress(StoreError):
+                    tested.put(values, 0.0)
+            if call in ("put", "delete and put", "time out", "put one too long"):
+                too_long = [(key, [bytes(cap + 1)]) for key in chosen[:1] if call == "put one too long"]
+                stored = tested.put([*too_long, *values], TIMEOUT)
+                assert stored == len(values), (
+                    f"{what}: put of {len(values)} values, after one too long, returned {stored}"
+                )
+            if call == "write from outside":
+                for key in chosen:
+                    back_door.write(key, new[key])
+            if call == "lose":
+                for key in chosen:
+                    back_door.delete(key)
+                new = {}
+            if call == "reopen" and self.persistence.reason is None:
+                objects.replace(make_store)
+            if call == "restart" and type(back_door).restart is not BackDoor.restart:
+                back_door.restart()
+                for each in objects.stores:
+                    usable_again(each)
+            if call in ("reopen", "restart"):
+                chosen, new = [], {}
+            replaced += sum(_room(batch.pop(key)) for batch in batches for key in chosen if key in batch)
+            batches.insert(0, new)
             known = {key: value for batch in batches[::-1] for key, value in batch.items()}
-            if self.sharing.reason is None:
+            if shares or not capped:
                 there = {key: value for key in keys if (value := back_door.read(key)) is not None}
             else:  # in an order that changes none, in case that this counts as a use
-                there = {key: known[key] for key in known if store.longest_prefix([key], LIMIT, TIMEOUT)}
+                there = {key: known[key] for key in known if tested.longest_prefix([key], LIMIT, TIMEOUT)}
             held = max(sum(map(len, there.values())), back_door.size() if back_door.counts and at % 20 == 19 else 0)
-            assert held <= cap, f"after {at + 1} calls, the store holds {held:,} bytes, its limit is {cap:,}"
-            counted = store.stats(TIMEOUT)
-            assert counted.limit_bytes == cap and counted.bytes is not None, f"stats: expected {cap=:,}, got {counted}"
-            assert counted.bytes <= cap, f"stats: expected {cap:,} bytes at most, got {counted.bytes:,}"
-            assert counted.values in (None, len(there)), f"stats: expected {len(there)} values, got {counted.values}"
-            recent = sum(replaced) + sum(_room(value) for value in new.values() if call == "time out")
+            assert held <= cap, f"{what}: the store holds {held:,} bytes, its limit is {cap:,}"
+            stats = tested.stats(TIMEOUT)
+            assert stats.values in (None, len(there)), f"{what}: expected {len(there)} values, got {stats}"
+            assert not capped or stats.limit_bytes == cap >= stats.bytes, f"{what}: expected {cap:,} bytes, got {stats}"
+            for key, value in there.items():
+                assert_value(f"a value behind the store after {what}", value, known.get(key))
+            recent, survives = replaced - sum(map(_room, new.values())), self.survives_restart.reason is None
             for ago, batch in enumerate(batches):
                 recent += sum(map(_room, batch.values()))
                 gone = [key for key in batch if key not in there]
-                assert not gone or recent > cap * 3 / 4, (
-                    f"after {at + 1} calls, a value of {len(batch[gone[0]]):,} bytes that was used {ago} calls ago is "
-                    f"gone: since then {recent:,} bytes were in use, with their blocks, the limit is {cap:,}"
+                assert not gone or recent > cap * 3 / 4 or (call == "restart" and not survives), (
+                    f"{what}: a value of {len(batch[gone[0]]):,} bytes that was used {ago} calls ago is gone; "
+                    f"since then, {recent:,} bytes, with their blocks, were in use, of {cap:,}"
                 )
                 for key in gone:
                     del batch[key]
-            for key, value in there.items():
-                assert_value("a value behind the store", value, known.get(key))
-            time.sleep(0.005)  # timestamps of file systems are coarser
-        if self.sharing.reason is None:
-            store.delete(keys, TIMEOUT)
+            time.sleep(0.005 * capped)  # timestamps of file systems are coarser
+        if shares and capped:  # a new store counts what others wrote
+            tested.delete(keys, TIMEOUT)
             for key in keys:
                 back_door.write(key, value_of(key, cap // 20))
             reopened = self._capped(cap, location, make_store)

@@ -43,8 +43,6 @@ class TestThroughTCP(RedisSuite):
 
 
 class TestThroughUnixSocket(RedisSuite):
-    examples = 5
-
     @pytest.fixture
     def location(self, own_server: Server) -> str:
         return f"unix://:{PASSWORD}@{own_server.socket}"

@@ -24,7 +24,7 @@ from fd_core.kv.stores.disk import DiskReservations, DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
-CAPPED = "test_the_cap_holds_and_recent_values_stay"
+HISTORY = "test_it_answers_like_a_dict_up_to_its_limit"
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
 
@@ -343,7 +343,7 @@ class LosesItsValuesWhenClosed(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class CountsReplacedValues(MemoryStore):
     def _delete(self, key):
         before = self._bytes
@@ -357,7 +357,7 @@ class CountsReplacedValues(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class ExceedsTheLimitByAValue(MemoryStore):
     def put(self, values, timeout):
         limit, self.limit_bytes = self.limit_bytes, self.limit_bytes + max(sum(map(len, parts)) for _, parts in values)
@@ -367,7 +367,7 @@ class ExceedsTheLimitByAValue(MemoryStore):
             self.limit_bytes = limit
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class EvictsTheNewestFirst(MemoryStore):
     def get(self, *arguments):
         found = super().get(*arguments)
@@ -461,7 +461,7 @@ class OverwritesValuesOfOneSize(DiskStore):
         return len(values) - len(new) + super().put(new, timeout)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class UsesTheFirstValueOfABatch(MemoryStore):
     def get(self, keys, limit, timeout):
         rest = [self._values.get(key) for key in keys[1:]]
@@ -581,7 +581,7 @@ class SharesABuffer(MemoryStore):
         return found
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class CountsEvictedValues(MemoryStore):
     """Only a delete lowers the number of values."""
 
@@ -601,7 +601,7 @@ class CountsEvictedValues(MemoryStore):
         return replace(super().stats(timeout), values=len(self.known))
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class KeepsThePlaceOfReplacedValues(MemoryStore):
     """A value that is put again stays as old as it was."""
 
@@ -677,7 +677,7 @@ class AnswersTheCallThatTimedOut(MemoryStore):
         return found if late is None else late
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class RemembersTheAgeOfDeletedValues(MemoryStore):
     """A value that is put under the key of a deleted one is as old as that was."""
 
@@ -734,7 +734,7 @@ class LeavesADescriptorOfATimeout(DiskStore):
             os.close(descriptor)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class KeepsTheSpaceOfATimeout(MemoryStore):
     """Space is reserved for all values of a put, and freed only at its end."""
 
@@ -808,7 +808,7 @@ class _NamesOfIds(DiskReservations):
         return ours, file, space
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class AgesByTheMonotonicClock(DiskStore):
     """The clock of another machine starts at another time."""
 
@@ -828,7 +828,7 @@ class AgesByTheMonotonicClock(DiskStore):
         return stored
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class CountsItsOwnBytes(DiskStore):
     """Counts the bytes in use in the object, although other engines write to the folder as well."""
 
@@ -950,7 +950,7 @@ class KeepsDeletedValues(DiskStore):
         return super().delete(keys, timeout)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class KeepsACopyOfEachValue(DiskStore):
     """Another folder has a second name of each value, which outlives its eviction."""
 
@@ -1283,7 +1283,7 @@ class ExpectsNoOtherEngine(DiskStore):
         return super().put(values, timeout)
 
 
-@found_by(CAPPED, seed=0)
+@found_by(HISTORY, seed=2)
 class CountsByTheLastSize(MemoryStore):
     """Takes all values to be as large as the last one, as those of one model are."""
 
