@@ -94,6 +94,8 @@ AXES: Final = (
             "four aborts",
             "a refused value",
             "another connector",
+            "another decode side",
+            "another prefill side",
             "another connector that ends later",
             "another connector that begins later",
             "a lease that ends later",
@@ -183,8 +185,13 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
 
         decode = make(pair.there if case["peer"] == "decode" else pair.here)
         transfer = _Transfer(case, decode, make(pair.there if case["peer"] == "prefill" else pair.here))
-        if case["before"] == "another connector":
-            another = _Transfer(case, make(pair.here), make(pair.here))
+        sides = {
+            "another connector": (None, None),
+            "another decode side": (None, transfer.prefill),
+            "another prefill side": (transfer.decode, None),
+        }
+        if (before := str(case["before"])) in sides:
+            another = _Transfer(case, *(side or make(pair.here) for side in sides[before]))
             lease = another.open(103, stack)
             stack.callback(another.move_all, [lease])
         if case["before"] == "another connector that ends later":

@@ -25,7 +25,7 @@ def found_by(case):
     """Name the case that detects a connector."""
 
     def register(cls):
-        WRONG[cls] = case, cls.__mro__[2]
+        WRONG[cls] = case, next(base for base in cls.__mro__ if not issubclass(base, Changed))
         return cls
 
     return register
@@ -556,3 +556,55 @@ class ExpiresByTheClock(Changed, TCPConnector):
             return whole.take(*piece)
 
         end.take = take
+
+
+class _WithPeers(Changed, TCPConnector):
+    """Names the connectors of both sides in each reference."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.name_of_this, self.peer = os.urandom(8), None
+
+    def change_inbox(self, end, whole):
+        end.address = self.name_of_this
+        end.take = lambda index, reference, frames: whole.take(index, self.checked(reference), frames)
+        end.done = lambda index, reference: whole.done(index, self.checked(reference))
+
+    def open_outbox(self, lease, address, **limits):
+        end = super().open_outbox(lease, b"", **limits)
+        put, peer = end.put, self.peer_of(address)
+
+        def put_to_peer(index, parts):
+            reference, frames = put(index, parts)
+            return PutResult(peer + self.name_of_this + reference, frames)
+
+        end.put = put_to_peer
+        return end
+
+    def peer_of(self, address):
+        return address
+
+    def checked(self, reference):
+        if reference[:8] != self.name_of_this:
+            raise ConnectorError("the piece is of another inbox")
+        return reference[16:]
+
+
+@found_by("before=another decode side")
+class SendsToItsFirstPeer(_WithPeers):
+    """Connects to one decode side, and sends the leases of others there as well."""
+
+    def peer_of(self, address):
+        self.peer = self.peer or address
+        return self.peer
+
+
+@found_by("before=another prefill side")
+class ReceivesFromItsFirstPeer(_WithPeers):
+    """Accepts one connection, and refuses what another prefill side sends."""
+
+    def checked(self, reference):
+        self.peer = self.peer or reference[8:16]
+        if reference[8:16] != self.peer:
+            raise ConnectorError("the piece is of another prefill side")
+        return super().checked(reference)
