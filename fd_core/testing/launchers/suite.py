@@ -285,6 +285,8 @@ class LauncherSuite:
             devices, seen = sorted(self.seen(process)["devices"]), [shown[each] for each in there]
             right = sorted(one for own in (*seen[:1], *seen[2:]) for one in own)
             assert devices == right, f"a process has {devices} of the devices {seen}, of which the second is in use"
+            with pytest.raises(LaunchError):  # all are in use
+                launching.start([self.spec("one more", cores=0, devices=1)])
         return [one for devices in shown.values() for one in devices]
 
     def test_other_users_of_the_machine_cannot_read_secrets(
@@ -297,13 +299,16 @@ class LauncherSuite:
 
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
         """Reserve all cores of a node again and again, after a request for too many of them."""
-        cores, held = next(iter(launching.nodes())).cores, []
+        cores, held = next(iter(launching.nodes())).cores, list[int]()
         there = sum(node.cores for node in launching.nodes())
         for _ in range(10):
             with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
                 launching.start([self.spec("one", group="pair"), self.spec("two", cores=there, group="pair")])
             (process,) = launching.start([self.spec("one", cores=cores)])
             self.seen(process)
+            if not held:  # a cluster may wait for cores
+                with pytest.raises(LaunchError):
+                    launching.start([self.spec("two", cores=there - cores + 1)])
             process.kill()
             assert process.wait(self.patience) is not None
             held.append(len(resource_snapshot().descriptors))

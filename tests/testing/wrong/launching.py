@@ -743,3 +743,21 @@ class KnowsNumbersOfDevices(SpawnLauncher):
     def __init__(self):
         super().__init__()
         self._devices = tuple(name for name in self._devices if name.isdigit())
+
+
+@found_by(DEVICES)
+class ReservesOneDeviceOfSeveral(SpawnLauncher):
+    """Counts processes with devices, not their devices."""
+
+    def start(self, specs):
+        started = super().start(specs)
+        self._running = [(process, cores, frozenset(sorted(own)[:1])) for process, cores, own in self._running]
+        return started
+
+
+@found_by(HELD)
+class ReservesOneCoreOfSeveral(SpawnLauncher):
+    def start(self, specs):
+        started = super().start(specs)
+        self._running = [(process, frozenset(sorted(own)[:1]), devices) for process, own, devices in self._running]
+        return started
