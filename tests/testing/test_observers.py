@@ -208,6 +208,14 @@ class KeepsEveryStep(Counts):
         self.seen.append((step.epoch, step.step))
 
 
+class KeepsRejections(Counts):
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, step):
+        self.seen += [row.request_id for row in step.requests if row.drafts_accepted < row.drafts_proposed]
+
+
 class KeepsRequestsInItsClass(Counts):
     seen = {}  # noqa: RUF012 - that is the fault
 
@@ -470,6 +478,7 @@ class WritesAPageAtTimes(Counts):
         (WritesTokensForAll, "test_what_it_writes_has_all_requests_and_tokens"),
         (LosesTheRestOfAPage, "test_what_it_writes_has_all_requests_and_tokens"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
+        (KeepsRejections, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
         (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),
         (RegistersItself, "test_closing_releases_threads_and_files"),

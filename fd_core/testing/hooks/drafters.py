@@ -162,16 +162,21 @@ class DrafterSuite:
         require(not unknown, "8", f"it reads {sorted(unknown)}, which `options` of its class has to list")
 
     @pytest.mark.law("8")
-    def test_wrong_values_of_options_are_refused_by_name(self) -> None:
+    def test_values_of_options_are_refused_by_name_or_have_right_drafts(self) -> None:
         for name in self.drafter_class().options:
-            for value in ("word", "", -1, 0, 1.5):
-                options = {**self.options, name: value}
+            for value in ("word", "", -1, 0, 1.5, 1, 2, 3, 8, 33):
+                subject = self.subject()._replace(options={**self.options, name: value})
                 try:
-                    DrafterUnderTest(self.drafter_class(), options).new(2, 4).admit(0, np.array([1, 2, 1], np.int32))
+                    subject.new(2, 4)
                 except ConfigError as refused:
                     require(name in str(refused), "8", f"{name}={value!r} is refused without its name: {refused}")
+                    continue
                 except Exception as error:  # noqa: BLE001 - a plugin may raise anything
                     broken("8", f"{name}={value!r} raises {type(error).__name__}, no ConfigError: {error}")
+                try:
+                    DRAFTED.check(subject, DRAFTED.case("steps=2").values)
+                except Exception as error:  # noqa: BLE001 - likewise
+                    broken("8", f"with {name}={value!r}, which it accepts: {type(error).__name__}: {error}")
 
     @pytest.mark.law("8")
     def test_memory_of_past_requests_is_freed(self) -> None:

@@ -28,6 +28,7 @@ from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.values import draws
 
+_GROWING: Final = "requests=1,tokens=2,drafts=some accepted"
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
 _FULL: Final = "steps=900,requests=64"
@@ -144,10 +145,10 @@ class ObserverSuite:
     @pytest.mark.law("8")
     @pytest.mark.parametrize("restarts", [False, True])
     def test_memory_does_not_grow_with_steps(self, *, restarts: bool) -> None:
-        """Steps of one epoch, or each of another one."""
+        """Steps of one epoch, or each of another one, with drafts that are accepted, or rejected."""
         self.bounded.require()
         observer = self.new_observer()
-        steps = steps_of({**OBSERVED.case("requests=1").values, "steps": sys.maxsize})
+        steps = steps_of({**OBSERVED.case(_GROWING).values, "steps": sys.maxsize})
 
         def use(number: int) -> None:
             step = next(steps)

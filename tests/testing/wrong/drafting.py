@@ -585,7 +585,7 @@ class StopsAfterEightRejections(Shortest):
         return found
 
 
-@noticed("test_wrong_values_of_options_are_refused_by_name")
+@noticed("test_values_of_options_are_refused_by_name_or_have_right_drafts")
 class TakesAnyLength(NgramDrafter):
     """A length that is no number fails in the first step, or in the constructor without its name."""
 
@@ -640,3 +640,18 @@ class SearchesThePromptAlone(NgramDrafter):
             self._texts[slot] += tokens.tolist()[:1]
         else:
             super().grow(slot, tokens)
+
+
+@noticed("test_values_of_options_are_refused_by_name_or_have_right_drafts")
+class FailsWithALongWindow(NgramDrafter):
+    """A window over the text fails in texts that are shorter."""
+
+    options = ("window",)
+
+    def __init__(self, context):
+        super().__init__(replace(context, options={}))
+        self._window = context.whole("window", 1)
+
+    def guess(self, slot, limit):
+        self._texts[slot][-self._window]
+        return super().guess(slot, limit)
