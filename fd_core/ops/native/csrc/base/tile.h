@@ -14,12 +14,13 @@ namespace fd {
 /// Largest block that one call computes, how many k its operands are padded to, and what stays in a core's caches while a
 /// product runs: rows of A in the second level, and part of a panel of B in the first (0: it is read from the second).
 /// From kRowsApart rows a thread on, reading all weights costs less than rows that other threads have written. Memory is
-/// fetched ahead every kAheadSteps k steps.
+/// fetched ahead from kAheadRows rows on, every kAheadSteps k steps: for fewer, the processor's own prefetching is faster.
 template <class E>
 struct TileShape;
 
 struct VectorTiles {
-    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10, kRowsApart = 1 << 20, kAheadSteps = 1;
+    static constexpr int kRowSlack = 0, kPartBytes = 0, kGroupBytes = 384 << 10, kRowsApart = 1 << 20;
+    static constexpr int kAheadRows = 1, kAheadSteps = 1;
 };
 
 #if defined(__AVX512F__)
@@ -45,7 +46,7 @@ struct TileShape<float> : VectorTiles {
 template <>
 struct TileShape<bf16> {
     static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32, kPartBytes = 40 << 10, kGroupBytes = 1 << 20,
-                         kRowsApart = 128, kAheadSteps = 16;
+                         kRowsApart = 128, kAheadRows = 5, kAheadSteps = 16;
 };
 #elif defined(__AVX512BF16__)
 template <>

@@ -155,7 +155,8 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
                 if (last && g + 1 == groups) following = after;
                 const int times = ceil_div(call.steps, S::kAheadSteps), lines = int(following.bytes / kCacheLine);
                 const char *ahead = following.data, *const ahead_end = ahead + following.bytes;
-                const int ahead_lines = std::min(kMostAhead * S::kAheadSteps, ceil_div(lines, times * blocks));
+                const int most_ahead = rows < S::kAheadRows ? 0 : kMostAhead * S::kAheadSteps;
+                const int ahead_lines = std::min(most_ahead, ceil_div(lines, times * blocks));
                 for (int i = 0; i < blocks; i++) {
                     const Range r = row_block<A>(group.end - group.begin, i, blocks);
                     call.a = a + r.begin * call.a_stride + step * kStep;

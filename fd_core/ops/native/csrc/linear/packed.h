@@ -193,15 +193,15 @@ void packed_matmul(const Linear& w, const char* x, size_t stride, int rows, Rang
             const bool last = vec + kWeightVecs >= vecs.end;
             Following next{packed_panel(w, last ? vecs.begin : vec + kWeightVecs), bytes};
             if (last && g + 1 == groups) next = after;
-            const size_t chances = size_t(w.padded_k / 16) * blocks;
+            const int times = w.padded_k / 16, lines = int(next.bytes / kCacheLine);
+            const int ahead_lines = std::min(kMostAheadPacked, ceil_div(lines, times * blocks));
             PackedCall call{x, stride, packed_panel(w, vec), c, next.data, 0};
-            call.ahead_lines =
-                int(std::min<size_t>(kMostAheadPacked, (next.bytes / kCacheLine + chances - 1) / chances));
             for (int i = 0; i < blocks; i++) {
                 const Range r = tiles ? Range{i * most, std::min(count, (i + 1) * most)} : share(count, i, blocks);
                 call.rows = x + (group.begin + r.begin) * stride;
+                call.ahead_lines = call.ahead < next.data + next.bytes ? ahead_lines : 0;
                 packed_tile(w, r.end - r.begin, call);
-                call.ahead += size_t(call.ahead_lines) * (w.padded_k / 16) * kCacheLine;
+                call.ahead += size_t(ahead_lines) * times * kCacheLine;
                 epilogue(Block{group.begin + r.begin, r.end - r.begin, vec, kWeightVecs, c, kColumns});
             }
         }
