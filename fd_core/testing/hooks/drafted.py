@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -66,7 +67,8 @@ class RecordedOptions(Mapping[str, int | float | str]):
         return len(self._values)
 
 
-class DrafterUnderTest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DrafterUnderTest:
     """A drafter, and the requirements on it."""
 
     cls: type[Drafter]

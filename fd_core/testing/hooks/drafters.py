@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar, Final
 
@@ -165,7 +166,7 @@ class DrafterSuite:
     def test_values_of_options_are_refused_by_name_or_have_right_drafts(self) -> None:
         for name in self.drafter_class().options:
             for value in ("word", "", -1, 0, 1.5, 1, 2, 3, 8, 33):
-                subject = self.subject()._replace(options={**self.options, name: value})
+                subject = replace(self.subject(), options={**self.options, name: value})
                 try:
                     subject.new(2, 4)
                 except ConfigError as refused:
