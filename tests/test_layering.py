@@ -257,6 +257,14 @@ def test_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
                 assert (node.value.id, node.attr) != ("np", "random"), f"{path}:{node.lineno}"
 
 
+def test_clients_import_no_other_test() -> None:
+    """Each file of tests/clients runs where one client is installed, and other tests import other clients."""
+    clients = sorted(Path(__file__).with_name("clients").glob("*.py"))
+    names = {path.name: re.findall(r"^from (tests\S*\.test_\w+) import", path.read_text(), re.M) for path in clients}
+    assert len(clients) > 5
+    assert {name: found for name, found in names.items() if found} == {}
+
+
 def test_only_the_framework_packs_import_a_framework() -> None:
     for framework in FRAMEWORKS:
         wrong = breaches(".", forbidden={framework})

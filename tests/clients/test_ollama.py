@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import ollama
 import pytest
 
-from tests.router.gateway.test_tenants import gateway
-from tests.server.fakes import LiveServer
-from tests.server.test_key_limits import key_file
+from tests.router.gateway.fakes import gateway
+from tests.server.fakes import LiveServer, key_file
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

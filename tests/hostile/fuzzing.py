@@ -21,9 +21,8 @@ from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
 from tests.hostile.endpoints import on_a_thread
 from tests.router.gateway.fakes import routed
-from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
+from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, key_file, live
 from tests.server.random_requests import operations, send
-from tests.server.test_key_limits import key_file
 
 __all__ = ["KINDS", "Fuzzed", "damaged", "fuzz", "fuzzed", "send_damaged"]
 

@@ -21,8 +21,7 @@ from fd_core.http.access.control import AccessControl
 from fd_core.http.access.keys import read_key_file
 from fd_core.http.errors import ApiError
 from tests.hostile.limits import at_length
-from tests.server.fakes import LiveServer, live
-from tests.server.test_key_limits import key_file
+from tests.server.fakes import LiveServer, key_file, live
 from tests.speed import slowdown
 
 MEGABYTE = 1 << 20

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
@@ -365,3 +366,11 @@ def live(
     finally:
         server.stop()
         server.join()
+
+
+def key_file(folder: Path, *keys: dict[str, Any]) -> str:
+    """Write a file whose keys equal their names."""
+    path = folder / "keys.json"
+    path.write_text(json.dumps({"keys": [{"key": each["name"]} | each for each in keys]}))
+    path.chmod(0o600)
+    return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -17,21 +16,13 @@ import pytest
 
 from fd_core.http.access.control import ROUTES
 from fd_core.server.state import ServerState
-from tests.server.fakes import LiveServer, live, samples
+from tests.server.fakes import LiveServer, key_file, live, samples
 from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import waiting
 from tests.server.test_owners import begin, ended, upload
 
 PATH = "/v1/completions"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-def key_file(folder: Path, *keys: dict[str, Any]) -> str:
-    """Write a file whose keys equal their names."""
-    path = folder / "keys.json"
-    path.write_text(json.dumps({"keys": [{"key": each["name"]} | each for each in keys]}))
-    path.chmod(0o600)
-    return str(path)
 
 
 @contextmanager

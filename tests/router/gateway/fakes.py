@@ -8,8 +8,9 @@ import functools
 import gzip
 import json
 import random
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE
 from fd_core.router.workers import Role
 from fd_core.text.prompt_reader import ModelText
+from tests.server.fakes import LiveServer
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -341,3 +343,30 @@ async def leave_early(live: Live, rng: random.Random) -> None:
             for _ in range(rng.randrange(3)):
                 await answer.content.readany()
             answer.close()
+
+
+@contextlib.contextmanager
+def gateway(servers: list[LiveServer], file: str, **settings: Any) -> Iterator[str]:
+    """Run a router on a separate thread."""
+    ready, stopped = threading.Event(), threading.Event()
+    urls: list[str] = []
+
+    async def run() -> None:
+        for each in servers:
+            each.role = "mixed"  # type: ignore[attr-defined]
+        keys = {"api_key_file": file, "worker_api_keys": ("worker",)}
+        async with routed(*servers, **keys, **settings) as running:  # type: ignore[arg-type]
+            urls.append(running.url)
+            ready.set()
+            while not stopped.is_set():
+                await asyncio.sleep(0.01)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        stopped.set()
+        thread.join(20)
+        assert not thread.is_alive()

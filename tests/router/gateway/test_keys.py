@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.record import USAGE_HEADER
 from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, Live, eventually, in_loop, routed, turn
-from tests.server.test_key_limits import key_file
+from tests.server.fakes import key_file
 
 PROMPT = {"prompt": "x" * 40, "max_tokens": 20}
 """Ten tokens for a router without a tokenizer."""

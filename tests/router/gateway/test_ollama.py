@@ -11,11 +11,10 @@ import pytest
 from aiohttp import web
 
 from fd_core.http.access.control import ROUTES
-from tests.router.gateway.fakes import FakeWorker, in_loop, routed
+from tests.router.gateway.fakes import FakeWorker, gateway, in_loop, routed
 from tests.router.gateway.test_keys import ask, remaining
-from tests.router.gateway.test_tenants import Service, gateway
-from tests.server.fakes import LiveServer, live
-from tests.server.test_key_limits import key_file
+from tests.router.gateway.test_tenants import Service
+from tests.server.fakes import LiveServer, key_file, live
 
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 20}}
 ENDED = b'{"done":true,"prompt_eval_count":7,"eval_count":3}\n'

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,9 @@ import pytest
 from fd_core.http.access.control import ROUTES
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.record import TENANT_HEADER, Tenant, sign_tenant
-from tests.router.gateway.fakes import routed
-from tests.server.fakes import LiveServer, live
+from tests.router.gateway.fakes import gateway
+from tests.server.fakes import LiveServer, key_file, live
 from tests.server.stream.test_disconnect import eventually
-from tests.server.test_key_limits import key_file
 
 KEYS = ({"name": "alice"}, {"name": "bob"}, {"name": "root", "admin": True})
 ABORT = "/v1/abort_requests"
@@ -68,33 +66,6 @@ class Service:
         thread.start()
         eventually(lambda: self.running == wanted, 5)
         return thread
-
-
-@contextmanager
-def gateway(servers: list[LiveServer], file: str, **settings: Any) -> Iterator[str]:
-    """Run a router on a separate thread."""
-    ready, stopped = threading.Event(), threading.Event()
-    urls: list[str] = []
-
-    async def run() -> None:
-        for each in servers:
-            each.role = "mixed"  # type: ignore[attr-defined]
-        keys = {"api_key_file": file, "worker_api_keys": ("worker",)}
-        async with routed(*servers, **keys, **settings) as running:  # type: ignore[arg-type]
-            urls.append(running.url)
-            ready.set()
-            while not stopped.is_set():
-                await asyncio.sleep(0.01)
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    try:
-        yield urls[0]
-    finally:
-        stopped.set()
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import openai
 import pytest
 
 from fd_core.config.logs import one_word
-from tests.server.fakes import LiveServer, live
+from tests.server.fakes import LiveServer, key_file, live
 from tests.server.stream.test_disconnect import eventually
-from tests.server.test_key_limits import key_file
 from tests.server.test_owners import begin, ended, upload
 
 PATH = "/v1/completions"

@@ -16,9 +16,9 @@ from fd_core.http.access.control import ROUTES, AccessControl
 from fd_core.http.access.record import RequestRecord
 from fd_core.router.gateway.requests.route_requests import COMPUTES_NOTHING, FORMATS, CostReader
 from fd_core.text.prompt_reader import ModelText
-from tests.router.gateway.test_tenants import Service, gateway
-from tests.server.fakes import byte_tokenizer, chat_template, live
-from tests.server.test_key_limits import key_file
+from tests.router.gateway.fakes import gateway
+from tests.router.gateway.test_tenants import Service
+from tests.server.fakes import byte_tokenizer, chat_template, key_file, live
 
 LIMIT = 5000
 TEXT = st.text("ab é", min_size=1, max_size=12)
