@@ -882,7 +882,7 @@ class LooksForTheOldestRequestInC(Changed):
         return super().plan()
 
 
-@breaks("2.1", "budget:test_requests_that_arrive_one_by_one_run_at_once")
+@breaks("2.2", "budget:test_requests_that_arrive_one_by_one_run_at_once")
 class AdmitsWhileHalfOfTheBudgetIsLeft(Changed):
     """To avoid small chunks."""
 

@@ -90,8 +90,8 @@ def test_requests_that_arrive_one_by_one_run_at_once(target: SchedulerTarget) ->
     If it admits none while others run, those that waited run at once after the first one.
     """
     slots, late = min(target.envelope.max_num_seqs or 16, 16), list[str]()
-    specs = [greedy(f"r{index}", prompt_of(1 + 5 * index % 8, index), 40) for index in range(16)]
-    driver = drive(target, max_num_seqs=slots, num_kv_blocks=200, max_num_batched_tokens=90)
+    specs = [greedy(f"r{index}", prompt_of(1 + index % 2, index), 40) for index in range(16)]
+    driver = drive(target, max_num_seqs=slots, num_kv_blocks=200, max_num_batched_tokens=slots + 8)
     for at, spec in enumerate(specs):
         driver.submit(spec)
         driver.step()
