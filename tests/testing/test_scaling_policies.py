@@ -109,6 +109,14 @@ class NeverRemoves(LoadPolicy):
         return max(load.target, super().propose(load, now))
 
 
+class RemovesWhileNothingRuns(LoadPolicy):
+    """A few requests at night keep all workers of the day."""
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        return max(load.target, found) if load.running else found
+
+
 class AddsWhileWorkersStart(LoadPolicy):
     """Adds workers in each call with too much load, although those of the calls before are starting."""
 
@@ -432,6 +440,10 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (DividesTheMean, SETTLES, (10, "kv")),
         (NeverAdds, FOLLOWS, (40, "mixed", 20.0, 0)),
         (NeverRemoves, FOLLOWS, (40, "mixed", 20.0, 0)),
+        *[
+            (RemovesWhileNothingRuns, FOLLOWS, arguments)
+            for arguments in ((19, "mixed", 20.0, 3), (5000, "mixed", 300.0, 2))
+        ],
         (AddsWhileWorkersStart, FOLLOWS, (40, "mixed", 20.0, 0)),
         (ChoosesFromATable, FOLLOWS, (5000, "mixed", 20.0, 0)),
         (CountsWorkersInAByte, FOLLOWS, (5000, "mixed", 20.0, 0)),
