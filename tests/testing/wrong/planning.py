@@ -434,6 +434,15 @@ class SearchesTheQueueForAnAbort(ExaminesTheQueue):
 
 
 @breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class CountsBlocksForStats(ExaminesTheQueue):
+    """One by one; the engine reads them several times a second."""
+
+    def stats(self):
+        self.used = sum(references > 0 for references in self._pool._references)
+        return super().stats()
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
 class SortsTheQueue(ExaminesTheQueue):
     def plan(self):
         sorted(request.rank for request in self._requests.values() if request.rank)
@@ -1263,6 +1272,15 @@ class WritesItsState(Changed):
         for _ in range(300):
             json.dumps({"running": [*range(30)]})
         return super().plan()
+
+
+@breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core[10000]")
+class CountsReferencesInC(Changed):
+    """No bytecodes show that the gauges read all blocks."""
+
+    def stats(self):
+        self.used = len(self._pool._references) - [*self._pool._references].count(0)
+        return super().stats()
 
 
 @breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core[0]")

@@ -233,11 +233,11 @@ _WAITING: Final[Mapping[str, Callable[[int], RequestSpec]]] = {
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize("waits_for", list(_WAITING))
 def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits_for: str) -> None:
-    """Count the bytecodes and the memory of each call."""
+    """Count the bytecodes and the memory of each call; the blocks become more as the requests do."""
     waiting, costs = _WAITING[waits_for], list[dict[str, int]]()
     for count in (_FEW, _MANY):
         policy = FairShare() if waits_for == "turns" else _Counted()
-        run = _run(target, policy, max_num_seqs=8, max_model_len=400, num_kv_blocks=800)
+        run = _run(target, policy, max_num_seqs=8, max_model_len=400, num_kv_blocks=800 * count // _FEW)
         scheduler = run.scheduler
         for number in range(8):
             scheduler.add(greedy(f"runs {number}", (250, number), 300))
@@ -250,8 +250,8 @@ def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits
         costs.append(_costs_of(run, count, waiting))
     few, many = costs
     grown = {name: (few[name], many[name]) for name in few if many[name] > 1.5 * few[name] + 1000}
-    what = f"(bytecodes, or bytes) of {grown} with {_FEW} and {_MANY} waiting requests"
-    require(not grown, "2.6", f"the cost of a call grows with the queue: {what}")
+    what = f"(bytecodes, or bytes) of {grown} with {_FEW} and {_MANY} waiting requests, and as many times the blocks"
+    require(not grown, "2.6", f"the cost of a call grows with the queue or the pool: {what}")
 
 
 @pytest.mark.timing
@@ -267,15 +267,22 @@ def test_a_step_of_one_request_takes_about_as_long_as_with_the_core(target: Sche
         run.step()
         run.scheduler.held()
 
+    def read(run: ScriptedRun) -> None:
+        scheduler = run.scheduler
+        _ = scheduler.has_work, scheduler.held(), scheduler.stats()
+        if not waiting:  # these may list all requests
+            _ = scheduler.request_ids(), scheduler.activities()
+
     for run in runs:
         run.scheduler.add(greedy("runs", (1, 2), 390))
         run.step()
     for number in range(waiting):
         runs[0].perform(runs[0].scheduler.add(_WAITING["slots"](number)).operations)
-    times = [[1e6 * cpu_seconds(partial(step, run)) for run in runs] for _ in range(9)]
-    took, right = (min(each) for each in zip(*times, strict=True))
-    what = f"a step of one request while {waiting:,} wait takes {took:.0f} us of the processor, the core's {right:.0f}"
-    require(took <= _OF_CORE * right, "2.6", f"{what}, expected at most {_OF_CORE} times as long: the device waits")
+    for call, name in ((step, "a step of one request"), (read, "reading the gauges")):
+        times = [[1e6 * cpu_seconds(partial(call, run)) for run in runs] for _ in range(9)]
+        took, right = (min(each) for each in zip(*times, strict=True))
+        what = f"{name} while {waiting:,} wait takes {took:.0f} us of the processor, the core's {right:.0f}"
+        require(took <= _OF_CORE * right, "2.6", f"{what}, expected at most {_OF_CORE} times as long: the device waits")
 
 
 @pytest.mark.timing
@@ -323,6 +330,9 @@ def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec
         measure("add", lambda: scheduler.add(waiting(count + number)))  # noqa: B023 - called at once
         measure("abort", lambda: scheduler.abort(f"waits {count // 2 + number}"))  # noqa: B023
         measure("has_work", lambda: scheduler.has_work)
+        measure("held", scheduler.held)
+        measure("stats", scheduler.stats)
+        measure("phases", lambda: scheduler.phases("runs 1"))
         if len(run.compiling) > 1:
             measure("complete", run.compiled)
         plan = measure_bytes("plan", scheduler.plan)[0]
