@@ -63,6 +63,8 @@ class SchedulingPolicy(abc.ABC):
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
         """Handle the end of a request: `num_computed` prompt and generated tokens were used in all.
 
+        `request.num_tokens` is the same number. The whole prompt counts, also of a request that was aborted within it.
+
         Also called, with its tokens so far, for a request that ended while it waited, before any `admitted`, and before
         `rank` if it waited for an operation such as the compilation of its grammar.
         """

@@ -166,11 +166,12 @@ class Queue:
         self.end(request, request.num_tokens)
 
     def end(self, request: QueuedRequest, num_computed: int) -> None:
-        """End an admitted request, or one that waited."""
+        """End an admitted request, or one that waited, and show it as it is then: with all of its tokens."""
+        request = _grown(request, max(0, num_computed - request.num_tokens))
         known = self._ranks.pop(request.arrival, None)
         self._parked.discard(request.arrival)
         unknown = "" if known else ", aborted while it waited for its grammar, before the policy was asked for its rank"
-        self._event(request, f"ended{unknown}", lambda: self.policy.ended(request, num_computed))
+        self._event(request, f"ended{unknown}", lambda: self.policy.ended(request, request.num_tokens))
 
     def _event(self, request: QueuedRequest, name: str, handle: Callable[[], None]) -> None:
         """Notify the policy; only the turn of the flows of this request may change."""
@@ -246,7 +247,13 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
 
 def returned(request: QueuedRequest) -> QueuedRequest:
     """Return a request that was preempted after one more token."""
-    return replace(request, num_tokens=request.num_tokens + 1, preempted=True)
+    return replace(_grown(request, 1), preempted=True)
+
+
+def _grown(request: QueuedRequest, count: int) -> QueuedRequest:
+    """Return a request after so many more tokens."""
+    left = max(0, request.max_new_tokens - count)
+    return replace(request, num_tokens=request.num_tokens + count, max_new_tokens=left)
 
 
 def check_order(make: MakePolicy, case: Case) -> None:
@@ -301,7 +308,7 @@ def check_shares(make: MakePolicy, case: Case) -> None:
         number, arrival = next(numbers) if tenant == last else 0, next(arrivals)
         whole = uses[arrival] = int(used[tenant] * ((2.8, 0.4, 0.4, 0.4)[number % 4] if tenant == last else 1))
         prompt = {"longer": whole - 2, "all": whole}.get(kind, min(size // 3, whole))
-        most = (200 if promised == "more" else 5) * size
+        most = (200 if promised == "more" else 14) * size  # no request uses more
         request = QueuedRequest(arrival, prompt, most, number % 10 * spread, tenant, preempted=False)
         queue.add(request)
         return request

@@ -263,6 +263,26 @@ class ChargesPromptsOnly(FairShare):
         super().ended(request, self._charges.get(request.arrival, (num_computed, 0))[0])
 
 
+class TakesAllTokensForThePrompt(FairShare):
+    """A request that ends is shown with its output, which is therefore not charged."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def ended(self, request, num_computed):
+        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        super().ended(request, num_prompt + num_computed - request.num_tokens)
+
+
+class ChargesNothingWithoutOutput(FairShare):
+    """A client that gives up during its prompts, and tries again, uses the engine for nothing."""
+
+    noticed_by = "test_shares_of_tenants"
+
+    def ended(self, request, num_computed):
+        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        super().ended(request, num_computed if num_computed > num_prompt else 0)
+
+
 class RanksPrioritiesInSixteenBits(Priority):
     noticed_by = "test_order"
 
