@@ -1,6 +1,7 @@
 """The policies of the core pass their kits, and each wrong one fails the case that names its fault."""
 
 import itertools
+from collections import ChainMap
 
 import pytest
 
@@ -33,6 +34,10 @@ def without_shrinking(monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"order", "candidates", "victim"})
 
 
+def named(names, value):
+    return {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
+
+
 def failure_of(suite, policy):
     """Return the message with which the test that has to notice the fault of a policy fails, for any parameters."""
     tested, test = suite(), getattr(suite, policy.noticed_by)
@@ -42,8 +47,8 @@ def failure_of(suite, policy):
         part = marks[0].args[0]
         calls = [lambda case=case: case.check(policy, "") for case in cases_of(part)[0]]
     else:
-        values = itertools.product(*([(mark.args[0], value) for value in mark.args[1]] for mark in marks))
-        calls = [lambda chosen=chosen: test(tested, **dict(chosen)) for chosen in values]
+        values = itertools.product(*([named(mark.args[0], value) for value in mark.args[1]] for mark in marks))
+        calls = [lambda chosen=chosen: test(tested, **dict(ChainMap(*chosen))) for chosen in values]
     for call in calls:
         try:
             call()

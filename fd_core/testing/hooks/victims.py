@@ -28,6 +28,13 @@ from fd_core.testing.schedulers.scripted import ScriptedRun
 
 _SLOWER: Final = 2
 """Most steps of a request, as a multiple of those under `cheapest`."""
+_LONG: Final = (
+    *itertools.product((1, 512), ((8, 24), (4, 60)), ((160, 80), (40, 160))),
+    *((2 * 4**power, (4, 60), (160, 80)) for power in range(12)),
+)
+"""Times that its tokens a request is shown with, up to 2^31; prompt and output of short requests, and of the long one.
+
+Between their tokens lies, at one of the scales, any number above which a policy may treat a request as long."""
 _SCHEDULER: Final = SchedulerTarget("continuous", ContinuousBatchingScheduler)
 _ROWS: Final[Case] = {
     "oldest": 0,
@@ -84,9 +91,7 @@ class VictimPolicySuite:
         check_schedule(_SCHEDULER, SCHEDULES.case(f"{BUSY},incident={incident}").values, victims=self.policy_class()())
 
     @pytest.mark.law("2.2")
-    @pytest.mark.parametrize("long", [(160, 80), (40, 160)])
-    @pytest.mark.parametrize("short", [(8, 24), (4, 60)])
-    @pytest.mark.parametrize("scale", [1, 512])
+    @pytest.mark.parametrize(("scale", "short", "long"), _LONG)
     def test_a_long_request_ends_while_short_ones_keep_arriving(
         self, scale: int, short: tuple[int, int], long: tuple[int, int]
     ) -> None:

@@ -834,6 +834,22 @@ class MultipliesTokensInThirtyTwoBits(FewestTokens):
         return super().choose(replace(running, num_tokens=running.num_tokens * np.int32(50_000)))
 
 
+class FreesTheMostAtOnce(FewestTokens):
+    """A request of more than 131,072 tokens goes first, and of a million tokens never ends."""
+
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    most = 1 << 17
+
+    def choose(self, running):
+        longest = int(running.num_tokens.argmax())
+        return longest if running.num_tokens[longest] > self.most else super().choose(running)
+
+
+class FreesAMillionAtOnce(FreesTheMostAtOnce):
+    most = 10**6
+
+
 class CountsTokensInSixteenBits(FewestTokens):
     noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
 
