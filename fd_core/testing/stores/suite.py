@@ -39,7 +39,7 @@ from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
-from fd_core.testing.stores.values import assert_hidden, assert_value, draws, keys_of
+from fd_core.testing.stores.values import assert_hidden, assert_value, changed, draws, keys_of, of_one_checksum
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
@@ -340,6 +340,29 @@ class StoreSuite:
             for size in (edge, edge - 1):
                 STORES.case(f"value_bytes={size},count=1").check(place, "pytest", option="--fd-case")
         case.with_only(can).check(place, "pytest", option="--fd-case")
+
+    @pytest.mark.law("5.2", "5.4")
+    def test_put_replaces_a_value_of_which_any_part_differs(self, store: KVStore, back_door: BackDoor) -> None:
+        """Put over values with another byte at an end or a drawn place, with zeros, or with the same checksum."""
+        draw = draws(1)
+        for size in (16, 5_000, LIMIT):
+            value = draw.randbytes(size)
+            places = [0, size // 2, size - 1, *draw.sample(range(size), 3)]
+            earlier = [changed(value, place, 1 << draw.randrange(8)) for place in places]
+            earlier += [of_one_checksum(value, 1), value[: size // 2] + bytes(size // 4) + value[size * 3 // 4 :]]
+            held = {key_of(number): each for number, each in enumerate(earlier)}
+            for writer in ("the store", "another program"):
+                for key, each in held.items():
+                    if writer == "the store":
+                        assert store.put([(key, [each])], TIMEOUT) == 1
+                    else:  # over what the store put
+                        back_door.write(key, each)
+                assert as_bytes(store.get([*held], LIMIT, TIMEOUT)) == earlier
+                assert store.put([(key, [value]) for key in held], TIMEOUT) == len(held)
+                for at, (key, found) in enumerate(zip(held, store.get([*held], LIMIT, TIMEOUT), strict=True)):
+                    what = f"value {at} of {size:,} bytes, put over another one by {writer}"
+                    assert_value(what, found, value)
+                    assert_value(f"{what}, behind the store", back_door.read(key), value)
 
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:

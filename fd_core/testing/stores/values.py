@@ -41,11 +41,12 @@ def draws(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311 - not for cryptography
 
 
-def _changed(base: bytes, place: int, number: int) -> bytes:
+def changed(base: bytes, place: int, number: int) -> bytes:
+    """Return bytes of which one differs."""
     return base[:place] + bytes([(base[place] + number) % 256]) + base[place + 1 :]
 
 
-def _of_one_checksum(base: bytes, number: int) -> bytes:
+def of_one_checksum(base: bytes, number: int) -> bytes:
     """Return bytes with the CRC-32 of `base`."""
     multiple = 0
     for bit in range(number.bit_length()):
@@ -55,10 +56,10 @@ def _of_one_checksum(base: bytes, number: int) -> bytes:
 
 KEYS: Final[dict[str, tuple[Callable[[bytes, int], bytes], Callable[[int], int]]]] = {
     "random": (lambda base, n: draws(n).randbytes(len(base)), lambda length: 200 if length == 1 else 10_000),
-    "first byte": (lambda base, n: _changed(base, 0, n), lambda _: 256),
-    "middle byte": (lambda base, n: _changed(base, len(base) // 2, n), lambda _: 256),
-    "last byte": (lambda base, n: _changed(base, len(base) - 1, n), lambda _: 256),
-    "one checksum": (_of_one_checksum, lambda length: 1 << max(0, min(16, 8 * length - 32))),
+    "first byte": (lambda base, n: changed(base, 0, n), lambda _: 256),
+    "middle byte": (lambda base, n: changed(base, len(base) // 2, n), lambda _: 256),
+    "last byte": (lambda base, n: changed(base, len(base) - 1, n), lambda _: 256),
+    "one checksum": (of_one_checksum, lambda length: 1 << max(0, min(16, 8 * length - 32))),
     "one sum": (lambda base, n: bytes(range(n, len(base))) + bytes(range(n)), lambda length: length),
     "prefixes": (lambda base, n: base[: n + 1], lambda length: length),
     "zeros in front": (lambda _, n: bytes(n) + b"k", lambda length: length),
