@@ -83,10 +83,32 @@ _FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 """Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
 _NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64, "name", "arguments")
 """Names of tools and of their arguments."""
+_KEYWORDS: Final = (
+    *(
+        "properties",
+        "type",
+        "items",
+        "enum",
+        "required",
+        "$ref",
+        "$defs",
+        "const",
+        "default",
+        "anyOf",
+        "oneOf",
+        "allOf",
+    ),
+    *("additionalProperties", "description", "format", "title", "parameters", "function"),
+)
+"""Keywords of JSON Schema and of tools, which arguments of tools are called too."""
 _TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"shape": "words"})
 """Cases whose arguments have each type of JSON, to meet each form of a schema."""
 CALL_AXES: Final = (
-    Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
+    Axis(
+        "shape",
+        ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed", "keywords"),
+        ("CallForm.arguments",),
+    ),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
     Axis("size", _SIZES, rare=tuple({"size": _HUGE, "chunk": chunk} for chunk in ("whole", 64))),
     Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",), ({"calls": 300, "chunk": 64},)),
@@ -95,7 +117,7 @@ CALL_AXES: Final = (
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
     Axis("name", ("weather", *_NAMES), ("CallForm.begin",)),
-    Axis("key", ("city", *_NAMES, "größe 城市"), ("TaggedArguments.before_key",)),
+    Axis("key", ("city", *_NAMES, *_KEYWORDS[:2], "größe 城市"), ("TaggedArguments.before_key",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
@@ -281,10 +303,11 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
 
 
 def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of a tool with these arguments; `string` describes only `key`, and `bare` nothing."""
-    if form == "bare" and not _is_json(arguments.get(key)):
+    """Return a schema of a tool with these arguments; `string` describes only texts, and `bare` nothing if it can."""
+    if form == "bare" and not any(_is_json(value) for value in arguments.values() if isinstance(value, str)):
         return {}
-    described = {key: "", **arguments} if form not in ("string", "bare") else {key: arguments.get(key, "")}
+    texts = {name: value for name, value in {key: "", **arguments}.items() if isinstance(value, str)}
+    described = texts if form in ("string", "bare") else {key: "", **arguments}
     found = {name: _described(form, value) for name, value in described.items()}
     if "ref" in form:
         found["next"] = {"$ref": "#/$defs/Node"}
@@ -440,6 +463,10 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
         },
         "words": {"a": True, "b": False, "c": None, "d": [True, False, None], key: "null"},
         "empty": {key: "", "where": [], "what": {}},
+        "keywords": {
+            key: value,
+            **{_key({"key": name}, form): at if at % 2 else "10115" for at, name in enumerate(_KEYWORDS)},
+        },
         "mixed": {"where": {"x": [value, number]}, key: value, "n": 12345678901234567890},
     }
     return shapes[str(case["shape"])]
@@ -582,7 +609,7 @@ def _allowed_calls(case: Case) -> bool:
     texts += max(1, int_of(case, "calls")) * int_of(case, "groups")
     characters = each * (1 + int_of(case, "size")) * texts
     characters *= 3 if case["shape"] in ("nested", "mixed") else 1
-    characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] == "wide" else 0
+    characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] in ("wide", "keywords") else 0
     return _fits(case, characters)
 
 

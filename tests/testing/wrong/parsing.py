@@ -1246,3 +1246,33 @@ class ReadsUnionsAsStrings(GlmTools):
         if closed:
             self.emit_arguments(json.dumps(value))
         return bool(closed)
+
+
+class ChangesSchemas(QwenCoderTools):
+    """Brings the schemas of all tools into one form."""
+
+    def __init__(self, tools):
+        super().__init__({name: {**schema, "properties": self.simplified(schema)} for name, schema in tools.items()})
+
+    def simplified(self, schema):
+        raise NotImplementedError
+
+
+@breaks("8.3", "calls:shape=keywords")
+class UnwrapsProperties(ChangesSchemas):
+    """A tool with a parameter called `properties` loses the types of all its parameters."""
+
+    def simplified(self, schema):
+        inner = schema.get("properties", {})
+        while isinstance(inner.get("properties"), dict):
+            inner = inner["properties"]
+        return inner
+
+
+@breaks("8.3", "calls:shape=keywords")
+class DropsWordsOfSchemas(ChangesSchemas):
+    """Takes what describes an object for no parameter of it."""
+
+    def simplified(self, schema):
+        words = ("title", "description", "default", "format")
+        return {name: part for name, part in schema.get("properties", {}).items() if name not in words}
