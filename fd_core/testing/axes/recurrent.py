@@ -38,7 +38,7 @@ _AXES: Final = (
     ),
     Axis("rows", (2, 1, 5, 33)),
     Axis("prompt", (9, 1, 33, 65), rare=({"prompt": 33_000, "rule": "gate", "rows": 1, "taps": 2},)),
-    Axis("chunk", (1, 5, 40, 129), rare=tuple({"chunk": 2100, **rule} for rule in ({}, {"rule": "gate"}, _SCAN))),
+    Axis("chunk", (1, 5, 40, 129), rare=tuple({"chunk": 8193, **rule} for rule in ({}, {"rule": "gate"}, _SCAN))),
     Axis("rejected", (0, 2), ("KVShape.journal",)),
     Axis("key_heads", (1, 2), ("Recurrent.key_heads",)),
     Axis("shared", (2, 1, 5), ("Recurrent.value_heads",)),

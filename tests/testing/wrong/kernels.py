@@ -281,7 +281,7 @@ class ConsumesRejectedTokens(NumpyOps):
             return super().recur(x, recurrent, layer, step)
 
 
-@shown_by("recurrent", rule="delta", chunk=2100)
+@shown_by("recurrent", rule="delta", chunk=8193)
 class ForgetsTheConvolutionBetweenTiles(NumpyOps):
     """Prompts are computed in tiles of 64 tokens; the first tokens of the later ones convolve zeros."""
 
@@ -319,14 +319,14 @@ class WritesTheBlockBeforeTheFirstToken(NumpyOps):
         return y
 
 
-@shown_by("recurrent", chunk=2100, rule="scan")
+@shown_by("recurrent", chunk=8193, rule="scan")
 class CarriesStatesOverATileOfTiles(NumpyOps):
-    """A launch carries states over 32 tiles of 64 tokens; what follows in a long prompt stays zeros."""
+    """A launch carries states over 128 tiles of 64 tokens; what follows in a long prompt stays zeros."""
 
     def recur(self, x, recurrent, layer, step):
         y = super().recur(x, recurrent, layer, step)
         for begin, end in zip(step.query_start, step.query_start[1:], strict=False):
-            y[min(begin + 2048, end) : end] = 0
+            y[min(begin + 8192, end) : end] = 0
         return y
 
 
