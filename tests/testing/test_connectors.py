@@ -133,6 +133,17 @@ BROKEN = {
         "self.get = lambda *p: ignored(Whole.get, self, *p) or Whole.get(self, *p)",
         "silent_store",
     ),
+    "allows calls of the store a second": (
+        DISK,
+        "self.settings = self.settings._replace(timeout=min(self.settings.timeout, 1.0))",
+        "a_slow_store",
+    ),
+    "waits a second for a put": (
+        DISK,
+        "from concurrent.futures import ThreadPoolExecutor as Pool; "
+        "o.put = lambda *p: Pool(1).submit(whole.put, *p).result(1.0)",
+        "a_slow_store",
+    ),
 }
 """Intact connector, change of each end, and the case that fails, by fault."""
 

@@ -43,7 +43,7 @@ from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd,
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.requirements import constructed, lacks
+from fd_core.testing.kit.requirements import constructed, lacks, thorough_but
 from fd_core.testing.stores import values
 
 WINDOW = 4
@@ -72,6 +72,10 @@ _LEASE_SECONDS = 0.05
 _PIECE_SECONDS = 0.015
 _SILENCE = 0.1
 """Timeout in seconds of calls while the store is silent."""
+_PATIENCE = 60.0
+"""Timeout in seconds of calls of a slow store."""
+_PAUSE = 1.2
+"""Seconds that its slowest call takes."""
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
 
@@ -542,6 +546,49 @@ class ConnectorSuite:
         for each in stores:  # as it would evict them
             with suppress(StoreError):
                 each.delete(left, 10.0)
+        prefill.close()
+        decode.close()
+
+    @pytest.mark.law("6")
+    @pytest.mark.parametrize("slow", thorough_but(("put", "get", "delete"), "put"))
+    def test_a_slow_store_has_the_time_that_the_user_allows(self, recipe: Recipe, slow: str) -> None:
+        """Every call of the store fails that has less than a third of the timeout, and one takes over a second."""
+        make_store, _ = recipe.settings()
+        if make_store is None:
+            lacks("the connector uses no KV store")
+        stores, keys, pauses = list[KVStore](), list[bytes](), list[str]()
+
+        def timed(call: Callable[..., Any], name: str, given: Any, *arguments: Any, **named: Any) -> Any:
+            timeout = named.get("timeout", (0.0, *arguments)[-1])
+            if timeout < _PATIENCE / 3:
+                raise StoreError(FailureReason.TIMEOUT, f"{name} has {timeout} s of {_PATIENCE}, and would take longer")
+            keys.extend(key for key, _ in (given if name == "put" else ()))
+            if name in pauses:
+                pauses.remove(name)
+                time.sleep(_PAUSE)
+            return call(given, *arguments, **named)
+
+        with ExitStack() as stack:
+
+            def make() -> KVStore:
+                stores.append(make_store())
+                for name in ("put", "get", "delete"):
+                    call = partial(timed, getattr(stores[-1], name), name)
+                    stack.enter_context(mock.patch.object(stores[-1], name, call))
+                return stores[-1]
+
+            decode, prefill = (self.connector_class()(ConnectorSettings(make, timeout=_PATIENCE)) for _ in range(2))
+            inbox, outbox = _opened(decode, prefill)
+            pauses.append(slow)
+            for index in PIECES[: WINDOW + 1]:
+                there = put(outbox, index, value_of(index, 1000))
+                assert bytes(inbox.take(index, *there)) == value_of(index, 1000)
+                inbox.done(index, there.reference)
+            outbox.close()
+            inbox.close()
+            assert stores[0].get(keys, VALUE_BYTES, _PATIENCE) == [None] * len(keys), (
+                "values of an ended lease are left"
+            )
         prefill.close()
         decode.close()
 
