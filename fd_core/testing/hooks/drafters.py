@@ -6,10 +6,11 @@ another request. A drafter whose time grows with the text makes speculation slow
 
 from __future__ import annotations
 
+import itertools
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar, Final
@@ -51,6 +52,8 @@ _CALLS: Final = 66_000
 """A few more than 2^16."""
 _HISTORY: Final = 120
 """Steps of a request, after which a counter of failures or successes is at its limit."""
+_VALUES: Final = ("word", "", -1, 0, 0.5, 1.5, 1, 2, 3, 8, 33, 1000)
+"""Values of an option, of which a drafter may refuse some."""
 _SECONDS: Final = 10.0
 """CPU time after which a slow drafter has done enough."""
 
@@ -66,6 +69,8 @@ class DrafterSuite:
     """Its drafts depend on nothing but the text of their slot; closed for one that learns from other requests."""
     repeats: Requirement = OPEN
     """It drafts what followed before in a text that repeats itself, however long ago, or what its model generates."""
+    tunable: Requirement = OPEN
+    """Each of its options changes drafts; closed for one whose options change only its time or memory."""
 
     def drafter_class(self) -> type[Drafter]:
         """Return the class of the drafter; override for a class that no plugin registers."""
@@ -165,7 +170,7 @@ class DrafterSuite:
     @pytest.mark.law("8")
     def test_values_of_options_are_refused_by_name_or_have_right_drafts(self) -> None:
         for name in self.drafter_class().options:
-            for value in ("word", "", -1, 0, 1.5, 1, 2, 3, 8, 33):
+            for value in _VALUES:
                 subject = replace(self.subject(), options={**self.options, name: value})
                 try:
                     subject.new(2, 4)
@@ -178,6 +183,23 @@ class DrafterSuite:
                     DRAFTED.check(subject, DRAFTED.case("steps=2").values)
                 except Exception as error:  # noqa: BLE001 - likewise
                     broken("8", f"with {name}={value!r}, which it accepts: {type(error).__name__}: {error}")
+
+    @pytest.mark.law("8")
+    def test_some_values_of_each_option_have_other_drafts(self) -> None:
+        """Draft in drawn texts with every value that is accepted: a value without effect cannot help its user."""
+        if names := self.drafter_class().options:
+            self.tunable.require()
+        for name in names:
+            others = {key: value for key, value in self.options.items() if key != name}
+            found, accepted = set[tuple[int, ...]](), list[int | float | str | None]()
+            for value in dict.fromkeys((None, *(self.options[key] for key in self.options if key == name), *_VALUES)):
+                options = others if value is None else {**others, name: value}
+                with suppress(ConfigError):
+                    found.add(_drafts_of_texts(replace(self.subject(), options=options)))
+                    accepted.append(value)
+            what = f"drafts are the same with each {name} of {accepted}, where None is the default"
+            advice = "give another value in `options` of the suite, or close `tunable`"
+            require(len(found) > 1, "8", f"{what}; {advice}")
 
     @pytest.mark.law("8")
     def test_memory_of_past_requests_is_freed(self) -> None:
@@ -293,6 +315,21 @@ class DrafterSuite:
         return self.subject().new(
             limits.max_num_seqs, limits.max_drafts, limits.vocab_size, limits.max_model_len, limits.block_size
         )
+
+
+def _drafts_of_texts(subject: DrafterUnderTest) -> tuple[int, ...]:
+    """Return the drafts after each token of random texts of few to many ids, some made of words that repeat."""
+    draw, found, slot = draws(1), list[int](), np.zeros(1, np.int32)
+    for ids, words in itertools.product((2, 3, 8, 40), (0, 6)):
+        said = [draw.choices(range(ids), k=draw.randrange(1, 12)) for _ in range(words or 120)]
+        text = [token for word in (draw.choices(said, k=24) if words else said) for token in word][:120]
+        drafter = subject.new(1, 16)
+        drafter.admit(0, np.array(text[:60], np.int32))
+        for token in text[60:]:
+            tokens, counts = drafter.propose(slot, 16)
+            found += [-1, *tokens[0, : counts[0]].tolist()]
+            drafter.extend(slot, np.array([[token]], np.int32), np.ones(1, np.int32))
+    return tuple(found)
 
 
 def _first_drafts(drafter: Drafter, slot: int, text: Sequence[int]) -> list[int]:

@@ -655,3 +655,19 @@ class FailsWithALongWindow(NgramDrafter):
     def guess(self, slot, limit):
         self._texts[slot][-self._window]
         return super().guess(slot, limit)
+
+
+@noticed("test_some_values_of_each_option_have_other_drafts")
+class UsesTheDefaultsOfItsOptions(NgramDrafter):
+    """Reads and checks its options, and matches 4 to 2 tokens nevertheless."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._sizes = range(4, 1, -1)
+
+
+@noticed("test_some_values_of_each_option_have_other_drafts")
+class UsesOneOfItsOptions(NgramDrafter):
+    def __init__(self, context):
+        super().__init__(context)
+        self._sizes = range(self._sizes[0], 0, -1)
