@@ -47,6 +47,12 @@ class TestRightDrafter(_Quick):
         return DraftsFromOneMatrix
 
 
+def test_options_that_contradict_each_other_may_be_refused_by_either_name():
+    suite = DrafterSuite()
+    suite.drafter, suite.options = "ngram", {"prompt_lookup_max": 8, "prompt_lookup_min": 3}
+    suite.test_values_of_options_are_refused_by_name_or_have_right_drafts()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model"])
 def test_core_plugins_pass_every_case(name):
