@@ -5,6 +5,7 @@ import os
 import queue
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -365,6 +366,33 @@ class WritesTokensForAll(Counts):
         self.file.close()
 
 
+class BeginsAnotherFile(Observer):
+    """The first file is private, unlike those that follow."""
+
+    def __init__(self):
+        descriptor, self.path = tempfile.mkstemp()
+        self.file, self.written = os.fdopen(descriptor, "w"), 0
+        self.begun = self.now()
+
+    def now(self):
+        return self.written >> 24
+
+    def observe(self, step):
+        if (now := self.now()) != self.begun:
+            self.begun = now
+            self.file.close()
+            self.file = Path(f"{self.path}.{now}").open("w")  # noqa: SIM115
+        self.written += self.file.write(json.dumps([each.token_ids for each in step.requests]))
+
+    def close(self):
+        self.file.close()
+
+
+class BeginsAFileEachDay(BeginsAnotherFile):
+    def now(self):
+        return time.time() // 86_400
+
+
 class WritesAFirst(WritesTokensForAll):
     """Writes the first token of each request: with drafts, most of them are missing."""
 
@@ -476,6 +504,8 @@ class WritesAPageAtTimes(Counts):
         (WritesTheFirstRequest, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesEachStepToItsFile, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesTokensForAll, "test_what_it_writes_has_all_requests_and_tokens"),
+        (BeginsAnotherFile, "test_files_that_it_opens_later_are_private"),
+        (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),
         (LosesTheRestOfAPage, "test_what_it_writes_has_all_requests_and_tokens"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsRejections, "test_memory_does_not_grow_with_steps"),

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final
 from unittest import mock
 
@@ -86,12 +87,8 @@ def check_observer(make: Callable[[], Observer], case: Case) -> None:
     count, counted = int_of(case, "observers"), _counted(make)
     observers = [make() for _ in range(count)]
     before = [_numbers(observer) for observer in observers]
-    now, shifts = time.time, [0]
-    with (
-        mock.patch("time.time", lambda: now() + shifts[-1]),
-        mock.patch("time.time_ns", lambda: int((now() + shifts[-1]) * 1e9)),
-        ThreadPoolExecutor(count) as pool,
-    ):
+    shifts = [0]
+    with clock_set_by(shifts), ThreadPoolExecutor(count) as pool:
         for running in [pool.submit(_deliver, observer, case, shifts) for observer in observers]:
             running.result()
     if int_of(case, "steps") > _WINDOW:
@@ -104,6 +101,17 @@ def check_observer(make: Callable[[], Observer], case: Case) -> None:
             if case["restarts"] and any(key.isdigit() for key in path.split(".")):
                 continue  # an earlier epoch may have its own
             assert not right or grown in right.values(), f"its number {path[1:]} grew by {grown}, expected {right}"
+
+
+@contextmanager
+def clock_set_by(shifts: list[int]) -> Iterator[None]:
+    """Set the clock of the machine by the last of so many seconds, which the caller may change."""
+    now = time.time
+    with (
+        mock.patch("time.time", lambda: now() + shifts[-1]),
+        mock.patch("time.time_ns", lambda: int((now() + shifts[-1]) * 1e9)),
+    ):
+        yield
 
 
 def _totals(case: Case) -> Counter[str]:

@@ -6,13 +6,16 @@ every step, keeps up, and leaves neither threads nor descriptors after `close`.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Final, Literal
+from unittest import mock
 
 import msgspec
 import pytest
@@ -21,7 +24,7 @@ from fd_core.plugins import OBSERVER, installed_plugins
 from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
-from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
+from fd_core.testing.hooks.observed import OBSERVED, check_observer, clock_set_by, steps_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
@@ -32,6 +35,9 @@ _GROWING: Final = "requests=1,tokens=2,drafts=some accepted"
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
 _FULL: Final = "steps=900,requests=64"
+_LARGE: Final = "requests=1024,tokens=33,drafts=all accepted,token_id=2147483647"
+_LARGE_STEPS: Final = 48
+"""Steps of that size, whose tokens are 17 MB as text."""
 _STEP_SECONDS: Final = 0.005
 """Mean time of such a step."""
 _CLOSE_SECONDS: Final = 3.0
@@ -131,9 +137,7 @@ class ObserverSuite:
 
         Other users of the machine may open no file with the ids of tokens, which are the text of an answer.
         """
-        token = int(_ids(recorded[0])[1][0])
-        hidden = str(token).encode(), token.to_bytes(4, "little"), token.to_bytes(4, "big")
-        with created_paths() as files, hidden_from_other_users(Path(gettempdir()), *hidden):
+        with created_paths() as files, _hidden(recorded[0][0]):
             observers = [self.new_observer() for _ in recorded]
             for steps in zip(*recorded, strict=True):
                 for observer, step in zip(observers, steps, strict=True):
@@ -141,6 +145,24 @@ class ObserverSuite:
             for observer in observers:
                 observer.close()
         return b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)
+
+    @pytest.mark.law("8")
+    def test_files_that_it_opens_later_are_private(self) -> None:
+        """It may begin others after so many bytes, on another day, or for an engine that restarts."""
+        step, days = next(steps_of(OBSERVED.case(_LARGE).values)), [0]
+        with (
+            TemporaryDirectory() as folder,
+            mock.patch("tempfile.tempdir", folder),
+            mock.patch.dict(os.environ, TMPDIR=folder),
+            _hidden(step),
+            clock_set_by(days),
+        ):
+            observer = self.new_observer()
+            for number in range(_LARGE_STEPS):
+                day, at = divmod(number, _LARGE_STEPS // 4)
+                days.append(86_400 * day)
+                observer.observe(msgspec.structs.replace(step, epoch=1 + day, step=at))
+            observer.close()
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("restarts", [False, True])
@@ -192,6 +214,13 @@ class ObserverSuite:
         after = min(min(_times(observer, _FEW)) for _ in range(3))
         observer.close()
         assert after < 5 * before, f"after 33,000 steps a step takes {after / before:.0f} times as long"
+
+
+def _hidden(step: SampledStep) -> AbstractContextManager[None]:
+    """Fail if other users may open a file with the first token of a step."""
+    token = step.requests[0].token_ids[0]
+    forms = str(token).encode(), *(token.to_bytes(4, order) for order in _ORDERS)
+    return hidden_from_other_users(Path(gettempdir()), *forms)
 
 
 def _times(observer: Observer, text: str) -> list[float]:
