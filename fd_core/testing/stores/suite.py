@@ -896,7 +896,8 @@ class StoreSuite:
                 too_long = [(key, [bytes(cap + 1)]) for key in chosen[:1] if call == "put one too long"]
                 stored = tested.put([*too_long, *values], TIMEOUT)
                 assert stored == len(values), (
-                    f"{what}: put of {len(values)} values, after one too long, returned {stored}"
+                    f"{what}: {len(values)} values that fit were put, and {len(too_long)} beyond the limit of {cap:,} "
+                    f"bytes; expected put to return {len(values)}, got {stored}"
                 )
             if call == "write from outside":
                 for key in chosen:
