@@ -94,7 +94,7 @@ def test_tenant_with_long_answers_is_served_later() -> None:
         counters.arrived(waiting(arrival, tenant=tenant))
     for arrival, tenant, computed in ((0, "long", 60), (2, "short", 20)):
         counters.admitted(waiting(arrival, tenant=tenant))
-        counters.ended(waiting(arrival, tenant=tenant), computed)
+        counters.ended(waiting(arrival, computed, tenant=tenant), computed)
     assert counters.turn("long") - counters.turn("short") == 2 * 40
 
 

@@ -167,7 +167,7 @@ class Queue:
 
     def end(self, request: QueuedRequest, num_computed: int) -> None:
         """End an admitted request, or one that waited, and show it as it is then: with all of its tokens."""
-        request = _grown(request, max(0, num_computed - request.num_tokens))
+        request = grown(request, max(0, num_computed - request.num_tokens))
         known = self._ranks.pop(request.arrival, None)
         self._parked.discard(request.arrival)
         unknown = "" if known else ", aborted while it waited for its grammar, before the policy was asked for its rank"
@@ -247,10 +247,10 @@ def orders(case: Case, policy: SchedulingPolicy, requests: Sequence[QueuedReques
 
 def returned(request: QueuedRequest) -> QueuedRequest:
     """Return a request that was preempted after one more token."""
-    return replace(_grown(request, 1), preempted=True)
+    return replace(grown(request, 1), preempted=True)
 
 
-def _grown(request: QueuedRequest, count: int) -> QueuedRequest:
+def grown(request: QueuedRequest, count: int) -> QueuedRequest:
     """Return a request after so many more tokens."""
     left = max(0, request.max_new_tokens - count)
     return replace(request, num_tokens=request.num_tokens + count, max_new_tokens=left)

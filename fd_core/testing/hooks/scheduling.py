@@ -20,6 +20,7 @@ from fd_core.testing.hooks.orders import (
     SHARES,
     Queue,
     check_time_of_choices,
+    grown,
     returned,
     running_of,
     serve_past,
@@ -237,7 +238,7 @@ def _one(policy: SchedulingPolicy, arrival: int) -> None:
     policy.rank(request)
     policy.turn(policy.flow(request))
     policy.admitted(request)
-    policy.ended(request, 15)
+    policy.ended(grown(request, 5), 15)
 
 
 def _some(policy: SchedulingPolicy, numbers: Iterator[int]) -> None:
