@@ -83,32 +83,12 @@ _FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 """Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
 _NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64, "name", "arguments")
 """Names of tools and of their arguments."""
-_KEYWORDS: Final = (
-    *(
-        "properties",
-        "type",
-        "items",
-        "enum",
-        "required",
-        "$ref",
-        "$defs",
-        "const",
-        "default",
-        "anyOf",
-        "oneOf",
-        "allOf",
-    ),
-    *("additionalProperties", "description", "format", "title", "parameters", "function"),
-)
-"""Keywords of JSON Schema and of tools, which arguments of tools are called too."""
+_KEYWORDS: Final = ("properties", "type", "items", "enum", "required", "$ref", "anyOf", "const", "default", "format")
+"""Keywords of JSON Schema, which parameters of tools are called too."""
 _TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"shape": "words"})
 """Cases whose arguments have each type of JSON, to meet each form of a schema."""
 CALL_AXES: Final = (
-    Axis(
-        "shape",
-        ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed", "keywords"),
-        ("CallForm.arguments",),
-    ),
+    Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
     Axis("size", _SIZES, rare=tuple({"size": _HUGE, "chunk": chunk} for chunk in ("whole", 64))),
     Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",), ({"calls": 300, "chunk": 64},)),
@@ -451,11 +431,12 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
     deep: Any = [value]
     for level in range(40):
         deep = {key: deep, "b": level} if level % 2 else [deep, {}, []]
+    names = [*(_key({"key": word}, form) for word in _KEYWORDS), *(f"key{index}" for index in range(50))]
     shapes: dict[str, dict[str, Any]] = {
         "city": {key: value},
         "none": {},
         "nested": {"where": deep},
-        "wide": {f"key{index}": index * 7 for index in range(60)},
+        "wide": {name: index * 7 if index % 2 else "10115" for index, name in enumerate(names)},
         "numbers": {
             "where": [0, -1, 2**53 + 1, 2**63, 2**64 + 1, -(2**31), 1.5, -2.5e-07, 1e308, number],
             "n": number,
@@ -463,10 +444,6 @@ def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) ->
         },
         "words": {"a": True, "b": False, "c": None, "d": [True, False, None], key: "null"},
         "empty": {key: "", "where": [], "what": {}},
-        "keywords": {
-            key: value,
-            **{_key({"key": name}, form): at if at % 2 else "10115" for at, name in enumerate(_KEYWORDS)},
-        },
         "mixed": {"where": {"x": [value, number]}, key: value, "n": 12345678901234567890},
     }
     return shapes[str(case["shape"])]
@@ -505,7 +482,7 @@ def pieces_of(target: ParserTarget, text: str, chunk: object, rng: np.random.Gen
         words = [] if chunk == "at-markers" else [place.end() for place in re.finditer(r"\s?\w+|\s+|\W", text)]
         inside = [begin + 1 + index % max(1, end - begin - 1) for index, (begin, end) in enumerate(found)]
         ends = {at for pair in found for at in pair}
-        outside = {at for at in words if not any(begin < at < end for begin, end in found)}
+        outside = {*words} - {at for begin, end in found for at in range(begin + 1, end)}
         places = sorted(inside if chunk == "in-markers" else ends | outside)
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
@@ -609,7 +586,7 @@ def _allowed_calls(case: Case) -> bool:
     texts += max(1, int_of(case, "calls")) * int_of(case, "groups")
     characters = each * (1 + int_of(case, "size")) * texts
     characters *= 3 if case["shape"] in ("nested", "mixed") else 1
-    characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] in ("wide", "keywords") else 0
+    characters += 900 * int_of(case, "calls") * int_of(case, "groups") if case["shape"] == "wide" else 0
     return _fits(case, characters)
 
 

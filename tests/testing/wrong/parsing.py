@@ -1258,7 +1258,7 @@ class ChangesSchemas(QwenCoderTools):
         raise NotImplementedError
 
 
-@breaks("8.3", "calls:shape=keywords")
+@breaks("8.3", "calls:shape=wide")
 class UnwrapsProperties(ChangesSchemas):
     """A tool with a parameter called `properties` loses the types of all its parameters."""
 
@@ -1269,7 +1269,7 @@ class UnwrapsProperties(ChangesSchemas):
         return inner
 
 
-@breaks("8.3", "calls:shape=keywords")
+@breaks("8.3", "calls:shape=wide")
 class DropsWordsOfSchemas(ChangesSchemas):
     """Takes what describes an object for no parameter of it."""
 
