@@ -351,18 +351,14 @@ class StoreSuite:
             earlier = [changed(value, place, 1 << draw.randrange(8)) for place in places]
             earlier += [of_one_checksum(value, 1), value[: size // 2] + bytes(size // 4) + value[size * 3 // 4 :]]
             held = {key_of(number): each for number, each in enumerate(earlier)}
-            for writer in ("the store", "another program"):
+            for write in (lambda key, each: store.put([(key, [each])], TIMEOUT), back_door.write):
                 for key, each in held.items():
-                    if writer == "the store":
-                        assert store.put([(key, [each])], TIMEOUT) == 1
-                    else:  # over what the store put
-                        back_door.write(key, each)
+                    write(key, each)
                 assert as_bytes(store.get([*held], LIMIT, TIMEOUT)) == earlier
                 assert store.put([(key, [value]) for key in held], TIMEOUT) == len(held)
-                for at, (key, found) in enumerate(zip(held, store.get([*held], LIMIT, TIMEOUT), strict=True)):
-                    what = f"value {at} of {size:,} bytes, put over another one by {writer}"
-                    assert_value(what, found, value)
-                    assert_value(f"{what}, behind the store", back_door.read(key), value)
+                for key, found in zip(held, store.get([*held], LIMIT, TIMEOUT), strict=True):
+                    assert_value("a value that was put over another one", found, value)
+                    assert_value("a value behind the store, put over another one", back_door.read(key), value)
 
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
