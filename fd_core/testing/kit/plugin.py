@@ -124,6 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fd_cases(part): runs with `case` for each case of a part of the kit")
     config.addinivalue_line("markers", "timing: its verdict depends on elapsed time, compared within one run")
     config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
+    config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
     config.addinivalue_line("markers", "fd_alone: measures time or memory; runs after the others, never beside them")
     config.pluginmanager.register(_NamesInOptions(), "fd-names")
     if config.getoption("--fd-soak") is not None:

@@ -32,7 +32,6 @@ _TARGETS: dict[str, Target] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fd_core_kit")
-    config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
     config.addinivalue_line("markers", "fd_scale: tests production sizes; excluded by `fdcore conformance --quick`")
 
 
