@@ -358,7 +358,7 @@ class StoreSuite:
                 assert store.put([(key, [value]) for key in held], TIMEOUT) == len(held)
                 for key, found in zip(held, store.get([*held], LIMIT, TIMEOUT), strict=True):
                     assert_value("a value that was put over another one", found, value)
-                    assert_value("a value behind the store, put over another one", back_door.read(key), value)
+                    assert_value("the stored value that replaced another one", back_door.read(key), value)
 
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
@@ -923,7 +923,7 @@ class StoreSuite:
             assert stats.values in (None, len(there)), f"{what}: expected {len(there)} values, got {stats}"
             assert not capped or stats.limit_bytes == cap >= stats.bytes, f"{what}: expected {cap:,} bytes, got {stats}"
             for key, value in there.items():
-                assert_value(f"a value behind the store after {what}", value, known.get(key))
+                assert_value(f"the stored value after {what}", value, known.get(key))
             recent, survives = replaced - sum(map(_room, new.values())), self.survives_restart.reason is None
             for ago, batch in enumerate(batches):
                 recent += sum(map(_room, batch.values()))
