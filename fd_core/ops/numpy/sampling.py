@@ -77,12 +77,17 @@ class NumpySampling:
 
     def logprobs(self, logits: Floats, tokens: IntArray, top_n: int) -> tuple[Floats, IntArray, Floats]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
-        peak = logits.max(axis=1, keepdims=True)
-        with np.errstate(invalid="ignore"):  # a row without a finite peak
-            logarithms: Floats = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
-        top_ids = np.argsort(-logits, axis=1, kind="stable")[:, :top_n]
-        chosen = np.take_along_axis(logarithms, tokens[:, None].astype(np.int64), axis=1)[:, 0]
-        return chosen, top_ids.astype(np.int32), np.take_along_axis(logarithms, top_ids, axis=1)
+        chosen, top = np.empty(len(logits), np.float32), np.empty((len(logits), top_n), np.float32)
+        top_ids, group = np.empty((len(logits), top_n), np.int32), rows_at_a_time(logits.shape[1])
+        for begin in range(0, len(logits), group):
+            part = slice(begin, begin + group)
+            top_ids[part] = _likeliest(logits[part], top_n)
+            with np.errstate(invalid="ignore"):  # a row without a finite peak
+                logarithms = logits[part] - logits[part].max(axis=1, keepdims=True)
+                logarithms -= np.log(np.exp(logarithms).sum(axis=1, keepdims=True))
+            chosen[part] = np.take_along_axis(logarithms, tokens[part, None].astype(np.int64), axis=1)[:, 0]
+            top[part] = np.take_along_axis(logarithms, top_ids[part].astype(np.int64), axis=1)
+        return chosen, top_ids, top
 
     def ranks(self, logits: Floats, tokens: IntArray) -> IntArray:
         """Count the tokens that are more likely, and as likely with a lower id."""
@@ -97,6 +102,19 @@ class NumpySampling:
         right = (sampled[:, :k] == drafts) & (np.arange(k) < num_drafts[:, None])
         accepted: IntArray = np.cumprod(right, axis=1).sum(axis=1).astype(np.int32)
         return accepted
+
+
+def _likeliest(logits: Floats, count: int) -> npt.NDArray[np.int64]:
+    """Return the ids [R, count] of the largest logits, in falling order; the lower id first on a tie, NaN last."""
+    negative = -logits
+    found = np.empty((len(logits), count), np.int64)
+    if count:
+        last = np.partition(negative, count - 1, axis=1)[:, count - 1]  # sorting all would take ten times as long
+        for row, values, least in zip(found, negative, last, strict=True):
+            ids = (values <= least).nonzero()[0]
+            ids = ids if len(ids) >= count else np.arange(len(values))  # a NaN is among them
+            row[:] = ids[np.argsort(values[ids], kind="stable")[:count]]
+    return found
 
 
 def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:
