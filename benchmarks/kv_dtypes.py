@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.native_step import BLOCK_SIZE, PLAIN, Case, random_model, shares, step_of
 from fd_core.cli.bench.compare.machine import describe, load_average
@@ -52,7 +51,6 @@ def filled_cache(ops: Ops, model: Any, blocks: int, kv: str) -> KVCache:
 
 def time_steps(threads: int, rounds: int) -> list[dict[str, Any]]:
     """Return seconds of the parts of a step, for each case and dtype of KV."""
-    torch.set_num_threads(1)
     ops = load_native_ops("bfloat16", threads)
     if ops is None:
         raise SystemExit("the native kernels cannot be built here")

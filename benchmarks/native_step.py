@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 
 from fd_core.cli.bench.compare.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
@@ -171,8 +170,8 @@ def step_of(case: Case) -> StepInput:
         "block_tables": tables,
         "logits_rows": np.arange(1, case.rows + 1) * case.queries - 1,
     }
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(a, np.int32)) for name, a in arrays.items()}
-    return StepInput(**tensors, max_query=case.queries, max_context=case.context)
+    given = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+    return StepInput(**given, max_query=case.queries, max_context=case.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,7 @@ def limits(case: Case, form: str, adapters: int, itemsize: int, kv_token: int, r
 def measured_rate(ops: NativeOps, form: str, rows: int, width: int, repeats: int) -> float:
     """Return multiply-adds per second of a product with `rows` rows and `width` columns, the best of five."""
     linear = ops.prepare_linear([random_weight(np.random.default_rng(2), form, width, HIDDEN)])
-    x = torch.ones((rows, HIDDEN), dtype=ops.torch_dtype)
+    x = np.ones((rows, HIDDEN), np.float32)
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
@@ -248,7 +247,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="run cases whose name starts so")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/native_step.json"))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     ops = load_native_ops(arguments.dtype, arguments.threads)
     if ops is None:
         raise SystemExit("the native kernels cannot be built here")

@@ -101,8 +101,6 @@ def sums_of(kind: str, group: RankGroup) -> dict[int, float]:
 
 def native_sums(group: RankGroup) -> dict[int, float]:
     """Time a program of sums, each after a product so small that it takes next to no time."""
-    import torch
-
     from fd_core.ops.contract import StepInput
     from fd_core.ops.native import load_native_ops
     from fd_core.ops.native.program import ProgramRecorder, symbolic_step
@@ -120,7 +118,7 @@ def native_sums(group: RankGroup) -> dict[int, float]:
         residual = ops.project_residual(x, weight, residual)
     found = {}
     for rows in ROWS:
-        one = torch.zeros(rows, dtype=torch.int32)
+        one = np.zeros(rows, np.int32)
         step = StepInput(one, one, one, one, one, one.reshape(-1, 1), one, max_query=1, max_context=1)
         found[rows] = typical(lambda: recorder.run(step, rows), 20) / count  # noqa: B023 - called at once
     return found

@@ -37,7 +37,6 @@ WAYMARKS = Waymarks(
     server={".gguf": "server: the checkpoint is mapped"},
     engine={
         "": "engine: its process exists",
-        "libtorch_cpu": "engine: import of torch has begun",
         "fd_native": "engine: the kernels' library is loaded",
         ".gguf": "engine: the checkpoint is mapped",
     },

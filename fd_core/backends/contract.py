@@ -366,8 +366,8 @@ class Backend(abc.ABC):
             )
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
-        """Load the checkpoint at `path`; the default supports every architecture of the core, and, on packs of torch,
-        models that `transformers` computes."""
+        """Load the checkpoint at `path`; the default supports every architecture of the core, and, on packs of torch
+        and numpy, models that `transformers` computes."""
         from fd_core.models.fallback.choice import choose_implementation
         from fd_core.models.opening import open_checkpoint
         from fd_core.models.registry import load_model

@@ -1,13 +1,16 @@
-"""CPU backends: torch, with native kernels where a compiler is available, and numpy, the reference."""
+"""CPU backends: native kernels where a compiler is available, else torch, and numpy, the reference."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
 from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_cores
 from fd_core.backends.memory import available_memory
 from fd_core.backends.probing import import_pack, missing
@@ -36,7 +39,7 @@ class ProcessorBackend(Backend):
 
 
 class CpuBackend(ProcessorBackend):
-    """torch on the host's CPUs; by default bfloat16 with native kernels and float32 without them."""
+    """The host's CPUs; by default bfloat16 with native kernels, and float32 by torch without them."""
 
     name: ClassVar[str] = "cpu"
     updates_weights: ClassVar[bool] = True
@@ -46,21 +49,24 @@ class CpuBackend(ProcessorBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Return available if torch is installed; does not import it."""
-        if missing("torch"):
-            return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
-        return Availability(True, "torch is installed")
+        """Return available if native kernels can be had or torch is installed; does not import it."""
+        if not missing("torch"):
+            return Availability(True, "torch is installed")
+        with contextlib.suppress(ImportError):  # such as fcntl outside Unix
+            from fd_core.ops.native import build
+
+            if build.obtainable():
+                return Availability(True, "native kernels can be compiled")
+        return Availability(
+            False, "neither torch nor a C++ compiler is installed; pip install 'fd-core[cpu]', or install g++"
+        )
 
     @classmethod
     def import_framework(cls) -> None:
-        import_pack("cpu", "fd_core.ops.native.pack", needs="torch", hint="pip install 'fd-core[cpu]'")
+        importlib.import_module("fd_core.ops.native.pack")
 
     def make_ops(self) -> Ops:
         """Return the native pack if it can be built and the dtype allows it, else the eager torch pack."""
-        self.import_framework()
-        import torch
-
-        torch.set_num_threads(self.threads)
         # The native pack accumulates in float32, so it takes bfloat16. Eager torch rounds every intermediate result to
         # the dtype, which can change the output, so it uses float32.
         wanted = self.requested_dtype("float32", "bfloat16")
@@ -73,14 +79,28 @@ class CpuBackend(ProcessorBackend):
                 self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
+        import_pack("cpu", "fd_core.ops.torch.ops", needs="torch", hint="pip install 'fd-core[cpu]'")
         from fd_core.ops.torch.ops import TorchInt8Ops, TorchOps, multiplies_bytes_exactly
 
+        self._limit_torch()
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         if multiplies_bytes_exactly():
             self.kernels = "torch eager, int8 weights by oneDNN"
             return TorchInt8Ops(wanted or "float32")
         self.kernels = "torch eager"
         return TorchOps(wanted or "float32")
+
+    def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
+        """Load a checkpoint as every backend does; `transformers` computes its models with torch."""
+        model = super().load_model(path, ops, progress)
+        if not getattr(model, "compiles", True):
+            self._limit_torch()
+        return model
+
+    def _limit_torch(self) -> None:
+        import torch
+
+        torch.set_num_threads(self.threads)
 
 
 class ReferenceBackend(ProcessorBackend):

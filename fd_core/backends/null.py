@@ -160,7 +160,7 @@ class NullBackend(ProcessorBackend):
                 super().join(group)
                 self.parallel = replace(group.parallel, gathers=True)  # it has no partial sums
 
-            def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
+            def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
                 return NullCache(shape, num_blocks)
 
         self.requested_dtype("float32")

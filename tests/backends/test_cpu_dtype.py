@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from fd_core.backends.cpu import CpuBackend, ReferenceBackend
@@ -56,6 +59,16 @@ def test_emulated_instructions_are_reported(instructions: str, emulated: bool, m
     assert backend.emulated == emulated
 
 
+def test_native_kernels_need_no_torch() -> None:
+    code = (
+        "import sys; from fd_core.backends.cpu import CpuBackend; from fd_core.config import EngineConfig; "
+        "CpuBackend.import_framework(); name = CpuBackend(EngineConfig(model='m')).make_ops().name; "
+        "print(name, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert found.split() in (["native", "False"], ["torch", "True"])
+
+
 def test_eager_torch_reports_reason_for_float32() -> None:
     pytest.importorskip("torch")
     backend = CpuBackend(EngineConfig(model="m", native_kernels=False))
@@ -82,6 +95,7 @@ def test_fallback_to_numpy_names_the_command_that_installs_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("fd_core.backends.cpu.missing", lambda *names: names)
+    monkeypatch.setattr("fd_core.ops.native.build.obtainable", lambda: False)
     ReferenceBackend(EngineConfig(model="m")).make_ops()
     assert "pip install 'fd-core[cpu]'" in caplog.text
     caplog.clear()

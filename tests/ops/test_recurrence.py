@@ -70,7 +70,7 @@ class Layer:
         host = step_input([(len(x), upto + wrong)], self.shape.block_size, table[None])
         step = on_device(self.ops, host)
         given = self.ops.from_host(x.astype(np.float32))
-        if self.ops.dtype == "bfloat16":
+        if self.ops.name == "torch" and self.ops.dtype == "bfloat16":
             given = given.bfloat16()
         return np.array(self.ops.to_host(self.ops.recur(given, self.recurrent, cache.layer(0), step)))[: upto - start]
 

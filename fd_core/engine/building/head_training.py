@@ -27,6 +27,7 @@ from fd_core.models.families.spec import rope_tables
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import describe
+from fd_core.ops.contract import Array
 from fd_core.ops.weights import RawTensor
 from fd_core.plugins import installed_plugins
 from fd_core.runner.inputs.inputs import Spans, build_inputs
@@ -78,7 +79,11 @@ class TappedTarget:
         spans = Spans(zero, zero, np.array([count], np.int32), logits_rows=np.arange(count, dtype=np.int32))
         table = np.arange(self._cache.num_blocks, dtype=np.int32)[None, None]
         states, *taps = self._forward(build_inputs(spans, tokens[None], table, _BLOCK, ops), self._cache)
-        return torch.cat([each.float() for each in taps], 1), self.model.head(states).float()
+        return torch.cat([self.tensor(each) for each in taps], 1), self.tensor(self.model.head(states))
+
+    def tensor(self, array: Array) -> Tensor:
+        """Return an array of the pack as a tensor."""
+        return torch.from_numpy(self.model.ops.to_host(array))
 
 
 def open_target(path: Path, threads: int | None = None) -> tuple[TappedTarget, Tokenizer]:
@@ -137,7 +142,8 @@ class _Head:
             "torch_dtype": "float32",
         }
         rope = rope_tables(describe(ModelConfig(self.config)).attention[0].rope, _LENGTH, model.ops)
-        self.angles = [torch.cat([each, each], 1)[: _LENGTH - 2, None] for each in (rope.cos, rope.sin)]
+        angles = [self.target.tensor(each) for each in (rope.cos, rope.sin)]
+        self.angles = [torch.cat([each, each], 1)[: _LENGTH - 2, None] for each in angles]
         width, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         draws = torch.Generator().manual_seed(0)
 
@@ -162,7 +168,7 @@ class _Head:
             "midlayer.input_layernorm.weight": torch.ones(hidden),
             "midlayer.hidden_norm.weight": torch.ones(hidden),
             "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
-            "norm.weight": torch.ones(hidden) if final is None else torch.as_tensor(final.weight).float().clone(),
+            "norm.weight": torch.ones(hidden) if final is None else self.target.tensor(final.weight).clone(),
         }
         for weight in self.weights.values():
             weight.requires_grad_()
@@ -171,9 +177,9 @@ class _Head:
 
     def _vocabulary(self, hidden: int) -> Tensor:
         """Return the target's output projection of the draft vocabulary."""
-        model, rows = self.target.model, torch.eye(hidden)
-        whole = model.head(rows).float() - model.head(torch.zeros(1, hidden)).float()
-        return whole.T[self.ids].clone()
+        model, rows = self.target.model, (np.eye(hidden, dtype=np.float32), np.zeros((1, hidden), np.float32))
+        whole, bias = (self.target.tensor(model.head(model.ops.from_host(each))) for each in rows)
+        return (whole - bias).T[self.ids].clone()
 
     def passes(self, tokens: Tensor, states: Tensor) -> Iterator[Tensor]:
         """Yield the logits [T - 2, draft vocabulary] of each pass for tokens [T] and hidden states [T, 3 H].
@@ -183,7 +189,8 @@ class _Head:
         model, own = self.target.model, self.weights
         attention, eps, count = model.spec.attention[0], model.spec.eps, len(tokens) - 2
         table, scale = model.decoder.embedding, model.decoder.embedding_scale
-        embedded = model.ops.embedding(table, tokens[1:-1].int(), scale).float()
+        ids = model.ops.from_host(tokens[1:-1].int().numpy())
+        embedded = self.target.tensor(model.ops.embedding(table, ids, scale))
         hidden = linear(states[:count], own["fc.weight"])
         cos, sin = (each[:count] for each in self.angles)
         past: list[tuple[Tensor, Tensor]] = []

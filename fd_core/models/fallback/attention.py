@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fd_core.errors import ModelError
+from fd_core.models.fallback.arrays import as_array, as_tensor
 from fd_core.models.layer_groups import places_of
 from fd_core.ops.contract import Array, Heads, KVCache, Ops, Rope, StepInput
 
@@ -133,14 +134,13 @@ class AttentionCalls:
         self._next += 1
         q, k, v = (self._flat(each, call.heads.head_dim) for each in (query, key, value))
         ops.write_kv(layer, k, v, step.kv_slots)
-        output = ops.attention(q, call.heads, layer, step)
+        output = as_tensor(ops.attention(q, call.heads, layer, step), query.dtype)
         return output.unflatten(1, (call.heads.num_heads, -1))[None, :, :, : call.value_dim]
 
-    @staticmethod
-    def _flat(x: Array, head_dim: int) -> Array:
-        """Return [1, heads, T, d] as [T, heads, head_dim], with zeros after the d elements."""
+    def _flat(self, x: Array, head_dim: int) -> Array:
+        """Return [1, heads, T, d] as the pack's [T, heads, head_dim], with zeros after the d elements."""
         x = x if x.shape[3] == head_dim else functional.pad(x, (0, head_dim - x.shape[3]))
-        return x[0].transpose(0, 1).contiguous()
+        return as_array(x[0].transpose(0, 1).contiguous(), self._ops)
 
 
 def _record(

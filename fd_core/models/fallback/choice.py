@@ -49,8 +49,8 @@ def require_one_rank(ranks: int) -> None:
 
 def _problem(checkpoint: Checkpoint, framework: str | None) -> str:
     """Return why the code of `transformers` cannot serve a checkpoint, "" if it may; imports no framework."""
-    if framework not in (None, "torch"):
-        return f"arrays of {framework} are no tensors of torch; use --backend cpu"
+    if framework not in (None, "torch", "numpy"):
+        return f"tensors of torch cannot share the memory of arrays of {framework}; use --backend cpu"
     if any(find_spec(package) is None for package in ("torch", "transformers")):
         return "it needs pip install 'fd-core[transformers]'"
     import transformers

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from fd_core.errors import ModelError
+from fd_core.models.fallback.arrays import as_array, as_tensor
 from fd_core.models.fallback.attention import Unsupported
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.safetensors_files import DTYPE_BYTES
@@ -103,7 +104,8 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: Array) -> Array:
         """Multiply x [..., in]."""
-        return self._ops.linear(x.flatten(0, -2), self._weight).unflatten(0, x.shape[:-1]).contiguous()
+        y = as_tensor(self._ops.linear(as_array(x.flatten(0, -2), self._ops), self._weight), x.dtype)
+        return y.unflatten(0, x.shape[:-1]).contiguous()
 
 
 def pack_linears(model: Any, ops: Ops, dtype: Any) -> None:

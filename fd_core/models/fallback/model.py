@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.build import ProgressSink
+from fd_core.models.fallback.arrays import as_array, as_tensor
 from fd_core.models.fallback.attention import NAME, PROBE, AttentionCalls, Unsupported
 from fd_core.models.fallback.choice import FLAG, require_one_rank
 from fd_core.models.fallback.loading import make_config, make_model, pack_linears
@@ -72,15 +73,16 @@ class TransformersModel:
     def states(self, step: StepInput, cache: KVCache) -> Array:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
         self.calls.begin(step, cache)
-        states = self.body(
-            input_ids=step.token_ids.long()[None], position_ids=step.positions.long()[None], use_cache=False
-        )
+        ids, positions = (torch.as_tensor(each)[None].long() for each in (step.token_ids, step.positions))
+        states = self.body(input_ids=ids, position_ids=positions, use_cache=False)
         self.calls.end()
-        return states[0][0]
+        found = states[0][0]
+        return found if self.ops.framework == "torch" else found.float().numpy()
 
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
-        return self.projection(inputs_embeds=states[None], use_cache=False).logits[0].float()
+        embedded = as_tensor(states, getattr(torch, self.ops.dtype))
+        return as_array(self.projection(inputs_embeds=embedded[None], use_cache=False).logits[0].float(), self.ops)
 
 
 class _KnownStates(torch.nn.Module):
@@ -128,7 +130,8 @@ def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress:
         raise Unsupported("its config does not limit positions: max_position_embeddings is missing")
     most = min([most, *_switches(config.to_dict())])
     require_positions(max_positions or most, most)
-    whole = make_model(cls, config, checkpoint, ops.torch_dtype)
+    dtype, device = getattr(torch, ops.dtype), getattr(ops, "device", "cpu")
+    whole = make_model(cls, config, checkpoint, dtype)
     num_parameters = sum(each.numel() for each in whole.parameters())
     weights = summed_uses([_uses(checkpoint, whole, ops.dtype)])
     body, path = _body_of(whole)
@@ -148,11 +151,11 @@ def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress:
     ids = torch.from_numpy(tokens)
     expected = whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
     whole.set_attn_implementation(NAME)
-    pack_linears(whole, ops, ops.torch_dtype)
+    pack_linears(whole, ops, dtype)
     model = TransformersModel(
         ops,
         body,
-        _replaced(whole.to(ops.device), path.split("."), _KnownStates(type(found))),
+        _replaced(whole.to(device), path.split("."), _KnownStates(type(found))),
         calls,
         architecture=cls.__name__,
         vocab_size=expected.shape[-1],
@@ -162,7 +165,7 @@ def _load(checkpoint: Checkpoint, ops: Any, max_positions: int | None, progress:
         weights=weights,
         state_size=found[0].shape[-1],
     )
-    _check(model, ops, tokens, expected.to(ops.device))
+    _check(model, ops, tokens, expected.to(device))
     if progress is not None:
         progress(checkpoint.total_bytes, checkpoint.total_bytes)
     return model
@@ -228,7 +231,7 @@ def _check(model: TransformersModel, ops: Any, tokens: Any, expected: Array) -> 
         }
         arrays = {name: ops.from_host(each) for name, each in host.items()}
         step = StepInput(**arrays, max_query=max(counts), max_context=int(ends[rows].max()))
-        found = model.forward(step, cache)
+        found = as_tensor(model.forward(step, cache), expected.dtype)
         wanted = expected[row_of, positions]
         known = wanted.isfinite().all(dim=-1)  # weights may be damaged
         off = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[known].sum() / max(int(known.sum()), 1))

@@ -1,4 +1,4 @@
-"""Fused operations in C++ for the CPU: compiled on first use, called through ctypes, checked against the torch pack."""
+"""Fused operations in C++ for the CPU: compiled on first use, called through ctypes, checked against the numpy pack."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ def load_native_ops(dtype: str | None, threads: int) -> NativeOps | None:
     """Return the native pack, or None, with a log line, if its library cannot be built or used.
 
     `dtype` is `float32` or `bfloat16`; None selects `bfloat16`, which is faster even if it has to be widened.
-    Needs torch.
     """
     try:
         from fd_core.ops.native.build import BuildError, load
         from fd_core.ops.native.library import declare
     except ImportError as error:  # such as fcntl outside Unix
-        logger.warning("native kernels are unavailable, using slower torch kernels: %s", error)
+        logger.warning("native kernels are unavailable, using slower ones of torch: %s", error)
         return None
     try:
         library = declare(load())
     except BuildError as error:
-        logger.warning("native kernels are unavailable, using slower torch kernels: %s", error)
+        logger.warning("native kernels are unavailable, using slower ones of torch: %s", error)
         return None
     from fd_core.ops.native.pack import NativeOps
 

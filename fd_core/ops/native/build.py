@@ -92,6 +92,11 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     return _load("native_without_amx")
 
 
+def obtainable() -> bool:
+    """Return True if the package has a library, or there is a compiler for one; loads and compiles none."""
+    return any(_PACKAGED.glob("*.so")) or shutil.which(_compiler()) is not None
+
+
 def missing(isa: str) -> str | None:
     """Return the instructions of a set that the CPU lacks, or None."""
     needed = _NEEDED.get(isa)
@@ -142,8 +147,12 @@ def _processor() -> str:
     return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
 def _compile(isa: str, path: Path) -> None:
-    name = os.environ.get("CXX", "c++")
+    name = _compiler()
     compiler = shutil.which(name)
     if compiler is None:
         what = "set CXX to an installed one" if "CXX" in os.environ else "install one, such as `apt-get install g++`"

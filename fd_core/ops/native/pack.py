@@ -1,6 +1,6 @@
-"""The native pack: torch tensors on the CPU, with the fusions that models call as kernels in C++.
+"""The native pack: numpy arrays, with the fusions that models call as kernels in C++.
 
-Each call is one operation of a program (see `program`). Called with tensors it runs at once; called with symbols it is
+Each call is one operation of a program (see `program`). Called with arrays it runs at once; called with symbols it is
 recorded, and `compile` replays the whole forward with one call per step. The residual stream is always float32, as are
 intermediate results of the kernels between a product and its rounding to the pack's dtype.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,6 @@ from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import (
@@ -72,11 +72,13 @@ from fd_core.ops.native.program import (
     ProgramSymbol,
     Runtime,
     address,
+    narrowed,
     symbolic_step,
+    widened,
 )
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.philox import uniform
-from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, PackedTensor, RawTensor, Weight
 
 logger = logging.getLogger(__name__)
@@ -94,13 +96,18 @@ _ACTIVATIONS: dict[Activation | PlainActivation | None, int] = {
 _NO_NORM = (None, 0.0)
 
 
-class NativeOps(TorchOps):
-    """Operations on CPU tensors of torch, computed by the library of `build.load`."""
+class NativeOps(NumpyOps):
+    """Operations on numpy arrays, computed by the library of `build.load`.
+
+    Arrays are float32, also those of the dtype bfloat16, whose values are rounded between operations. Linears and
+    attention also take the bits of bfloat16 (uint16), and return such then.
+    """
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
     table_formats = weight_formats
     stores_tightly = True
+    dequantizes_weights = False
     kv_dtypes = ("int8",)
     encodes = True
     chunks = True
@@ -115,7 +122,7 @@ class NativeOps(TorchOps):
     warm_up_tokens = 64
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
-        super().__init__(dtype)
+        self.dtype = dtype
         self.runtime = Runtime(library, dtype, threads)
         self._arena = Arena(library)
 
@@ -146,10 +153,6 @@ class NativeOps(TorchOps):
         self.runtime.join(group)
         super().join(group)
         self.parallel = replace(group.parallel, gathers=True)
-
-    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
-        """Upload a residual stream, which is always float32."""
-        return torch.from_numpy(states)
 
     def describe(self) -> str:
         """Return a line with the instruction sets of the kernels."""
@@ -205,7 +208,7 @@ class NativeOps(TorchOps):
     def embedding(self, table: NativeLinear, token_ids: Array, scale: float = 1.0, *, centred: bool = False) -> Array:
         """Look up rows as a float32 residual stream."""
         # The reference models round the scale to the pack's dtype.
-        factor = float(torch.tensor(scale, dtype=self.torch_dtype))
+        factor = scale if self.runtime.wide else float(widened(narrowed(np.array([scale], np.float32)))[0])
         with self._call(token_ids, replace(NO_STEP, token_ids=token_ids)) as call:
             buffer, x = call.output(token_ids, table.inputs, True)
             call.keep(table)
@@ -265,8 +268,8 @@ class NativeOps(TorchOps):
         lanes = self.runtime.lanes
         vectors = -(-weight.width // lanes)
         y = self._product(x, weight, width=2 * vectors * lanes)
-        sorted_ = y.unflatten(1, (vectors, 2, lanes)).transpose(1, 2).flatten(2)
-        return sorted_[:, :, : weight.width].flatten(1)
+        sorted_ = y.reshape(len(y), vectors, 2, lanes).swapaxes(1, 2).reshape(len(y), 2, vectors * lanes)
+        return sorted_[:, :, : weight.width].reshape(len(y), 2 * weight.width)
 
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
         """Multiply by interleaved gate and up, and combine them."""
@@ -282,7 +285,7 @@ class NativeOps(TorchOps):
             down, end, rank = self.linear(x[rows], delta.down), 0, delta.up.inputs
             for start, out in zip(delta.starts, delta.outs, strict=True):
                 if start >= 0:
-                    of_part = down[:, start : start + rank].contiguous()
+                    of_part = down[:, start : start + rank]
                     gated = delta.up.width < sum(delta.outs)
                     more = self.gate_up(of_part, delta.up) if gated else self.linear(of_part, delta.up)
                     y[rows, end : end + out] += more[:, end : end + out]
@@ -291,12 +294,14 @@ class NativeOps(TorchOps):
 
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
         _refuse_symbols("write_kv", k)
-        keys, values = k.float().contiguous(), v.float().contiguous()
-        slots, shape = kv_slots.int().contiguous(), layer.cache.shape
+        keys, values = (
+            np.ascontiguousarray(widened(each) if each.dtype == np.uint16 else each, np.float32) for each in (k, v)
+        )
+        slots, shape = np.ascontiguousarray(kv_slots, np.int32), layer.cache.shape
         k_count, v_count = (len(slots) * shape.num_kv_heads * width for width in _widths(shape))
-        where = (address("k", keys, k_count, dtype=torch.float32), address("v", values, v_count, dtype=torch.float32))
+        where = (address("k", keys, k_count, dtype=np.float32), address("v", values, v_count, dtype=np.float32))
         target = (layer.cache.handle, layer.index)
-        invoke(self.runtime.library, "fd_kv_write", *target, *where, slots.data_ptr(), len(slots), what="write_kv")
+        invoke(self.runtime.library, "fd_kv_write", *target, *where, slots.ctypes.data, len(slots), what="write_kv")
 
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks in place."""
@@ -314,7 +319,7 @@ class NativeOps(TorchOps):
 
     def absorb(self, q: Array, weight: NativeHeads, heads: Heads) -> Array:
         y = self._each_head(q, weight, heads.head_dim - heads.latent)
-        return y if isinstance(y, ProgramSymbol) else y.unflatten(1, (heads.num_heads, heads.head_dim))
+        return y if isinstance(y, ProgramSymbol) else y.reshape(len(y), heads.num_heads, heads.head_dim)
 
     def expand(self, x: Array, weight: NativeHeads, heads: Heads) -> Array:
         return self._each_head(x, weight)
@@ -351,7 +356,7 @@ class NativeOps(TorchOps):
         return y
 
     def gate_heads(self, x: Array, gate: Array) -> Array:
-        width = x.width if isinstance(x, ProgramSymbol) else x.flatten(1).shape[1]
+        width = x.width if isinstance(x, ProgramSymbol) else math.prod(x.shape[1:])
         with self._call(x) as call:
             source, gates = call.input(x, width, self.runtime.wide), call.input(gate, width, True)
             buffer, y = call.output(x, width, self.runtime.wide)
@@ -360,11 +365,11 @@ class NativeOps(TorchOps):
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         _refuse_symbols("moe", x)
-        return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
+        return self._moe(x, None, experts, activation, np.zeros_like(x))
 
     def logits_of(self, x: Array, head: NativeLinear, softcap: float | None) -> Array:
         """Project float32 states as the fusion of a forward projects them, with the same bits."""
-        rows = torch.arange(len(x), dtype=torch.int32)
+        rows = np.arange(len(x), dtype=np.int32)
         with self._call(x, replace(NO_STEP, logits_rows=rows)) as call:
             call.keep(head)
             source = call.input(x, head.inputs, True)
@@ -374,29 +379,29 @@ class NativeOps(TorchOps):
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         count, vocabulary = logits.shape
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        tokens, peaks = torch.empty(count, dtype=torch.int32), torch.empty(count)
+        logits = _with_whole_rows(logits)
+        tokens, peaks = np.empty(count, np.int32), np.empty(count, np.float32)
         numbers = None
         if not rows.all_greedy:
-            numbers = uniform(rows.seeds.numpy().view(np.uint64), rows.positions.numpy())
+            numbers = uniform(rows.seeds, rows.positions)
         parameters = SampleRows(
             count,
             vocabulary,
-            logits.data_ptr(),
-            logits.stride(0),
-            address("temperature", rows.temperature, count, dtype=torch.float32),
+            logits.ctypes.data,
+            logits.strides[0] // logits.itemsize,
+            address("temperature", rows.temperature, count, dtype=np.float32),
             address("top_k", rows.top_k, count),
-            address("top_p", rows.top_p, count, dtype=torch.float32),
-            address("min_p", rows.min_p, count, dtype=torch.float32),
+            address("top_p", rows.top_p, count, dtype=np.float32),
+            address("min_p", rows.min_p, count, dtype=np.float32),
             None if numbers is None else numbers.ctypes.data,
-            tokens.data_ptr(),
-            peaks.data_ptr(),
+            tokens.ctypes.data,
+            peaks.ctypes.data,
         )
         self._choose("sample", parameters)
         return tokens, peaks
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits = _with_whole_rows(logits)
         count, drafts, vocabulary = len(penalties.rows), len(penalties.draft_rows), logits.shape[1]
         counts = len(penalties.counts)
         parameters = PenaltyRows(
@@ -405,27 +410,27 @@ class NativeOps(TorchOps):
             vocabulary,
             len(logits),
             counts,
-            logits.data_ptr(),
-            logits.stride(0),
+            logits.ctypes.data,
+            logits.strides[0] // logits.itemsize,
             address("rows", penalties.rows, count),
             address("counts", penalties.counts, counts * vocabulary),
             address("counts_rows", penalties.counts_rows, count),
             address("draft_rows", penalties.draft_rows, drafts),
             address("draft_ids", penalties.draft_ids, drafts),
-            address("repetition", penalties.repetition, count, dtype=torch.float32),
-            address("presence", penalties.presence, count, dtype=torch.float32),
-            address("frequency", penalties.frequency, count, dtype=torch.float32),
+            address("repetition", penalties.repetition, count, dtype=np.float32),
+            address("presence", penalties.presence, count, dtype=np.float32),
+            address("frequency", penalties.frequency, count, dtype=np.float32),
         )
         self._choose("penalize", parameters)
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits = _with_whole_rows(logits)
         count, vocabulary = len(rows), logits.shape[1]
         if tuple(bits.shape) != (count, -(-vocabulary // 32)):
             raise ValueError(f"bits {tuple(bits.shape)} do not match {count} rows of {vocabulary} tokens")
-        given = count, vocabulary, len(logits), logits.data_ptr(), logits.stride(0)
-        parameters = MaskRows(*given, address("rows", rows, count), address("bits", bits, bits.numel()))
+        given = count, vocabulary, len(logits), logits.ctypes.data, logits.strides[0] // logits.itemsize
+        parameters = MaskRows(*given, address("rows", rows, count), address("bits", bits, bits.size))
         self._choose("mask_logits", parameters)
         return logits
 
@@ -464,7 +469,7 @@ class NativeOps(TorchOps):
                 _lora_table(call, lora),
                 buffer,
             )
-        return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+        return q if isinstance(q, ProgramSymbol) else q.reshape(len(q), heads.num_heads, heads.head_dim)
 
     def latent_inputs(
         self,
@@ -500,7 +505,7 @@ class NativeOps(TorchOps):
                 layer.index,
                 buffer,
             )
-        return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+        return q if isinstance(q, ProgramSymbol) else q.reshape(len(q), heads.num_heads, heads.head_dim)
 
     def recurrence(
         self,
@@ -528,7 +533,7 @@ class NativeOps(TorchOps):
             if starts is None:
                 source = call.input(x, weight.inputs, self.runtime.wide)
             else:
-                held = x.width if isinstance(x, ProgramSymbol) else x.flatten(1).shape[1]
+                held = x.width if isinstance(x, ProgramSymbol) else math.prod(x.shape[1:])
                 part = call.input(x, held, self.runtime.wide)
                 source, _whole = call.output(x, weight.inputs, self.runtime.wide)
                 call.add("gather", group, self.runtime.starts(held), part, source)
@@ -676,15 +681,15 @@ class ProgramForward:
             # The residual stream is updated in place, so a stage's output may be its input buffer.
             states: Array = step.states
             begin = values if recorded.states == result.buffer else self._runtime.matrix(tokens, states.shape[1], True)
-            begin.copy_(states)
+            begin[:] = states
             program.bind(recorded.states, begin)
         program.run(step, tokens)
         if recorded.several:
-            return values, *more
+            return values, *(each if each.dtype == np.float32 else widened(each) for each in more)
         group = self._runtime.group
         if group is None or not program.logits_in_parts:
             return values
-        return torch.from_numpy(group.all_gather(values.numpy()))
+        return group.all_gather(values)
 
     def _result(self, program: ProgramRecorder, rows: int, width: int) -> Array:
         """Return the output buffer of logits; those that ranks write for each other are in the slot of the last
@@ -693,7 +698,7 @@ class ProgramForward:
         if group is None or not program.logits_from_ranks:
             return self._runtime.matrix(rows, width, True)
         padded = -(-width // ROW_ALIGN) * ROW_ALIGN
-        return torch.from_numpy(group.own_slot(program.exchanges, rows * padded)).view(rows, padded)[:, :width]
+        return group.own_slot(program.exchanges, rows * padded).reshape(rows, padded)[:, :width]
 
     def program(self, cache: KVCache) -> ProgramRecorder:
         """Return the program of a cache that was run before; for timing."""
@@ -750,6 +755,11 @@ def _geometry(call: ProgramRecorder | Eager, heads: Heads, step: StepInput) -> A
         heads.softcap or 0.0,
         call.pointer(heads.sinks),
     )
+
+
+def _with_whole_rows(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return logits whose rows are contiguous, as kernels change them."""
+    return logits if logits.strides[1] == logits.itemsize else np.ascontiguousarray(logits)
 
 
 def _widths(shape: KVShape) -> tuple[int, int]:

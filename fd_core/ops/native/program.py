@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from fd_core.config.layer_groups import MAX_GROUPS
 from fd_core.errors import ConfigError
@@ -19,6 +20,8 @@ from fd_core.ops.symbol import UnknownArray
 
 ROW_ALIGN = 64
 """Row alignment in elements, so that vector loads may cross the end of a row."""
+CACHE_LINE = 64
+"""Alignment of a matrix in bytes."""
 RowsOf = Literal["tokens", "logits"]
 """Row unit of a buffer: tokens of a step, or rows of its logits."""
 NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
@@ -28,17 +31,30 @@ class CaptureError(Exception):
     """A forward used a symbolic array in an unsupported way."""
 
 
-def address(name: str, array: Array | None, count: int, dtype: torch.dtype = torch.int32) -> int | None:
+def address(name: str, array: Array | None, count: int, dtype: npt.DTypeLike = np.int32) -> int | None:
     """Return the address of an array of at least `count` contiguous elements; raises `ValueError` otherwise."""
     if array is None:
         return None
-    if array.dtype != dtype or array.numel() < count or not array.is_contiguous():
+    if array.dtype != dtype or array.size < count or not array.flags.c_contiguous:
         raise ValueError(
-            f"{name}: expected {count} contiguous elements of {dtype}, got "
-            f"{array.numel()} of {array.dtype}, shape {tuple(array.shape)}, strides {array.stride()}"
+            f"{name}: expected {count} contiguous elements of {np.dtype(dtype)}, got "
+            f"{array.size} of {array.dtype}, shape {array.shape}, strides {array.strides}"
         )
-    found: int = array.data_ptr()
+    found: int = array.ctypes.data
     return found
+
+
+def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even; return its bits. A NaN stays one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Return the values of bfloat16 bits."""
+    values: npt.NDArray[np.float32] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 class Runtime:
@@ -47,7 +63,6 @@ class Runtime:
     def __init__(self, library: ctypes.CDLL, dtype: str, threads: int) -> None:
         self.library = library
         self.wide = dtype == "float32"
-        self.torch_dtype = torch.float32 if self.wide else torch.bfloat16
         self.type_code = 0 if self.wide else 1
         self.row_slack = library.fd_row_slack()
         self.lanes = library.fd_lanes()
@@ -85,11 +100,17 @@ class Runtime:
         ends = np.cumsum(self.group.all_gather(np.array([[width]], np.int32))[0]).tolist()
         return (ctypes.c_int * (len(ends) + 1))(0, *ends)
 
-    def matrix(self, rows: int, width: int, wide: bool) -> Array:
-        """Return a matrix [rows, width] with rows padded with zeros to the kernels' alignment."""
-        dtype = torch.float32 if wide else self.torch_dtype
+    def matrix(self, rows: int, width: int, wide: bool) -> npt.NDArray[Any]:
+        """Return a matrix [rows, width] of float32, or of the bits of the dtype unless it is `wide`.
+
+        Rows are padded with zeros to the kernels' alignment.
+        """
+        dtype = np.dtype(np.float32 if wide or self.wide else np.uint16)
         padded = -(-width // ROW_ALIGN) * ROW_ALIGN
-        whole = torch.empty((rows + self.row_slack, padded), dtype=dtype)
+        count = (rows + self.row_slack) * padded
+        memory = np.empty(count * dtype.itemsize + CACHE_LINE, np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        whole = memory[start : start + count * dtype.itemsize].view(dtype).reshape(-1, padded)
         if width < padded:
             whole[:, width:] = 0
         return whole[:rows, :width]
@@ -116,17 +137,16 @@ class Program:
         """Hold a reference to an operation's data for the lifetime of the program."""
         self._kept.extend(owners)
 
-    def pointer(self, tensor: Array | None) -> int | None:
-        """Return the address of a contiguous float32 tensor, which the program then holds."""
-        if tensor is None:
+    def pointer(self, array: Array | None) -> int | None:
+        """Return the address of a contiguous float32 array, which the program then holds."""
+        if array is None:
             return None
-        self.keep(tensor)
-        address: int = tensor.data_ptr()
-        return address
+        self.keep(array)
+        return address("a vector", array, array.size, dtype=np.float32)
 
-    def bind(self, buffer: int, tensor: Array) -> None:
+    def bind(self, buffer: int, matrix: npt.NDArray[Any]) -> None:
         """Bind a buffer to the memory of a matrix."""
-        place = (buffer, tensor.data_ptr(), len(tensor), tensor.stride(0))
+        place = (buffer, matrix.ctypes.data, len(matrix), matrix.strides[0] // matrix.itemsize)
         invoke(self._library, "fd_program_bind", self.handle, *place, what="a buffer")
 
     def run(self, step: StepInput, tokens: int) -> None:
@@ -261,12 +281,18 @@ class ProgramRecorder(Program):
 
 
 class Eager(Program):
-    """A program of one operation on tensors; it runs when the `with` block ends."""
+    """A program of one operation on arrays; it runs when the `with` block ends, which fills its results.
+
+    They are float32, or, like the input, the bits of bfloat16.
+    """
 
     def __init__(self, runtime: Runtime, step: StepInput | None) -> None:
         super().__init__(runtime)
         self._step = NO_STEP if step is None else step
         self._tokens = 0
+        self._of_bits = False
+        self._narrow: list[tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]] = []
+        """Results in the pack's dtype, and the arrays that show them."""
 
     def __enter__(self) -> Eager:
         return self
@@ -276,29 +302,40 @@ class Eager(Program):
     ) -> None:
         if kind is None:
             self.run(self._step, self._tokens)
+            for bits, shown in self._narrow:
+                shown[:] = widened(bits)
 
     def table(self, step: StepInput) -> int:
         """Return 0: the step has the tables of one group of layers."""
         return 0
 
     def input(self, x: Array, width: int, wide: bool) -> int:
-        """Return a buffer with a padded copy of a tensor [T, ...]."""
-        return self.inout(x.flatten(1), width, wide)[0]
-
-    def inout(self, x: Array, width: int, wide: bool = True) -> tuple[int, Array]:
-        """Return a buffer with a padded copy of a tensor, and the copy."""
-        self._tokens = max(self._tokens, len(x))
+        """Return a buffer with a padded copy of an array [T, ...], rounded to the pack's dtype unless it is `wide`."""
         matrix = self.runtime.matrix(len(x), width, wide)
-        matrix.copy_(x)
-        return self._bound(matrix, width, wide), matrix
+        rows = x.reshape(len(x), math.prod(x.shape[1:]))
+        self._of_bits = rows.dtype == np.uint16
+        if rows.dtype != matrix.dtype:
+            rows = widened(rows) if self._of_bits else narrowed(rows)
+        matrix[:] = rows
+        return self._bound(matrix, width, wide)
+
+    def inout(self, x: Array, width: int) -> tuple[int, Array]:
+        """Return a buffer with a padded float32 copy of a residual, and the copy."""
+        matrix = self.runtime.matrix(len(x), width, True)
+        matrix[:] = x
+        return self._bound(matrix, width, True), matrix
 
     def output(self, like: Array, width: int, wide: bool) -> tuple[int, Array]:
-        """Return a buffer and its tensor, with as many rows as `like`."""
-        self._tokens = max(self._tokens, len(like))
+        """Return a buffer, and its float32 array with as many rows as `like`."""
         matrix = self.runtime.matrix(len(like), width, wide)
-        return self._bound(matrix, width, wide), matrix
+        shown = matrix
+        if matrix.dtype != np.float32 and not self._of_bits:
+            shown = np.empty(matrix.shape, np.float32)
+            self._narrow.append((matrix, shown))
+        return self._bound(matrix, width, wide), shown
 
-    def _bound(self, matrix: Array, width: int, wide: bool) -> int:
+    def _bound(self, matrix: npt.NDArray[Any], width: int, wide: bool) -> int:
+        self._tokens = max(self._tokens, len(matrix))
         buffer: int = self._library.fd_program_buffer(self.handle, width, wide, False)
         self.bind(buffer, matrix)
         self.keep(matrix)

@@ -108,7 +108,7 @@ class NumpyOps(NumpySampling, Ops):
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Floats:
         return np.array(values, np.float32)
 
-    def prepare_embedding(self, weight: Weight) -> Floats | PackedTensor:
+    def prepare_embedding(self, weight: Weight) -> Any:
         """Copy a table; a packed one stays packed."""
         if isinstance(weight, PackedTensor):
             return weight.take_rows(np.arange(weight.shape[0]))
@@ -116,24 +116,22 @@ class NumpyOps(NumpySampling, Ops):
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
-    ) -> NumpyLinear:
+    ) -> Any:
         """Stack the parts in order; packed ones are dequantized."""
         weight = np.concatenate([part.to_float32() for part in parts])
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
-    def tied_head(self, embedding: Floats | PackedTensor, weight: Weight, bias: RawTensor | None = None) -> NumpyLinear:
+    def tied_head(self, embedding: Any, weight: Weight, bias: RawTensor | None = None) -> Any:
         """Share the embedding unless one of both is packed."""
         if isinstance(weight, PackedTensor) or isinstance(embedding, PackedTensor):
             return self.prepare_linear([weight], None if bias is None else [bias])
         return NumpyLinear(embedding, None if bias is None else bias.to_float32())
 
-    def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NumpyKVCache(shape, num_blocks)
 
-    def embedding(
-        self, table: Floats | PackedTensor, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False
-    ) -> Floats:
+    def embedding(self, table: Any, token_ids: IntArray, scale: float = 1.0, *, centred: bool = False) -> Floats:
         rows = table.take_rows(token_ids).to_float32() if isinstance(table, PackedTensor) else table[token_ids]
         x: Floats = rows * np.float32(scale)
         return x - x.mean(axis=1, keepdims=True) if centred else x
@@ -147,7 +145,7 @@ class NumpyOps(NumpySampling, Ops):
         normalized: Floats = self.rms_norm(x - x.mean(axis=-1, keepdims=True), norm) + np.asarray(norm.bias)
         return normalized
 
-    def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
+    def linear(self, x: Floats, weight: Any) -> Floats:
         y: Floats = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
 
@@ -214,15 +212,15 @@ class NumpyOps(NumpySampling, Ops):
             output[tokens] = _attend(q[tokens], k, v, heads=heads, first=first, ends=ends)
         return output
 
-    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Floats:
+    def prepare_heads(self, weight: npt.NDArray[np.float32]) -> Any:
         return self.prepare_vector(weight)
 
-    def absorb(self, q: Floats, weight: Floats, heads: Heads) -> Floats:
+    def absorb(self, q: Floats, weight: Any, heads: Heads) -> Floats:
         q = q.reshape(len(q), heads.num_heads, -1)
         absorbed = np.einsum("thn,hln->thl", q[..., : weight.shape[2]], weight, optimize=True)
         return np.concatenate([q[..., weight.shape[2] :], absorbed], axis=-1)
 
-    def expand(self, x: Floats, weight: Floats, heads: Heads) -> Floats:
+    def expand(self, x: Floats, weight: Any, heads: Heads) -> Floats:
         x = x.reshape(len(x), heads.num_heads, heads.latent)
         expanded: Floats = np.einsum("thl,hvl->thv", x, weight, optimize=True).reshape(len(x), -1)
         return expanded
@@ -265,7 +263,7 @@ class NumpyOps(NumpySampling, Ops):
     def all_gather(self, x: Floats) -> Floats:
         return x if self._group is None else self._group.all_gather(x)
 
-    def logits_of(self, x: Floats, head: NumpyLinear, softcap: float | None) -> Floats:
+    def logits_of(self, x: Floats, head: Any, softcap: float | None) -> Floats:
         logits = self.linear(x, head)
         return logits if softcap is None else _softcap(logits, softcap)
 

@@ -65,11 +65,13 @@ def test_extra_that_is_missing_is_the_remedy(tmp_path: Path, monkeypatch: pytest
         assert "fd-core[transformers]" in str(refused.value)
 
 
-def test_pack_without_torch_is_refused(tmp_path: Path) -> None:
+def test_arrays_that_torch_cannot_share_are_refused(tmp_path: Path) -> None:
     write("GPTJ", tmp_path)
     backend = ReferenceBackend(EngineConfig(model=str(tmp_path), backend="reference"))
+    ops = backend.make_ops()
+    ops.framework = "paddle"
     with pytest.raises(ModelError) as refused:
-        backend.load_model(tmp_path, backend.make_ops(), lambda *_: None)
+        backend.load_model(tmp_path, ops, lambda *_: None)
     assert "GPTJForCausalLM" in str(refused.value)
     assert "use --backend cpu" in str(refused.value)
 

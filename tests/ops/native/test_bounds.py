@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
@@ -32,15 +31,15 @@ def layer(native):
 def test_step_with_index_out_of_range_is_rejected(layer, field, value):
     forward, step = layer.ops.compile(model_on(layer)), layer.step
     right = layer.ops.to_host(forward(step, layer.cache)).copy()
-    wrong = getattr(step, field).clone()
-    wrong.view(-1)[-1 if wrong.ndim == 1 else 0] = value
+    wrong = getattr(step, field).copy()
+    wrong.reshape(-1)[-1 if wrong.ndim == 1 else 0] = value
     with pytest.raises(IndexError, match=FIELDS[field][0]):
         forward(replace(step, **{field: wrong}), layer.cache)
     np.testing.assert_array_equal(layer.ops.to_host(forward(step, layer.cache)), right)
 
 
 def test_first_invalid_index_is_named_with_limit(layer):
-    forward, ids = layer.ops.compile(model_on(layer)), layer.step.token_ids.clone()
+    forward, ids = layer.ops.compile(model_on(layer)), layer.step.token_ids.copy()
     ids[7] = 4
     with pytest.raises(IndexError, match="a step: token id 4 at index 7 is not in 0 to 3"):
         forward(replace(layer.step, token_ids=ids), layer.cache)
@@ -51,8 +50,8 @@ def test_step_arrays_of_wrong_size_or_type_are_rejected(layer, field):
     forward, array = layer.ops.compile(model_on(layer)), getattr(layer.step, field)
     for wrong in (
         array[:-1] if array.ndim == 1 else array[:-1, :],
-        array.long(),
-        torch.stack([array, array], -1)[..., 0],
+        array.astype(np.int64),
+        np.stack([array, array], -1)[..., 0],
     ):
         with pytest.raises((ValueError, IndexError), match=f"{field}: expected .* elements|a step: "):
             forward(replace(layer.step, **{field: wrong}), layer.cache)
@@ -96,29 +95,29 @@ def test_layer_and_heads_of_another_model_are_rejected(layer):
 def test_penalties_out_of_range_are_rejected(native, field, value):
     ops = native()
     penalties = on_device(ops, penalty_input(np.zeros((3, 50), np.int32), drafts=[(1, 7)]))
-    wrong = getattr(penalties, field).clone()
+    wrong = getattr(penalties, field).copy()
     wrong[-1] = value
     with pytest.raises(IndexError, match=f"penalize: .*{value}"):
-        ops.penalize(torch.zeros(3, 50), replace(penalties, **{field: wrong}))
+        ops.penalize(np.zeros((3, 50), np.float32), replace(penalties, **{field: wrong}))
 
 
 def test_counts_of_another_vocabulary_are_rejected(native):
     ops = native()
     penalties = on_device(ops, penalty_input(np.zeros((3, 49), np.int32)))
     with pytest.raises(ValueError, match="counts: expected 150"):
-        ops.penalize(torch.zeros(3, 50), penalties)
+        ops.penalize(np.zeros((3, 50), np.float32), penalties)
 
 
 def test_masks_out_of_range_are_rejected(native):
-    ops, bits = native(), torch.zeros((2, 2), dtype=torch.int32)
-    rows = torch.tensor([0, 3], dtype=torch.int32)
+    ops, bits = native(), np.zeros((2, 2), np.int32)
+    rows = np.array([0, 3], np.int32)
     with pytest.raises(IndexError, match="row of logits 3 at index 1 is not in 0 to 2"):
-        ops.mask_logits(torch.zeros(3, 50), rows, bits)
+        ops.mask_logits(np.zeros((3, 50), np.float32), rows, bits)
     with pytest.raises(ValueError, match="do not match 2 rows of 65 tokens"):
-        ops.mask_logits(torch.zeros(3, 65), rows, bits)
+        ops.mask_logits(np.zeros((3, 65), np.float32), rows, bits)
 
 
 def test_sampling_parameters_of_fewer_rows_are_rejected(native):
     ops = native()
     with pytest.raises(ValueError, match="temperature: expected 3"):
-        ops.sample(torch.zeros(3, 50), on_device(ops, sample_input(2)))
+        ops.sample(np.zeros((3, 50), np.float32), on_device(ops, sample_input(2)))

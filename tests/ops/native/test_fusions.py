@@ -38,7 +38,7 @@ def test_product_row_is_bitwise_equal_in_any_batch(native, dtype):
     x = ops.from_host(values(71, 1101))
     together = ops.to_host(ops.linear(x, weight)).copy()
     for count in (1, 5, 23, 24, 40):
-        pieces = [ops.to_host(ops.linear(x[i : i + count].contiguous(), weight)) for i in range(0, 71, count)]
+        pieces = [ops.to_host(ops.linear(x[i : i + count], weight)) for i in range(0, 71, count)]
         np.testing.assert_array_equal(np.concatenate(pieces), together)
 
 
@@ -61,7 +61,7 @@ def test_rows_sharing_a_prefix_are_bitwise_equal_to_alone(native, dtype, threads
             kv_slots=step.kv_slots[row : row + 1],
             query_start=step.query_start[:2],
             context_len=step.context_len[row : row + 1],
-            block_tables=step.block_tables[row : row + 1].contiguous(),
+            block_tables=step.block_tables[row : row + 1],
             logits_rows=step.logits_rows[:1],
             max_query=1,
             max_context=context,
@@ -92,7 +92,7 @@ def test_adapter_row_is_bitwise_equal_alone_and_in_batch(native, dtype, packed):
             **{name: getattr(step, name)[row : row + 1] for name in ("token_ids", "positions", "kv_slots")},
             query_start=step.query_start[:2],
             context_len=step.context_len[row : row + 1],
-            block_tables=step.block_tables[row : row + 1].contiguous(),
+            block_tables=step.block_tables[row : row + 1],
             **adapter_rows(together.places[index], ops),
         )
         for ours, theirs in zip(alone.run(ops), found, strict=True):

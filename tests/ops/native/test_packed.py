@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from fd_core.backends.contract import cache_shape
 from fd_core.models.families.builtin.gemma import Gemma2
@@ -42,7 +41,7 @@ def product(parts, x):
 
 
 def multiply(ops, parts, x, **options):
-    return ops.to_host(ops.linear(torch.from_numpy(x).to(ops.torch_dtype), ops.prepare_linear(parts, **options)))
+    return ops.to_host(ops.linear(x, ops.prepare_linear(parts, **options)))
 
 
 def rows_of(count, inputs):
@@ -141,7 +140,7 @@ def test_gate_and_up(native, kinds):
     x = rows_of(4, 256)
     biases = [RawTensor("F32", np.linspace(-1, 1, 45, dtype=np.float32))] * 2
     weight = ops.prepare_linear([gate, up], biases, gated=True)
-    found = ops.to_host(ops.gated_linear(torch.from_numpy(x), weight, "silu"))
+    found = ops.to_host(ops.gated_linear(x, weight, "silu"))
     g, u = (product([part], x) + biases[0].data for part in (gate, up))
     expected = g / (1 + np.exp(-g)) * u
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
@@ -161,9 +160,9 @@ def test_every_format_is_close_to_dequantized_weights(native, kind):
 def test_row_is_bitwise_equal_in_any_batch(native, kind):
     ops, x = native(threads=2), rows_of(71, 512)
     weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
-    together = ops.to_host(ops.linear(torch.from_numpy(x), weight))
+    together = ops.to_host(ops.linear(x, weight))
     for count in (1, 2, 3, 5, 7, 12, 23, 39):
-        pieces = [ops.to_host(ops.linear(torch.from_numpy(x[i : i + count]), weight)) for i in range(0, 71, count)]
+        pieces = [ops.to_host(ops.linear(x[i : i + count], weight)) for i in range(0, 71, count)]
         np.testing.assert_array_equal(np.concatenate(pieces), together)
 
 
@@ -199,7 +198,7 @@ def test_recorded_forward_equals_eager_operations(native):
     layer = LayerOn(native(threads=2), Geometry(hidden=64, inner=96, packed="Q5_1"))
     compiled, forward = layer.ops.compile(model_on(layer)), model_on(layer)
     replayed, once = (layer.ops.to_host(run(layer.step, layer.cache)) for run in (compiled, forward))
-    # The softcap uses torch's tanh in one and the kernels' tanh in the other.
+    # The softcap uses numpy's tanh in one and the kernels' tanh in the other.
     np.testing.assert_allclose(replayed, once, rtol=0, atol=1e-5)
 
 
