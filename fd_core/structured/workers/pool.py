@@ -37,6 +37,8 @@ _HEAVY_SECONDS: Final = 0.05
 """CPU time of a task after which its slot pauses, because the engine compiles the same grammar again."""
 _REST: Final = 4.0
 """Pause of a slot, as a multiple of its task's CPU time."""
+_KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that was killed from outside, such as by the system when memory is short."""
 _MAX_ANSWER: Final = 64 * 2**20
 """Limit in bytes of a response, more than a process generates within its limits."""
 _MAX_CACHED: Final = 512
@@ -121,8 +123,11 @@ class CompilePool:
                 self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
         return outcome
 
-    async def _sent(self, task: bytes, field: str) -> tuple[ConstraintOutcome, bool]:
-        """Return the outcome of a task in a process, and True if a retry would have the same outcome."""
+    async def _sent(self, task: bytes, field: str, *, again: bool = True) -> tuple[ConstraintOutcome, bool]:
+        """Return the outcome of a task in a process, and True if a retry would have the same outcome.
+
+        A task whose process is killed from outside is sent to another one.
+        """
         process = await self._take()
         is_idle = False
         try:
@@ -137,7 +142,9 @@ class CompilePool:
             _log.warning("the grammar of %s (%d bytes) killed its process, exit code %s", field, len(task), code)
             if code == -signal.SIGXCPU:
                 return self._refused(field, f"compiling takes more than {CPU_SECONDS} s of CPU time"), True
-            return self._refused(field, "compiling takes too much memory, or nests too deeply"), True
+            if code in _KILLED and again:
+                return await self._sent(task, field, again=False)
+            return self._refused(field, "compiling takes too much memory, or nests too deeply"), code not in _KILLED
         finally:
             if is_idle:
                 self._idle.append(process)

@@ -142,6 +142,22 @@ def test_process_killed_while_idle_is_replaced() -> None:
     used(work)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_task_whose_process_is_killed_runs_in_another(number: signal.Signals) -> None:
+    async def work(pool: CompilePool) -> None:
+        await run(pool, ordinary())
+        [process] = [each._process for each in pool._processes]
+        process.send_signal(signal.SIGSTOP)
+        running = asyncio.create_task(run(pool, ordinary("other")))
+        await asyncio.sleep(0.1)
+        for each in (number, signal.SIGCONT):
+            process.send_signal(each)
+        assert (await running).grammar
+        assert process.returncode == -number
+
+    used(work)
+
+
 def test_cancelled_work_kills_its_process() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary())
