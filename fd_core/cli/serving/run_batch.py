@@ -84,15 +84,19 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     from fd_core.server.batches.running import AsgiAnswer, BatchProgress, ask, run_requests
 
     server, longest = settings.server, settings.server.max_body_bytes
-    try:
-        with source.open("rb") as file:
-            requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
-    except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
-    _check_resumable(requests, answers)
-    done = list(answers.known.values())
-    progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
     async with contextlib.AsyncExitStack() as stack:
+        try:
+            file = stack.enter_context(source.open("rb"))
+            if not file.seekable():
+                hint = "write the requests to a file first"
+                raise ConfigError(f"{source} is a pipe, but the input is read twice", field="--input", hint=hint)
+            requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
+            file.seek(0)
+        except OSError as error:
+            raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
+        _check_resumable(requests, answers)
+        done = list(answers.known.values())
+        progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
             engine = running_engine(model, server.engine, bars, engines=server.data_parallel_size)
@@ -108,7 +112,6 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         shown = Bars(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         stack.enter_context(shown)
         bar = shown.add_task("Requests", total=progress.total, completed=progress.done)
-        file = stack.enter_context(source.open("rb"))
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
             answer = await ask(app, path, body, request_id, owner="")

@@ -70,6 +70,14 @@ def test_output_is_not_overwritten_and_missing_input_is_named(tmp_path: Path) ->
     assert (tmp_path / "out").read_text() == "precious"
 
 
+def test_input_that_is_a_pipe_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in")
+    with subprocess.Popen(["/bin/sh", "-c", 'echo "$0" > "$1"', line(0), str(tmp_path / "in")]):
+        refused = run(tmp_path)
+    assert refused.exit_code == 2 and "write the requests to a file first" in refused.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_results_of_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line(0))
     (tmp_path / "out.partial").write_text('{"id":"batch_req_00000001","custom_id":"other"}\n')
