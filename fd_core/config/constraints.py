@@ -45,7 +45,8 @@ class Range:
     def check(self, value: float) -> None:
         """Raise `ValueError` unless `value` is in the range."""
         if value > self.maximum or value < self.minimum or (self.above and value == self.minimum):
-            raise ValueError(f"{value:.10g} is out of range; expected {self}")
+            shown = f"{value!r:.40}" if isinstance(value, int) else f"{value:.10g}"  # an int may exceed every float
+            raise ValueError(f"{shown} is out of range; expected {self}")
 
 
 class OneOf:
@@ -123,7 +124,7 @@ class Rule:
         elif self.kind is bool and text is not None:
             return parse_switch(value)
         elif self.kind is tuple:
-            value = _texts(value)
+            value = texts(value)
         if self.optional and value is None:
             raise ValueError("expected a value, got None")
         self.check(value)
@@ -135,7 +136,7 @@ class Rule:
             return
         if self.kind is int and type(value) is not int:
             raise ValueError(f"expected an integer, got {value!r}")
-        if self.kind is float and (type(value) not in (int, float) or not math.isfinite(value)):
+        if self.kind is float and (type(value) not in (int, float) or not -math.inf < value < math.inf):
             raise ValueError(f"expected a number, got {value!r}")
         if self.kind is bool and type(value) is not bool:
             raise ValueError(f"expected true or false, got {value!r}")
@@ -222,7 +223,8 @@ def _rule(hint: Any) -> Rule:
             return Rule(kind if isinstance(kind, type) else object, optional, constraint)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def texts(value: Any) -> tuple[str, ...]:
+    """Return texts of a list, or of one text with commas. Raises `ValueError` for anything else, and empty ones."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, tuple | list) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise ValueError("expected one or more names, separated by commas")

@@ -21,7 +21,7 @@ import typer
 
 from fd_core.cli.settings.other_servers import report_variables
 from fd_core.config import EngineConfig, MediaLimits, ServerConfig, SpeculativeConfig
-from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
+from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of, texts
 from fd_core.config.generation import GenerationDefaults
 from fd_core.config.paths import read_bounded, user_path
 from fd_core.config.sizes import format_size
@@ -126,9 +126,9 @@ def generation(value: Any) -> GenerationDefaults:
 
 def hosts(value: Any) -> tuple[str, ...]:
     """Return host names, or `*.NAME` for all below one, of a list or of a text with commas."""
-    names = tuple(each.strip() for each in (value.split(",") if isinstance(value, str) else value))
+    names = texts(value)
     for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"(\*\.)?[A-Za-z0-9.-]+", name):
+        if not re.fullmatch(r"(\*\.)?[A-Za-z0-9.-]+", name):
             raise ValueError(f"expected host names such as images.example.org or *.example.org, got {name!r}")
     return names
 
@@ -137,7 +137,7 @@ def media_limits(value: Any) -> MediaLimits:
     """Parse the most inputs of a request: a JSON object, or a table of a settings file."""
     try:
         return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, MediaLimits)
-    except (ConfigError, msgspec.MsgspecError) as error:
+    except (ConfigError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f'{error}; expected an object such as {{"image": 4}}') from None
 
 

@@ -1,10 +1,11 @@
 import json
 
 import pytest
+from hypothesis import example
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from fd_core.cli.settings.flags import API_KEY_FILE, ENGINE_FLAGS, SERVER_FLAGS
+from fd_core.cli.settings.flags import API_KEY_FILE, ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
 from fd_core.cli.settings.settings import client_key, merge
 from fd_core.config import EngineConfig, MediaLimits, ServerConfig, SpeculativeConfig
 from fd_core.config.generation import GenerationDefaults
@@ -215,15 +216,15 @@ def test_any_environment_value_is_parsed_or_names_its_variable(flag, text):
         assert flag.variable in str(error)
 
 
-@drawn(
-    st.sampled_from((*ENGINE_FLAGS, *SERVER_FLAGS)),
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists),
-)
-def test_any_flag_value_is_parsed_or_rejected(flag, value):
-    try:
-        flag.parse(value)
-    except ValueError as error:
-        assert str(error)
+@drawn(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
+@example(10**400)
+@example("[" * 100_000)
+def test_every_flag_parses_or_rejects_any_value(value):
+    for flag in {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, *GATEWAY_FLAGS, *ROUTER_FLAGS)}.values():
+        try:
+            flag.parse(value)
+        except (ConfigError, ValueError) as error:
+            assert str(error), flag.flag
 
 
 def test_speculation_is_json_or_a_table(file):
