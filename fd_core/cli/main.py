@@ -7,13 +7,14 @@ import io
 import os
 import re
 import sys
-from typing import Final
+from typing import Any, Final
 
 from fd_core.cli.report import interrupts_end_it, print_usage_error, show_deprecations
 from fd_core.errors import ConfigError
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 """Placeholder of a byte that cannot be decoded."""
+_STDERR: Final = 2
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -24,8 +25,31 @@ def _undecodable() -> str | None:
     return next((name for name, text in given.items() if _SURROGATE.search(text)), None)
 
 
+class _Messages(io.FileIO):
+    """Standard error, to which writes never fail: a full disk of logs, or a closed pipe, must not end a server."""
+
+    def write(self, data: Any, /) -> int:
+        """Write as much as possible."""
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _secure_output() -> None:
+    """Let no message end the command, and let no other file become a standard stream that the parent closed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stderr is sys.__stderr__:
+        encoding = None if sys.stderr is None else sys.stderr.encoding
+        messages: Any = _Messages(_STDERR, "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(messages, encoding, "backslashreplace", line_buffering=True, write_through=True)
+
+
 def main() -> None:
     """Run the command line."""
+    _secure_output()
     if (undecodable := _undecodable()) is not None:
         print(f"fdcore: {undecodable} is not UTF-8; rename the file or folder, or use a symbolic link", file=sys.stderr)
         sys.exit(ConfigError.exit_code)

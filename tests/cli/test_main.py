@@ -4,6 +4,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from fd_core.cli.app import app
 from fd_core.cli.report import describe
 from fd_core.cli.settings.other_servers import REASONS
 from fd_core.errors import ModelError
+from tests.server.processes import free_port
 from tests.speed import slowdown
 
 COMMANDS = [
@@ -210,6 +213,28 @@ def test_output_to_a_full_disk_is_a_one_line_error(words):
         )
     assert ended.returncode == 1
     assert ended.stderr == "fdcore: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "<&- >&- 2>&-", "2>&1 | exec true"])
+def test_server_runs_although_its_messages_are_lost(redirection):
+    port = free_port()
+    server = f"{sys.executable} -m fd_core.cli serve null --backend null --port {port}"
+    with subprocess.Popen(["/bin/sh", "-c", f"{server} {redirection}"], start_new_session=True) as shell:
+        try:
+            deadline = time.monotonic() + 60
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert time.monotonic() < deadline and shell.poll() is None
+                time.sleep(0.1)
+        finally:
+            os.killpg(shell.pid, signal.SIGTERM)
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 def test_error_is_one_printable_line():
