@@ -879,8 +879,9 @@ def decoder_spec(
     if isinstance(eps, str):
         eps = config.number(eps, 1e-6 if eps == "rms_norm_eps" else 1e-5)
     positions = config.count("max_position_embeddings")
-    if positions <= traits.first_position:
-        raise ModelError(f"{config.origin}: max_position_embeddings must exceed {traits.first_position}")
+    unused = traits.first_position + traits.causal  # a text has a prompt and an output
+    if positions <= unused:
+        raise ModelError(f"{config.origin}: max_position_embeddings must exceed {unused}; it is {positions}")
 
     def table(name: str, rows: int) -> VectorSpec:
         return VectorSpec(f"{names.get(name, name)}.weight", (rows, hidden))

@@ -61,6 +61,13 @@ def test_odd_values_are_explained(family: type[Family]) -> None:
     assert refused
 
 
+def test_context_without_room_for_an_output_is_rejected() -> None:
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"]}
+    assert describe(ModelConfig({**config, "max_position_embeddings": 2})).max_positions == 2
+    with pytest.raises(ModelError, match="max_position_embeddings must exceed 1; it is 1"):
+        describe(ModelConfig({**config, "max_position_embeddings": 1}))
+
+
 def test_family_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Family, config: ModelConfig) -> Traits:
         raise KeyError("rotary")
