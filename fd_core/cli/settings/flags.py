@@ -6,6 +6,7 @@ table.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -59,12 +60,20 @@ def keys_in_file(path: Any) -> tuple[str, ...]:
     return keys([line.strip() for line in lines if line.strip()])
 
 
+def lasting_file(path: Any) -> str:
+    """Return the path of a file that is read several times, which a pipe, such as `<(COMMAND)`, cannot be."""
+    with contextlib.suppress(OSError):  # explained when it is read
+        if Path(text(path)).is_fifo():
+            raise ValueError(f"{path} is a pipe, but it is read several times; write it to a file")
+    return str(path)
+
+
 def key_file(path: Any) -> str:
     """Return the path of a file of API keys, checked before anything is loaded."""
     from fd_core.http.access.keys import read_key_file
 
     try:
-        read_key_file(Path(text(path)))
+        read_key_file(Path(lasting_file(path)))
     except ConfigError as error:
         raise ValueError(str(error)) from error
     return str(path)
@@ -248,6 +257,7 @@ TRANSFER_SECRET_FILE: Final = Flag(
     "File with the secret shared by prefill workers, decode workers and their router; by default one in the cache "
     "folder.",
     "FILE",
+    parser=lasting_file,
 )
 
 _MODEL: Final = (
@@ -361,6 +371,7 @@ _KV_CACHE: Final = (
         "kv_store_secret_file",
         "File with the secret that authenticates stored KV; engines that share a store need the same secret.",
         "FILE",
+        parser=lasting_file,
     ),
     Flag("kv_store_compression", "Compression of KV in the store.", "HOW"),
 )
@@ -474,8 +485,18 @@ _ADDRESS: Final = (
         "delay probes.",
         "PORT",
     ),
-    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; reloaded when it changes.", "FILE"),
-    Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
+    Flag(
+        "ssl_certfile",
+        "File with the TLS certificate and its chain, for https; reloaded when it changes.",
+        "FILE",
+        parser=lasting_file,
+    ),
+    Flag(
+        "ssl_keyfile",
+        "File with the private key of the certificate, if not in the same file.",
+        "FILE",
+        parser=lasting_file,
+    ),
     Flag(
         "ssl_keyfile_password",
         "Password of the private key. Other users of the machine can see command lines: FD_SSL_KEYFILE_PASSWORD keeps "
@@ -486,6 +507,7 @@ _ADDRESS: Final = (
         "ssl_ca_certs",
         "File with certificate authorities; every client must present a certificate of one of them.",
         "FILE",
+        parser=lasting_file,
     ),
 )
 _ACCESS: Final = (

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 from hypothesis import example
@@ -180,6 +181,16 @@ def test_bad_key_file_is_rejected_before_loading(tmp_path):
     path.write_text('[[keys]]\nname = "a"\nkey = "sk-a"\nadmin = 1\n')
     with pytest.raises(ConfigError, match=r"FD_API_KEY_FILE: .*keys.toml, line 4, admin: expected true or false"):
         server(environment={"FD_API_KEY_FILE": str(path)})
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["api_key_file", "kv_store_secret_file", "transfer_secret_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"],
+)
+def test_file_that_is_read_several_times_cannot_be_a_pipe(field, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is a pipe, but it is read several times; write it to a file"):
+        server({field: str(tmp_path / "pipe")})
 
 
 @pytest.mark.parametrize("key", ["", "two words", "schlüssel", "tab\tbed", "a\nb"])
