@@ -397,7 +397,7 @@ class LLM(RequestMaker):
         self.tokenizer = assets.tokenizer
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
         super().__init__(assets.images)
-        self._busy = False
+        self._busy = self._closed = False
 
     @property
     def info(self) -> EngineInfo:
@@ -457,7 +457,9 @@ class LLM(RequestMaker):
         file. The text is what the model writes: tool calls and reasoning are not parsed. Raises `BadRequest` for
         messages that the template rejects, and `ModelError` for a model without a template.
         """
-        conversations: Sequence[Any] = [messages] if isinstance(next(iter(messages), None), Mapping) else messages
+        conversations: list[Any] = [*messages]  # which may be an iterator
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
         return self.generate(
             [self._rendered(each, tools, chat_template, chat_template_kwargs) for each in conversations],
             params,
@@ -562,6 +564,7 @@ class LLM(RequestMaker):
             for request in requests:
                 yield self._engine.submit(request)
             while self._engine.has_work:
+                self._require_open()
                 yield self._engine.step()
         finally:
             self._engine.abort_all()
@@ -600,12 +603,18 @@ class LLM(RequestMaker):
         if (error := results[0]) is not None:
             raise error
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BadRequest("the model was closed; load it again", field="model")
+
     def _require_idle(self) -> None:
+        self._require_open()
         if self._busy:
             raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
 
     def close(self) -> None:
-        """Stop the engine's threads."""
+        """Stop the engine's threads; further calls fail."""
+        self._closed = True
         self._engine.close()
 
 
@@ -620,11 +629,13 @@ def assets_of(model: str, settings: Mapping[str, Any]) -> Assets:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    texts = [item for item in prompts if not isinstance(item, int)]
-    if ids and texts:
+    if isinstance(prompts, bytes):
+        raise BadRequest("prompts: expected text or token ids, got bytes", field="prompts", hint="decode them first")
+    items = [*prompts]  # which may be an iterator
+    ids = [item for item in items if isinstance(item, int)]
+    if 0 < len(ids) < len(items):
         raise BadRequest("prompts mixes token ids and prompts", field="prompts")
-    return [ids] if ids else texts
+    return [ids] if ids else items
 
 
 def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:

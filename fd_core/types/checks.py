@@ -57,8 +57,6 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         value = getattr(params, name)
         if isinstance(value, float) and not math.isfinite(value):
             raise BadRequest(f"{name}: expected a finite number, got {value}", field=name)
-    if not 0 <= params.seed < 2**64:
-        raise BadRequest("seed: must be an unsigned 64-bit integer", field="seed")
     try:
         msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except msgspec.ValidationError as error:
@@ -67,6 +65,8 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         field = "params" if place is None else place["path"]
         words = text if place is None else text[: place.start()]
         raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
+    if not 0 <= params.seed < 2**64:
+        raise BadRequest("seed: must be an unsigned 64-bit integer", field="seed")
     check_structure(params)
     check_tokens(params, vocab_size)
 

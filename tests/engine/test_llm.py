@@ -68,6 +68,34 @@ def test_chat_renders_conversations(llm: LLM) -> None:
     assert llm.chat(one, SHORT, chat_template=TEMPLATE)[0].text == expected[0].text
 
 
+def test_iterators_of_prompts_are_completed_like_lists(llm: LLM) -> None:
+    expected = [each.text for each in llm.generate(["user: a\n", "user: b\n"], SHORT)]
+    prompts = (f"user: {name}\n" for name in "ab")
+    chats = ([{"role": "user", "content": name}] for name in "ab")
+    assert [each.text for each in llm.generate(prompts, SHORT)] == expected  # type: ignore[arg-type]
+    assert [each.text for each in llm.chat(chats, SHORT, chat_template=TEMPLATE)] == expected  # type: ignore[arg-type]
+    assert len(llm.embed(iter(["a", "b"]))) == 2  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="expected text or token ids, got bytes"):
+        llm.generate(b"a", SHORT)
+
+
+def test_closed_model_fails_immediately() -> None:
+    closed = LLM("null", backend="null")
+    stream = closed.stream("one", SHORT)
+    next(stream)
+    closed.close()
+    for use in (lambda: next(stream), lambda: closed.generate("two", SHORT), closed.pause):
+        with pytest.raises(BadRequest, match="the model was closed; load it again"):
+            use()
+    closed.close()
+
+
+def test_seed_of_another_type_is_named(llm: LLM) -> None:
+    for seed in (None, "1", 1.5):
+        with pytest.raises(BadRequest, match="seed: expected `int`, got"):
+            llm.generate("one", SamplingParams(max_tokens=1, seed=seed))  # type: ignore[arg-type]
+
+
 def test_stream_yields_the_text_and_can_be_left(llm: LLM) -> None:
     [whole] = llm.generate("one", SHORT)
     assert "".join(llm.stream("one", SHORT)) == whole.text
