@@ -15,7 +15,8 @@ _Answer = TypeVar("_Answer")
 
 _BUSY: Final = frozenset({429, 503})
 """HTTP statuses of a worker that is full: it is not at fault, and another worker may have room."""
-_BROKEN: Final = frozenset({500, 502, 504})
+_BROKEN: Final = frozenset({500, 502, 504, 508})
+"""508: the worker is a router that forwards to this one."""
 _NOT_FOUND: Final = 404
 _AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "damaged"})
 """Outcomes for which the prefill worker is at fault; `held` and `aborted` are not evidence against it."""

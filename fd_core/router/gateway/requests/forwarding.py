@@ -93,8 +93,16 @@ ANSWER_ONLY: Final = HOP_BY_HOP | {"content-length", "date", "server", "x-reques
 
 
 def to_worker(state: GatewayState, given: Headers, record: RequestRecord, method: str, path: str) -> Headers:
-    """Return headers for a worker: the client's key, or, if that is the gateway's, its signed tenant instead."""
+    """Return headers for a worker: the client's key, or, if that is the gateway's, its signed tenant instead.
+
+    Raises `ApiError` (508) for a request that this gateway has forwarded already: it would be forwarded forever.
+    """
+    passed = given.getall("Via", [])
+    if any(state.name in each for each in passed):
+        message = "the request returned to this router; remove the worker whose address is that of a router before it"
+        raise ApiError(508, message, kind="server_error", code="routing_loop")
     headers = forwarded(given, _REQUEST_ONLY)
+    headers["Via"] = ", ".join((*passed, f"1.1 {state.name}"))
     headers["X-Request-Id"] = record.request_id
     if record.key is not None:
         tenant = Tenant.of(record.key)

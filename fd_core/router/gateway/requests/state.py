@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -149,6 +150,8 @@ class GatewayState:
     supervisor: Supervisor = field(default_factory=Supervisor)
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
+    name: str = field(default_factory=lambda: f"fdcore-{uuid.uuid4().hex}")
+    """Name in the header `Via` of the requests to workers."""
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they store it."""
     requires_keys: bool = field(init=False)

@@ -83,6 +83,23 @@ async def test_bad_request_is_not_retried() -> None:
 
 
 @in_loop
+async def test_request_that_returns_to_its_router_ends() -> None:
+    async with FakeWorker(usual="json") as worker, routed() as one, routed() as other:
+        one.router.register(other.url, "mixed", 0.0)
+        other.router.register(one.url, "mixed", 0.0)
+        await one.healthy(1)
+        await other.healthy(1)
+        for path in (CHAT, "/v1/abort_requests"):
+            await asyncio.wait_for(one.post(path, {"abort_all": True, "messages": [turn("hi")]}), 10)
+        status, _, body = await asyncio.wait_for(one.post(), 10)
+        assert (status, json.loads(body)["error"]["code"]) == (508, "routing_loop")
+        one.router.register(worker.url, "mixed", 0.0)
+        await one.healthy(2)
+        for _ in range(4):
+            assert (await asyncio.wait_for(one.post(), 10))[0] == 200
+
+
+@in_loop
 async def test_unreachable_worker_is_skipped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         absent = FakeWorker("none")
