@@ -217,6 +217,9 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
         if self.protect_pages and not self.requires_keys:
             hint = "set --api-key-file, --api-key or FD_API_KEY"
             raise ConfigError("protected pages require an API key", field="--protect-pages", hint=hint)
+        if self.health_port and self.health_port == self.port:
+            message = f"health_port={self.health_port} is the port of the server, too"
+            raise ConfigError(message, field="--health-port", hint="choose another, or omit it")
         if self.max_body_memory < self.max_body_bytes:
             message = f"max_body_memory={self.max_body_memory:,} is smaller than max_body_bytes={self.max_body_bytes:,}"
             raise ConfigError(message, field="--max-body-memory", hint="increase it or lower --max-body-size")
@@ -257,6 +260,17 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Secret that this router requires of workers that register."""
     router_ca_certs: str | None = None
     advertise_url: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.router is None:
+            return
+        if not self.router.startswith(("http://", "https://")):
+            hint = "set it to http://HOST:PORT of the router's admin port"
+            raise ConfigError(f"{self.router!r} is not a URL", field="--router", hint=hint)
+        if not self.router_secret:
+            message = "registering with a router requires its secret"
+            raise ConfigError(message, field="--router-secret-file", hint="use the same file as the router")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -381,15 +381,6 @@ def registration_of(
     """Return the configured registration, or None; `instance` is called each time. Raises `ConfigError`."""
     if config.router is None:
         return None
-    if not config.router.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{config.router!r} is not a URL",
-            field="--router",
-            hint="set it to http://HOST:PORT of the router's admin port",
-        )
-    if not config.router_secret:
-        message = "registering with a router requires its secret"
-        raise ConfigError(message, field="--router-secret-file", hint="use the same file as the router")
     if config.advertise_url is None and config.host in listening.ANY_ADDRESS:
         message = "the server listens on all addresses, so its URL for the router is unknown"
         raise ConfigError(message, field="--advertise-url", hint="set it, for example to http://10.0.0.5:8000")

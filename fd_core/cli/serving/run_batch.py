@@ -95,13 +95,14 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         except OSError as error:
             raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
         _check_resumable(requests, answers)
+        names = (server.tool_call_parser, server.reasoning_parser)
+        choose_parsers(*names, template=None, architecture="")
         done = list(answers.known.values())
         progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
             engine = running_engine(model, server.engine, bars, engines=server.data_parallel_size)
             client = await stack.enter_async_context(engine)
-        names = (server.tool_call_parser, server.reasoning_parser)
         chosen = choose_parsers(*names, model.template, client.info.architecture)
         app = create_app(
             server, client, model.tokenizer, template=model.template, parsers=chosen.parsers, images=model.images

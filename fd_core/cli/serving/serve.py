@@ -110,6 +110,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         # Unusable settings are reported before anything is fetched or loaded.
         ServingTls.of(server)
         HostRules(server.host, server.allowed_hosts, server.allowed_origins)
+        names = (server.tool_call_parser, server.reasoning_parser)
+        choose_parsers(*names, template=None, architecture="")
         closing = stack.enter_context(contextlib.ExitStack())
         spans = opened_spans(server.otlp_traces_endpoint, "fdcore-serve", closing)
         console = Console(stderr=True)
@@ -119,7 +121,6 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             client = await stack.enter_async_context(
                 running_engine(model, where, bars, engines=engines, prestarted=prestarted)
             )
-        names = (server.tool_call_parser, server.reasoning_parser)
         chosen = choose_parsers(*names, model.template, client.info.architecture)
 
         def ready(url: str) -> None:

@@ -304,6 +304,7 @@ def test_settings_file_can_hold_every_setting(file, tmp_path):
     }
     values |= {
         "api-key": ["k"],
+        "health-port": 17,
         "served-model-name": ["m"],
         "dtype": "float32",
         "engine": "inproc",
