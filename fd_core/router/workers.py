@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -262,8 +263,13 @@ class Registry:
 
 def checked_url(url: str) -> str:
     """Return the base address of a worker, without a slash at its end. Raises `BadRequest` for anything else."""
-    scheme, separator, rest = url.strip().rstrip("/").partition("://")
-    if not separator or scheme not in ("http", "https") or not rest or any(c in rest for c in "@?# \t\r\n"):
+    scheme, _, rest = url.strip().rstrip("/").partition("://")
+    try:
+        parts = urlsplit(f"{scheme}://{rest}")
+        is_valid = scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an address in brackets, or a port, that is none
+        is_valid = False
+    if not is_valid or any(c in rest for c in "@?# \t\r\n"):
         hint = "use http://HOST:PORT, without user, query or fragment"
         raise BadRequest(f"{url!r:.200} is not a worker URL", field="url", hint=hint)
     return f"{scheme}://{rest}"

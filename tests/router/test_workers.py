@@ -106,7 +106,11 @@ def test_worker_that_registers_while_draining_is_new() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a b", "http://a#b", "http://a\r\nb"]
+    "url",
+    [
+        *("", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a b", "http://a#b", "http://a\r\nb"),
+        *("http://[", "http://[::1", "http://[a]", "http://:80", "http://a:b", "http://a:0", "http://a:65536"),
+    ],
 )
 def test_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(BadRequest, match="not a worker URL"):
