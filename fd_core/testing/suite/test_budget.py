@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
@@ -97,9 +96,3 @@ def test_padding_never_exceeds_the_budget(target: Target, k: int, rows: int) -> 
             shape = engine.probe().runner.ops.padded(rows, width)
             if shape is not None:
                 assert rows <= shape[0] and width <= shape[1] and shape[0] * shape[1] <= 4
-
-
-@pytest.mark.law("2.5")
-def test_a_budget_below_one_decode_with_its_drafts_is_refused(target: Target) -> None:
-    with pytest.raises(ConfigError, match="4 tokens"), target.engine(3, max_num_batched_tokens=3):
-        pass

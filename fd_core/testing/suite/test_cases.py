@@ -43,7 +43,7 @@ def test_recurrent_layer(target: Target, require: Require, case: KitCase) -> Non
 
 
 @pytest.mark.fd_cases(steps.STEPS)
-@pytest.mark.law("4", "5.2")
+@pytest.mark.law("1.7", "4", "5.2")
 def test_step(target: Target, case: KitCase) -> None:
     case.with_only(steps.supported_by(target)).check(target, f"fdcore conformance {target}")
 

@@ -42,7 +42,6 @@ from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import Values, packed_weight, raw
 from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
-from fd_core.testing.suite.scale.test_memory import MEBI, resident
 from fd_core.types import FinishReason
 
 _MAX_ENGINES: Final = 1024
@@ -418,46 +417,3 @@ def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -
         backend = target.cls(target.config(quantization=form, max_model_len=64))
         model = backend.load_model(path, backend.make_ops(), lambda *_: None)
         assert form in {use.computed for use in model.weights}, f"--quantization {form} has no effect"
-
-
-@pytest.mark.fd_thorough
-@pytest.mark.fd_alone
-def test_memory_is_freed_when_engines_close(target: Target, require: Callable[..., None]) -> None:
-    """Fill caches of 24 MiB: two leaked ones are visible in the memory of the device or of this process."""
-    require("kv_transfer")
-    room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}
-    with target.engine(**room) as engine:
-        one = engine.probe().runner.cache.export_blocks(np.zeros(1, np.int32)).nbytes
-    count = max(24 * MEBI // one, 16)
-    held: list[int] = []
-
-    def cycle() -> None:
-        free = target.backend.free_memory()
-        with target.engine(num_kv_blocks=count, **room) as engine:
-            run(engine, [greedy("a", range(5), 4)])
-            cache = engine.probe().runner.cache
-            part = np.arange(count // 8, dtype=np.int32)
-            filling = np.ones_like(cache.export_blocks(part[:1])).repeat(len(part), axis=0)
-            for index in range(8):
-                cache.import_blocks(part + index * len(part), filling)
-            held.append(free - target.backend.free_memory())
-        del engine, cache
-        gc.collect()
-
-    for _ in range(2):
-        cycle()
-
-    def growth() -> int:
-        before = resident()
-        for _ in range(4):
-            cycle()
-        return resident() - before
-
-    on_device = target.backend.free_memory()
-    grown = growth()
-    taken = on_device - target.backend.free_memory()
-    if grown >= 40 * MEBI:  # an allocator may retain freed memory once, but leaked caches accumulate
-        grown = min(grown, growth())
-    assert grown < 40 * MEBI, "the process grows by a cache with each engine"
-    if min(held) > 20 * MEBI:  # exact on a device; free memory of the host also changes for other reasons
-        assert taken < 40 * MEBI, "the device's memory shrinks with each engine"

@@ -1,6 +1,6 @@
 """Signalling: preempted slots, protocol 1. Mandatory for every backend.
 
-The first part drives the runner step by step; in the second the scheduler preempts with outputs in flight.
+First the runner computes plans without a scheduler; then the scheduler preempts with outputs in flight.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,15 +16,14 @@ import pytest
 
 from fd_core.engine.core import Engine
 from fd_core.engine.device import make_device
-from fd_core.runner.runner import LaunchedStep
 from fd_core.scheduling.requests import State
-from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.stepper import ManualDriver, Stepper
 from fd_core.testing.models.texts import greedy, run
-from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.testing.suite.scale.test_plans import requests, run_random_plans
+from fd_core.types import FinishReason, RequestSpec
 
 KS = [0, 1, 3, 5]
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
@@ -36,101 +34,15 @@ def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
     return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
 
 
-@contextmanager
-def manual_driver(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ManualDriver]:
-    """Return a runner with requests in some slots, each with an uncomputed prompt of eight tokens."""
-    with target.engine(k, golden.whole(long_ones(4)), max_num_batched_tokens=40) as engine:
-        hand = ManualDriver(engine)
-        for slot in slots:
-            hand.admit(slot, PROMPTS[slot][:8])
-        yield hand
-        hand.close()
-
-
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-@pytest.mark.law("1.2")
-def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, slots=[0, 2, 3]) as hand:
-        _, first = hand.step((0, 8), (2, 8), (3, 8))
-        assert (first.kinds == Outcome.RELEASED).sum() == 0
-        _, second = hand.step((0, 1), (3, 1), back=[2])
-        assert np.flatnonzero(second.kinds == Outcome.RELEASED).tolist() == [2]
-        _, third = hand.step((0, 1), (3, 1))
-        assert (third.kinds == Outcome.RELEASED).sum() == 0
-
-
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-@pytest.mark.law("1.3")
-def test_rows_next_to_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, slots=range(4)) as hand:
-        hand.step(*((slot, 8) for slot in range(4)))
-        drafts = int(k > 0)
-        _, outcomes = hand.step((3, 1, True, drafts), (0, 1, True, drafts), (2, 1, True, drafts), back=[1])
-        assert outcomes.kinds[[0, 2, 3]].tolist() == [Outcome.TOKENS] * 3
-        for slot in (0, 2, 3):
-            spec = long_ones(4)[slot]
-            delivered = hand.runner.batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
-            assert delivered[1:] == outcomes.tokens[slot, : outcomes.counts[slot]].tolist()
-            golden.check_prefix(spec, delivered)
-
-
-@pytest.mark.law("1.2")
-def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
-    """An absent row is never a release."""
-    with manual_driver(target, golden, slots=range(2)) as hand:
-        hand.step((0, 8), (1, 8))
-        _, without = hand.step((0, 1))
-        assert without.kinds.tolist() == [Outcome.TOKENS, *[Outcome.EMPTY] * 3]
-        _, again = hand.step((0, 1), (1, 1))
-        assert again.kinds[:2].tolist() == [Outcome.TOKENS] * 2
-
-
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-@pytest.mark.law("1.2")
-def test_idle_slot_is_empty(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, slots=[1, 2]) as hand:
-        _, first = hand.step((1, 8), (2, 8))
-        assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
-        hand.step((2, 1), back=[1])
-        _, third = hand.step((2, 1))
-        assert third.kinds.tolist() == [Outcome.EMPTY, Outcome.EMPTY, Outcome.TOKENS, Outcome.EMPTY]
-
-
-def test_unfinished_chunk_delivers_nothing(target: Target, golden: Golden) -> None:
-    with manual_driver(target, golden, slots=range(2)) as hand:
-        _, first = hand.step((0, 5, False), (1, 8))
-        assert first.kinds[:2].tolist() == [Outcome.EMPTY, Outcome.TOKENS]
-        _, second = hand.step((0, 3, True))
-        assert second.kinds[:2].tolist() == [Outcome.TOKENS, Outcome.EMPTY]
-        golden.check_prefix(long_ones(1)[0], second.tokens[0, :1].tolist())
-
-
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-@pytest.mark.law("1.3")
-def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, slots=range(3)) as hand:
-        hand.step((0, 8), (1, 8), (2, 8))
-        output, outcomes = hand.step(back=[0, 1, 2])
-        assert output.step == 1
-        assert outcomes.kinds.tolist() == [*[Outcome.RELEASED] * 3, Outcome.EMPTY]
-
-
-@pytest.mark.law("1.1")
-def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
-    """No token or other state of the previous request remains in the slot."""
-    with manual_driver(target, golden) as hand:
-        hand.admit(0, PROMPTS[3][:12])
-        hand.step((0, 12))
-        hand.step((0, 1))
-        hand.step(back=[0])
-        hand.admit(0, PROMPTS[1][:8])
-        _, chunk = hand.step((0, 5, False))
-        assert chunk.kinds[0] == Outcome.EMPTY
-        text = []
-        for count in (3, 1, 1):
-            _, outcomes = hand.step((0, count))
-            text += outcomes.tokens[0, : outcomes.counts[0]].tolist()
-        golden.check_prefix(long_ones(2)[1], text)
+@pytest.mark.law("1.1", "1.2", "1.3")
+def test_each_slot_of_random_plans_is_answered(target: Target, k: int) -> None:
+    """Compute chunks, decodes, revocations and steps without rows in few slots: each has its tokens, -9 or nothing."""
+    specs = requests(target.exact, count=12, lengths=(1, 2, 3, 7, 8, 9, 20, 40))
+    room = {"max_num_seqs": 5, "max_model_len": 80, "max_num_batched_tokens": 23}
+    plans = run_random_plans(target, 2, k, specs, tokens=300, plans=200, **room)
+    for what in ("revocations", "revocations alone", "ended", "trickle", "nothing"):
+        assert plans.seen[what], f"no plan had {what}"
 
 
 @pytest.mark.parametrize("k", thorough_but(KS[1:], 3))
@@ -202,32 +114,6 @@ def test_preempted_again_and_again_nothing_is_lost(
         golden.check(specs, stepper.texts.tokens)
 
 
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Golden, transport: str) -> None:
-    specs = long_ones(2)
-    alone: list[StepPlan] = []
-    with pressed(target, golden, specs, k=0, transport=transport) as stepper:
-        stepper.run(2, watch=lambda plan: alone.append(plan) if plan.revocations and not len(plan.slots) else None)
-        assert alone, "no step consisted of revocations alone"
-        golden.check(specs, stepper.texts.tokens)
-
-
-@pytest.mark.parametrize("depth", thorough_but([2, 3], 2))
-@pytest.mark.law("1.1")
-def test_tokens_in_flight_at_a_preemption_are_delivered(target: Target, golden: Golden, depth: int) -> None:
-    specs = long_ones(3)
-    with pressed(target, golden, specs) as stepper:
-        assert stepper.plan_until(depth, State.DRAINING, "r2")
-        before = len(stepper.texts.tokens["r2"])
-        slot = next(plan.revocations[0].slot for plan, _ in stepper.in_flight if plan.revocations)
-        promised = sum(int(plan.samples[plan.slots == slot].sum()) for plan, _ in stepper.in_flight)
-        while stepper.in_flight:
-            stepper.answer()
-        assert len(stepper.texts.tokens["r2"]) == before + promised
-        assert stepper.state_of("r2") is State.WAITING
-        golden.check_prefix(specs[2], stepper.texts.tokens["r2"])
-
-
 @pytest.mark.law("1.6")
 def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden: Golden) -> None:
     specs = long_ones(3)
@@ -243,54 +129,6 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden
         assert stepper.texts.ends["r2"] is FinishReason.STOP
         assert stepper.texts.tokens["r2"] == text[: text.index(stop) + 1]
         assert stepper.engine.stats().scheduler.outputs.finished[FinishReason.STOP] == 1
-
-
-@pytest.mark.parametrize("state", ["waiting", "between chunks", "running", "draining", "preempted"])
-@pytest.mark.law("1.7")
-def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, state: str) -> None:
-    specs = long_ones(3)
-    changes: dict[str, Any] = {"max_num_batched_tokens": 12} if state == "between chunks" else {}
-    with pressed(target, golden, specs, **changes) as stepper:
-        if state in ("draining", "preempted"):
-            assert stepper.plan_until(2, State.DRAINING, "r2")
-        elif state != "waiting":
-            stepper.plan()
-        if state == "preempted":
-            while stepper.in_flight:
-                stepper.answer()
-        name = "r1" if state == "between chunks" else "r2"
-        for _ in range(2):
-            stepper.abort(name)
-        if state in ("waiting", "preempted"):
-            assert stepper.texts.ends == {name: FinishReason.ABORT}
-        stepper.run(2)
-        assert stepper.texts.ends.pop(name) is FinishReason.ABORT
-        assert set(stepper.texts.ends.values()) == {FinishReason.LENGTH}
-        for spec in specs:
-            golden.check_prefix(spec, stepper.texts.tokens.get(spec.request_id, []))
-        others = [spec for spec in specs if spec.request_id != name]
-        golden.check(others, stepper.texts.tokens)
-
-
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-@pytest.mark.law("1.3")
-def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden, transport: str) -> None:
-    specs = long_ones(3, 20)
-    with target.engine(num_kv_blocks=64, output_transport=transport) as engine:
-        finish, steps = engine.probe().runner.finish, 0
-
-        def failing(launched: LaunchedStep) -> StepOutput:
-            nonlocal steps
-            steps += 1
-            output = finish(launched)
-            return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
-
-        engine.probe().runner.finish = failing  # type: ignore[method-assign]  # patched
-        with sending(engine, specs, transport) as stepper:
-            stepper.run(1)
-    failed = [name for name, end in stepper.texts.ends.items() if end is FinishReason.ERROR]
-    assert len(failed) == 1
-    golden.check([spec for spec in specs if spec.request_id not in failed], stepper.texts.tokens)
 
 
 @pytest.mark.parametrize("transport", ["memory", "zmq"])

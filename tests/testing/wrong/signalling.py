@@ -13,8 +13,7 @@ from tests.testing.wrong.fault import wrong
 
 @wrong(
     "null",
-    "signals:test_a_revocation_is_answered_in_its_own_step[3]",
-    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered[3]",
+    "signals:test_each_slot_of_random_plans_is_answered[3]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
@@ -27,10 +26,7 @@ class ForgetsReleasesWhenSpeculating:
 
 @wrong(
     "null",
-    "signals:test_a_revocation_is_answered_in_its_own_step*",
-    "signals:test_idle_slot_is_empty*",
-    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
-    "signals:test_a_slot_that_is_used_again_starts_anew",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     spreads_to=(
         "golden:*",
         "kv:*",
@@ -47,9 +43,7 @@ class ReleasesOneStepLate:
 
 @wrong(
     "null",
-    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_idle_slot_is_empty*",
-    "signals:test_unfinished_chunk_delivers_nothing",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     spreads_to=(
         "budget:*",
         "golden:*",
@@ -70,9 +64,7 @@ class ReleasesOneStepEarly:
 
 @wrong(
     "null",
-    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_idle_slot_is_empty*",
-    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     spreads_to=(
         "budget:*",
         "golden:*",
@@ -91,13 +83,8 @@ class ReleasesAnIdleSlot:
 
 @wrong(
     "null",
-    "signals:test_a_revocation_is_answered_in_its_own_step*",
-    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
-    "signals:test_idle_slot_is_empty*",
-    spreads_to=(
-        "signals:test_preempted_again_and_again_nothing_is_lost*",
-        "signals:test_an_abort_ends_a_request_in_every_state*",
-    ),
+    "signals:test_each_slot_of_random_plans_is_answered*",
+    spreads_to=("signals:test_preempted_again_and_again_nothing_is_lost*",),
 )
 class DropsRowsAfterARelease:
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -110,10 +97,7 @@ class DropsRowsAfterARelease:
 
 @wrong(
     "null",
-    "signals:test_a_revocation_is_answered_in_its_own_step[3]",
-    "signals:test_rows_next_to_a_revocation_keep_their_tokens[3]",
-    "signals:test_idle_slot_is_empty[3]",
-    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered[3]",
+    "signals:test_each_slot_of_random_plans_is_answered[3]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
@@ -127,14 +111,11 @@ class ReleasesInEveryColumn:
 
 @wrong(
     "null",
-    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_idle_slot_is_empty*",
-    "signals:test_unfinished_chunk_delivers_nothing",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
-        "signals:test_an_abort_ends_a_request_in_every_state*",
         "signals:test_no_negative_id_reaches_log_probabilities*",
     ),
 )
@@ -155,8 +136,7 @@ class LeavesAStaleToken:
 
 @wrong(
     "null",
-    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
-    "signals:test_a_slot_that_is_used_again_starts_anew",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     spreads_to=(
         "golden:*",
         "kv:*",
@@ -172,20 +152,13 @@ class HangsOnAnEmptyBatch:
 
 @wrong(
     "null",
-    "sampling:test_chooses_the_token_that_the_contract_defines",
-    "sampling:test_greedy_takes_the_lowest_id_on_a_tie",
-    "sampling:test_greedy_rows_stay_greedy_next_to_random_ones",
-    "sampling:test_seed_and_position_decide",
-    "sampling:test_a_large_vocabulary_with_every_filter",
-    "sampling:test_a_row_does_not_depend_on_its_neighbours",
-    "sampling:test_a_chosen_token_is_a_number_of_the_vocabulary",
-    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
+    "cases:test_sample*",
+    "signals:test_each_slot_of_random_plans_is_answered*",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
         "budget:*",
         "golden:*",
         "kv:*",
-        "sampling:test_the_mask_of_a_single_token_leaves_that_token",
         "signals:*",
     ),
 )
@@ -197,7 +170,8 @@ class SwapsRows:
 
 @wrong(
     "null",
-    "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
+    "cases:test_verify*",
+    "signals:test_each_slot_of_random_plans_is_answered[3]",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
@@ -207,10 +181,7 @@ class AcceptsOneDraftTooMany:
         return np.minimum(super().verify(sampled, drafts, num_drafts) + 1, num_drafts).astype(np.int32)
 
 
-@wrong(
-    "null",
-    "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
-)
+@wrong("null", "cases:test_verify*")
 class AcceptsDraftsAfterARejectedOne:
     def verify(self, sampled, drafts, num_drafts):
         k = drafts.shape[1]
@@ -237,6 +208,7 @@ class ShowsReleasesInLogprobs:
 @wrong(
     "null",
     "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0-2]",
+    spreads_to=("signals:test_each_slot_of_random_plans_is_answered*",),
 )
 class CountsOneForEachDecode:
     """Pads a step to the next power of two of tokens without charging for it."""

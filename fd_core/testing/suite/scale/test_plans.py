@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,13 +19,7 @@ from fd_core.testing.models.checkpoints import LONG_CASE
 from fd_core.testing.models.texts import plan_of
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, SamplingParams, StepOutput, StepPlan
 
-ROOM: dict[str, Any] = {
-    "max_num_seqs": 48,
-    "num_kv_blocks": 640,
-    "block_size": 16,
-    "max_model_len": 2176,
-    "max_num_batched_tokens": 701,
-}
+ROOM: dict[str, Any] = {"max_num_seqs": 67, "max_model_len": 2176, "max_num_batched_tokens": 701}
 BLOCK_SIZES = [16, 32, 5, 128, 1, 64]
 """By seed."""
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 47, 64, 65, 100, 127, 128, 129, 255, 257, 300, 640, 641, 2049, 2100]
@@ -150,10 +145,11 @@ class RandomPlans:
         )
         self._step += 1
         self.seen[mode] += 1
-        self.seen["rows of 40 and more"] += len(rows) >= 40
+        self.seen["rows of 50 and more"] += len(rows) >= 50
         self.seen["tokens of 600 and more"] += plan.total_tokens >= 600
         self.seen["drafts"] += int(plan.num_drafts.sum())
         self.seen["revocations"] += len(revoked)
+        self.seen["revocations alone"] += bool(revoked) and not rows
         self.seen["admissions"] += len(admissions)
         self._flying.append((plan, occupancies))
         self._device.submit(plan)
@@ -319,13 +315,13 @@ class RandomPlans:
             self.seen["scores"] += 1
 
 
-def requests(exact: bool) -> list[RequestSpec]:
-    """Return prompts of every length, a third with a common prefix; with `exact`, most are sampled, filtered,
-    penalized."""
+def requests(exact: bool, count: int = 80, lengths: Sequence[int] = LENGTHS) -> list[RequestSpec]:
+    """Return prompts of some lengths and of random ones, a third with a common prefix; with `exact`, most are sampled,
+    filtered, penalized."""
     rng = np.random.default_rng(5)
     found = []
-    for index in range(60):
-        length = LENGTHS[index] if index < len(LENGTHS) else int(rng.integers(1, 120))
+    for index in range(count):
+        length = lengths[index] if index < len(lengths) else int(rng.integers(1, min(max(lengths), 120)))
         prompt = rng.integers(0, 250, length).tolist()
         if index % 3 == 0:
             prompt[: len(PREFIX)] = PREFIX[: len(prompt)]
@@ -348,17 +344,25 @@ def requests(exact: bool) -> list[RequestSpec]:
     return found
 
 
+def run_random_plans(
+    target: Target, seed: int, k: int, specs: list[RequestSpec], tokens: int, plans: int = 60, **room: Any
+) -> RandomPlans:
+    """Compute random plans over requests, in a cache of so many tokens, and judge outputs and texts."""
+    size = BLOCK_SIZES[seed]
+    alone = room | {"max_num_seqs": len(specs), "block_size": 16, "num_kv_blocks": 1100}
+    judge = Judge.of(target, f"plans of {len(specs)}", LONG_CASE, specs, **alone)
+    room |= {"block_size": size, "num_kv_blocks": tokens // size + 50}
+    with target.engine(k, judge.whole(), 0.3, case=LONG_CASE, **room) as engine:
+        found = RandomPlans(engine, judge, seed)
+        found.run(plans)
+    return found
+
+
 @pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_deliver_the_right_texts(target: Target, seed: int, k: int) -> None:
-    specs, size = requests(target.exact), BLOCK_SIZES[seed]
-    room = ROOM | {"max_num_seqs": len(specs), "num_kv_blocks": 900}
-    judge = Judge.of(target, "plans", LONG_CASE, specs, **room)
-    blocks = {"block_size": size, "num_kv_blocks": 10_240 // size + 50}
-    with target.engine(k, judge.whole(), 0.3, case=LONG_CASE, **ROOM | blocks) as engine:
-        plans = RandomPlans(engine, judge, seed)
-        plans.run(60)
-    for what in ("rows of 40 and more", "tokens of 600 and more", "revocations", "ended", "trickle"):
+    plans = run_random_plans(target, seed, k, requests(target.exact), 16_384, **ROOM)
+    for what in ("rows of 50 and more", "tokens of 600 and more", "revocations", "ended", "trickle"):
         assert plans.seen[what], f"no plan had {what}"
-    assert (plans.seen["shared blocks"] > 0) == (size < len(PREFIX))
+    assert (plans.seen["shared blocks"] > 0) == (BLOCK_SIZES[seed] < len(PREFIX))
     assert (plans.seen["accepted"] > 0) == (k > 0)

@@ -1,29 +1,18 @@
-"""Steps of production sizes through the runner and the engine, compared with the oracle."""
+"""Long contexts and a large vocabulary through the engine, compared with the oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
-from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE, WIDE_CASE
-from fd_core.testing.models.stepper import ManualDriver
 from fd_core.testing.models.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 
-SLOTS = 67
-MANY: dict[str, Any] = {
-    "max_num_seqs": SLOTS,
-    "num_kv_blocks": 67 * 4,
-    "block_size": 16,
-    "max_model_len": 64,
-    "max_num_batched_tokens": 1100,
-}
 LONG: dict[str, Any] = {
     "max_num_seqs": 4,
     "num_kv_blocks": 5000 * 3 // 32 + 8,
@@ -40,111 +29,6 @@ WIDE: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "watchdog_seconds": 60.0,
 }
-
-
-class Batch:
-    """A batch with one request per slot, stepped manually; every prompt token may be a separate step."""
-
-    def __init__(self, hand: ManualDriver, judge: Judge) -> None:
-        self.hand, self.judge = hand, judge
-        self.specs = [judge.specs[f"r{slot}"] for slot in range(SLOTS)]
-        self.computed = [0] * SLOTS
-        self.delivered: dict[str, list[int]] = {}
-        for slot, spec in enumerate(self.specs):
-            hand.admit(slot, spec.prompt)
-
-    def decode(self, slots: list[int]) -> None:
-        self.step([(slot, 1, True) for slot in slots])
-
-    def prefill(self, slots: list[int]) -> None:
-        self.step([(slot, len(self.specs[slot].prompt) - self.computed[slot], True) for slot in slots])
-
-    def chunks(self, unfinished: Sequence[int], finished: Sequence[int] = ()) -> None:
-        """Compute one prompt token of some slots without sampling, and one sampling token of others."""
-        self.step([*((slot, 1, False) for slot in unfinished), *((slot, 1, True) for slot in finished)])
-        for slot in unfinished:
-            assert self.computed[slot] < len(self.specs[slot].prompt)
-
-    def step(self, rows: list[tuple[int, int, bool]]) -> None:
-        output, outcomes = self.hand.step(*rows)
-        assert not output.errors
-        sampling = {slot for slot, _, samples in rows if samples}
-        for slot in range(SLOTS):
-            assert outcomes.kinds[slot] == (Outcome.TOKENS if slot in sampling else Outcome.EMPTY), slot
-        for slot, count, samples in rows:
-            self.computed[slot] += count
-            if samples:
-                text = self.delivered.setdefault(f"r{slot}", [])
-                text.append(int(outcomes.tokens[slot, 0]))
-
-    def check(self) -> None:
-        self.judge.check(self.delivered)
-
-
-@pytest.fixture
-def batch(target: Target) -> Iterator[Batch]:
-    specs = [
-        greedy(f"r{index}", [(17 * index + 5 * place * place + 3) % 250 for place in range(3 + index % 29)], 24)
-        for index in range(SLOTS)
-    ]
-    judge = Judge.of(target, "batch", LONG_CASE, specs, **MANY)
-    with target.engine(case=LONG_CASE, **MANY) as engine:
-        hand = ManualDriver(engine)
-        yield Batch(hand, judge)
-        hand.close()
-
-
-def shuffled(count: int, seed: int, of: int = SLOTS) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).permutation(of)[:count].tolist()
-    return found
-
-
-def test_decode_batches_shrink_and_grow(batch: Batch) -> None:
-    batch.prefill(shuffled(SLOTS, 0))
-    for step, rows in enumerate([67, 1, 66, 64, 3, 65, 41, 40, 2, 63, 33, 5, 67, 31, 1]):
-        batch.decode(shuffled(rows, step))
-        batch.check()
-
-
-def test_the_last_slot_and_the_first_alone_after_a_large_batch(batch: Batch) -> None:
-    batch.prefill(list(range(SLOTS)))
-    for slots in ([66], list(range(SLOTS)), [0], [66, 0], shuffled(67, 1), [65]):
-        batch.decode(slots)
-    batch.check()
-
-
-def test_unfinished_chunks_between_decodes_leave_no_state(batch: Batch) -> None:
-    """Run single-token steps with few sampling rows, in batches that shrink and grow."""
-    late = [slot for slot in range(SLOTS) if len(batch.specs[slot].prompt) >= 20][:12]
-    early = [slot for slot in range(SLOTS) if slot not in late]
-    batch.prefill(early)
-    batch.decode(early)  # all rows of a large batch have logits
-    batch.chunks(late, [early[-1]])
-    batch.chunks(late[:7], [early[0]])
-    batch.chunks(late[:3], [early[7]])
-    batch.chunks(late[1:2], [early[20]])
-    batch.chunks(late)  # no row samples
-    batch.decode([early[3]])
-    batch.chunks(late[5:6], early[:39])
-    batch.chunks(late[:1], early[40:42])
-    batch.prefill(late)
-    batch.decode(shuffled(SLOTS, 3))
-    batch.check()
-
-
-def test_wide_step_with_decodes(batch: Batch) -> None:
-    """Run one step of more than 600 tokens: prompts, partial chunks and decodes, in random order of slots."""
-    first = shuffled(9, 5)
-    batch.prefill(first)
-    rest = [slot for slot in shuffled(SLOTS, 6) if slot not in first]
-    total = sum(len(batch.specs[slot].prompt) for slot in rest)
-    assert total >= 600
-    rows = [(slot, len(batch.specs[slot].prompt), True) for slot in rest]
-    rows[3:3] = [(slot, 1, True) for slot in first[:5]]
-    rows += [(slot, 1, True) for slot in first[5:]]
-    batch.step(rows)
-    batch.decode(shuffled(SLOTS, 7))
-    batch.check()
 
 
 def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> None:
