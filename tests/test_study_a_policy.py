@@ -36,7 +36,7 @@ POLICIES = {
 }
 HELD = (
     "signals:test_while_anything_is_open_there_is_work[2]",
-    "signals:test_token_0_is_a_token[3]",
+    "signals:test_a_row_of_another_gen_is_dropped[False]",
 )
 CASES = [case for case in kit_cases() if str(case) in HELD]
 
@@ -75,7 +75,7 @@ def test_scheduler_satisfies_the_invariants_with_each_policy(case: SchedulerCase
     def make(setup: SchedulerSetup) -> Scheduler:
         return continuous.make(dataclasses.replace(setup, policy=policy(name)()))
 
-    case.check(SchedulerTarget("continuous", make, continuous.lacks), examples=3)
+    case.check(SchedulerTarget("continuous", make, continuous.lacks))
 
 
 def waiting(arrival: int, tokens: int = 10, most: int = 10, priority: int = 0, tenant: str = "") -> QueuedRequest:
@@ -111,6 +111,6 @@ def test_kit_accepts_a_scheduler_in_a_file(tmp_path: Path) -> None:
         "class Mine(ContinuousBatchingScheduler):\n"
         "    pass\n"
     )
-    words = ["conformance", "--scheduler", f"{mine}:Mine", "--quick", "-k", "token_0"]
+    words = ["conformance", "--scheduler", f"{mine}:Mine", "--quick", "-k", "another_gen"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output

@@ -177,7 +177,7 @@ def conformance(*arguments):
 def test_command_writes_a_report_of_its_cases(tmp_path):
     json, html = tmp_path / "card.json", tmp_path / "card.html"
     files = ("--json", str(json), "--html", str(html))
-    ended = conformance("null", "-k", "idle_slot or limits_are", "--require-coverage", *files)
+    ended = conformance("null", "-k", "id_zero or limits_are", "--require-coverage", *files)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search("coverage is incomplete, for -k excluded [0-9,]+ tests\n", ended.stdout)
     report = read_report(json.read_bytes())
@@ -186,10 +186,10 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
     assert {gap.file for gap in coverage.unexcused} == {"null.py"}
     assert (card.target, card.dtype, card.emulated, card.error) == ("null", "float32", False, None)
     assert {result.function for result in card.results} == {
-        "test_idle_slot_is_empty",
+        "test_token_id_zero_is_a_token",
         "test_limits_are_known_and_have_reasons",
     }
-    assert "idle slot is empty" in html.read_text()
+    assert "token id zero is a token" in html.read_text()
     assert "budget" in card.unseen
     assert "scale" in card.unseen
     assert any(words.startswith("lifetime (") for words in card.unseen)
@@ -228,7 +228,7 @@ def test_unknown_setting_is_an_error_of_usage(words, message):
 
 def test_progress_is_logged_and_quick_reports_skipped_sections(monkeypatch):
     monkeypatch.setattr("fd_core.cli.plugins.conformance._PROGRESS_SECONDS", 0.0)
-    ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "idle_slot or postprocess"])
+    ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "id_zero or postprocess"])
     assert ended.exit_code == 0
     assert re.search(r"not tested: .*scale", " ".join(ended.stdout.split()))
     assert re.search(r"null: \d+ tests", ended.stderr)
@@ -252,10 +252,10 @@ def test_quantized_weights_are_compared_with_the_oracles(tmp_path):
 
 
 def test_scheduler_card_lists_its_rules():
-    ended = conformance("--scheduler", "continuous", "--quick", "-k", "abort_of_ended or token_0")
+    ended = conformance("--scheduler", "continuous", "--quick", "-k", "another_gen or id_of_a_request")
     output = " ".join(ended.stdout.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rules held: 1.7, 1.9 rules not tested: 1.1, 1.2," in output
+    assert "rules held: 1.5, 1.7 rules not tested: 1.1, 1.2," in output
     assert "not tested: budget" in output
 
 

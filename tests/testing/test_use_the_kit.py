@@ -30,4 +30,4 @@ def test_commands_of_the_page_print_what_it_describes(tmp_path):
     assert "0 failed" in workers
     assert re.search(r"held where tested, layer: .*kv_heads 8, group 2, head_dim 128, .*hidden 512, inner 1,536", model)
     assert "of cpu.py never executed by a check: cpu.py " in coverage
-    assert "passes now: remove the line: test_idle_slot_is_empty # example" in expected
+    assert "passes now: remove the line: test_token_id_zero_is_a_token # example" in expected

@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         for name, metavar, what in _NAMED:
             help_text = f"{what}; may be repeated"
             group.addoption(f"--fd-{name}", action="append", default=[], metavar=metavar, help=help_text)
-        group.addoption("--fd-quick", action="store_true", help="exclude production sizes, pairs and random sequences")
+        group.addoption("--fd-quick", action="store_true", help="exclude production sizes and pairs of values")
         group.addoption(
             "--fd-seed", type=int, default=0, metavar="N", help="seed of the cases that cover pairs of values"
         )

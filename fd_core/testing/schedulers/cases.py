@@ -21,6 +21,7 @@ from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import NULL_IDS, whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
 from fd_core.testing.schedulers.twins import reusing_ids, twins
+from fd_core.testing.stores.values import draws
 from fd_core.types import Image, Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
 GROUPS: Final[Mapping[str, LayerGroups]] = {
@@ -208,11 +209,13 @@ AXES: Final = (
         ("Scheduler.commit.output", "Scheduler.change_weights.nonce"),
     ),
     Axis("operations", ("first", "last", "late", "at_once")),
-    Axis("outcome", ("well", "in_part", "badly"), ("Scheduler.complete.completion",)),
+    Axis("outcome", ("well", "in_part", "badly", "in_turn"), ("Scheduler.complete.completion",)),
+    Axis("turns", ("regular", "random")),
     Axis("schedulers", ("one", "two")),
 )
 """Axes of a scheduler's settings, requests and incidents. No chunk ends within `undivided` images, for which a
-budget that is too small for one besides decodes is made just large enough."""
+budget that is too small for one besides decodes is made just large enough. In `random` turns, requests arrive, steps
+are planned and answered, incidents happen and operations end in any order."""
 EXCUSED: Final[Mapping[str, str]] = {
     "Limits.whole_prompts": "no token follows such a prompt; see `test_whole_prompts_are_not_divided`",
     "SchedulerSetup.limits": "its fields are axes",
@@ -463,11 +466,27 @@ def check_schedule(target: SchedulerTarget, case: Case, **policies: Any) -> None
     driver, depth = driver_of(target, case, specs, **policies), int_of(case, "depth")
     waiting = specs[: -(-len(specs) // 2)] if case["ids"] == "reused" else list(specs)
     incidents = _incidents(driver, str(case["incident"]), waiting)
+    draw = draws(len(specs))
+
+    def submit() -> None:
+        count = 1 + len(specs) // 3
+        driver.submit(*waiting[:count])
+        del waiting[:count]
+
+    moves: tuple[Callable[[], object], ...] = (
+        submit,
+        lambda: driver.fill(draw.randint(1, depth)),
+        lambda: driver.in_flight and driver.answer(),
+        lambda: next(incidents),
+        lambda: _end_operations(driver, case),
+    )
     for number in range(3 * len(specs) + 40):
+        if case["turns"] == "random":
+            for move in draw.choices(moves, (1, 4, 4, 2, 3), k=6):
+                move()
+            continue
         if waiting and not number % 2:
-            count = 1 + len(specs) // 3
-            driver.submit(*waiting[:count])
-            del waiting[:count]
+            submit()
         driver.fill(depth)
         next(incidents)
         # A pipeline is sometimes drained as a whole.
@@ -479,6 +498,7 @@ def check_schedule(target: SchedulerTarget, case: Case, **policies: Any) -> None
     driver.run(depth)
     driver.submit(*specs[len(driver.auditor.requests) :])
     driver.run(depth)
+    driver.abort(specs[0].request_id, "never added")  # ignored
     driver.check_policy()
     driver.check_capacity(driver_of(target, case, ()))
 
@@ -537,7 +557,9 @@ def _end_operations(driver: Driver, case: Case) -> None:
     pending, order = driver.tiers.pending, str(case["operations"])
     if not pending or (order == "late" and len(driver.plans) % 9 and driver.in_flight):
         return
-    outcome = OperationEnd[str(case["outcome"]).upper()]
+    outcome = (*OperationEnd,)[len(driver.plans) % 3]
+    if case["outcome"] != "in_turn":
+        outcome = OperationEnd[str(case["outcome"]).upper()]
     for _ in range(1 if order in ("first", "last") else len(pending)):
         driver.complete(-1 if order == "last" else 0, outcome)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Final
 
 import msgspec
@@ -122,44 +121,3 @@ def _ended(spec: RequestSpec, text: list[int]) -> bool:
     params = spec.params
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
     return len(text) >= params.max_tokens or text[-1] in ends
-
-
-@cache
-def text_with_zero() -> RequestSpec:
-    """Return a request with token 0 inside its text, neither first nor last."""
-    for index, prompt in enumerate(PROMPTS):
-        spec = greedy(f"zero{index}", [0, *prompt[:5]], 24)
-        if 0 in whole_text(spec)[2:20]:
-            return spec
-    raise AssertionError("the null model never generates 0")
-
-
-@cache
-def many_specs() -> tuple[RequestSpec, ...]:
-    """Return requests of every kind: random, greedy, common prefixes, scored prompts, salts, stops, restarts, zeros."""
-    rng = np.random.default_rng(13)
-    specs = [
-        RequestSpec(
-            request_id=f"r{index}",
-            prompt=tuple(rng.integers(0, 256, int(rng.integers(1, 20))).tolist()),
-            params=SamplingParams(
-                max_tokens=42, temperature=float(index % 2), seed=index, logprobs=2 if index % 3 == 0 else None
-            ),
-            eos_token_ids=(256,),
-        )
-        for index in range(10)
-    ]
-    prefix = tuple(range(100, 112))
-    asked = [None, None, 0, None, 2]
-    specs += [greedy(f"shared{at}", (*prefix, at), 40, prompt_logprobs=top_n) for at, top_n in enumerate(asked)]
-    specs += [greedy(f"salt{salt}", (*prefix, 0), 40, cache_salt=salt) for salt in ("tenant-1", "tenant-10", "other")]
-    for index, spec in enumerate(specs[10:13]):
-        stop = whole_text(spec)[6 * index + 5]
-        specs.append(greedy(f"stop{index}", spec.prompt, 40, stop_token_ids=(stop,)))
-    zero = text_with_zero()
-    stopping = msgspec.structs.replace(zero.params, stop_token_ids=(0,))
-    specs += [zero, msgspec.structs.replace(zero, request_id="zero stop", params=stopping)]
-    for spec in specs[:2]:
-        begun = tuple(whole_text(spec)[:7])
-        specs.append(msgspec.structs.replace(spec, request_id=f"{spec.request_id} again", delivered=begun[:-1]))
-    return tuple(specs)

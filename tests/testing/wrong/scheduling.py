@@ -216,7 +216,7 @@ class KeepsTheGen(Changed):
         instead(self._slots, "occupy", occupy)
 
 
-@breaks("1.6", "signals:test_a_text_that_ends_while_it_drains_is_not_requeued[2]")
+@breaks("1.6", "schedule:stages=4,results=cls,incident=abort_ending")
 class RequeuesRequestsThatEndedWhileDraining(Answers):
     """The end of a draining request is reported with its release, if at all."""
 
@@ -240,7 +240,7 @@ class AbortsWhenItIsAdmitted(Changed):
         return super().abort(request_id)
 
 
-@breaks("1.7", "signals:test_abort_while_running_frees_the_slot_and_delivers_output_in_flight[1]")
+@breaks("1.7", "schedule:incident=abort_running")
 class AbortsOneStepLate(Changed):
     late: tuple = ()
 
@@ -267,7 +267,7 @@ class SleepsOnceAllEndsAreReported(Changed):
         return bool(self._requests)
 
 
-@breaks("1.9", "signals:test_token_0_is_a_token[0]")
+@breaks("1.9", "schedule:requests=12")
 class IgnoresTokenZero(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
@@ -349,7 +349,7 @@ class ChargesAbortedRequests(Changed):
         instead(self._running_batch, "revoke", revoke)
 
 
-@breaks("1.7", "signals:test_abort_while_running_frees_the_slot_and_delivers_output_in_flight[2]")
+@breaks("1.7", "schedule:budget=3,stages=2,results=last,incident=abort_ending")
 class AbortsWhenBudgetIsLeft(Changed):
     def change(self):
         def revoke(running_batch, right, slot, request, draft):
@@ -450,7 +450,7 @@ class PreemptsAChain(Changed):
         instead(self._planner, "_grow", grow)
 
 
-@breaks("3.5", "blocks:test_rejected_drafts_are_in_no_known_prefix[3-1.0]")
+@breaks("3.5", "schedule:k=3,keep=all,wrong=1.0")
 class SharesRejectedDrafts(Changed):
     """Registers blocks once they are computed, even if their drafts were rejected."""
 
@@ -462,10 +462,7 @@ class SharesRejectedDrafts(Changed):
         instead(self._running_batch, "settle", settle)
 
 
-ASKED = "golden:test_prompt_outputs_are_computed_despite_cached_kv"
-
-
-@breaks("4", f"{ASKED}[1-24]")
+@breaks("4", "schedule:caching=true,shared=prefix,results=prompt")
 class ReadsEveryPromptFromTheCache(Changed):
     """A cached position is not computed again, even if its outputs were requested."""
 
@@ -475,7 +472,7 @@ class ReadsEveryPromptFromTheCache(Changed):
         instead(self._prefixes, "keys", whole)
 
 
-@breaks("4", f"{ASKED}[1-5]")
+@breaks("4", "schedule:results=prompt,budget=3")
 class ReportsOnlyTheLastPromptChunk(Answers):
     def commit(self, plan, output):
         rows = dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
@@ -489,7 +486,7 @@ class ReportsOnlyTheLastPromptChunk(Answers):
         ], effects
 
 
-@breaks("4", f"{ASKED}[2-24]")
+@breaks("4", "schedule:results=prompt")
 class RepeatsPromptLogprobs(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
@@ -591,7 +588,7 @@ class DecodesBeforeTheTransfer(Changed):
         return plan, effects
 
 
-@breaks("6.3", "pairs:test_a_prompt_whose_transfer_failed_is_computed_here[BADLY]")
+@breaks("6.3", "schedule:pairs=elsewhere,outcome=in_part")
 class UsesPartialTransfers(Changed):
     def complete(self, completion):
         if isinstance(completion, Fetched):
@@ -599,7 +596,7 @@ class UsesPartialTransfers(Changed):
         super().complete(completion)
 
 
-@breaks("6.3", "pairs:test_a_text_that_has_begun_goes_on_where_it_is[True]")
+@breaks("6.3", "schedule:pairs=elsewhere,delivered=7")
 class FetchesThePromptOfAnotherEpochAgain(Changed):
     def change(self):
         transferring = self._transferring
@@ -688,7 +685,7 @@ class ChangesDeltas(Changed):
         return [self.changed_delta(delta) for delta in deltas], effects
 
 
-@breaks("1.1", "golden:test_text_ends_at_its_stop_despite_later_drafts[2-3]")
+@breaks("1.1", "schedule:results=top,k=3")
 class MixesUpLogprobs(ChangesDeltas):
     """Of several tokens of a step, the log-probabilities of the last one are first."""
 
@@ -696,7 +693,7 @@ class MixesUpLogprobs(ChangesDeltas):
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and delta.logprobs[::-1])
 
 
-@breaks("1.1", "golden:test_text_ends_at_its_stop_despite_later_drafts[None-0]")
+@breaks("1.1", "schedule:ends=stop,output=5")
 class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
     def commit(self, plan, output):
         self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
@@ -759,7 +756,7 @@ class RanksByAClockImportedByName(Changed):
         ranks(self, lambda request: (int((monotonic() - began) / 20), request.arrival))
 
 
-@breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
+@breaks("8", "schedule:plain")
 class ReturnsMutablePlans(Plans):
     def changed(self, plan):
         return replace(plan, slots=plan.slots.copy())

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.testing.kit.plugin import chosen, run_for_each
-from fd_core.testing.schedulers import QUICK_EXAMPLES
 from fd_core.testing.schedulers.driver import SchedulerTarget, find_scheduler
-
-_EXAMPLES = 120
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,8 +21,3 @@ def target(request: pytest.FixtureRequest) -> SchedulerTarget:
 def what_is_lacked_is_left_out(request: pytest.FixtureRequest, target: SchedulerTarget) -> None:
     """Skip the file of a section that the scheduler declares as unsupported."""
     target.require(request.path.stem.removeprefix("test_"))
-
-
-@pytest.fixture(scope="session")
-def examples(request: pytest.FixtureRequest) -> int:
-    return QUICK_EXAMPLES if request.config.getoption("--fd-quick") else _EXAMPLES

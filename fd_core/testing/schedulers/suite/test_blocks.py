@@ -43,19 +43,6 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
     require(not both, "3.4", f"steps {both} preempt and admit at once")
 
 
-@pytest.mark.law("3.5", "4")
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("wrong", [0.3, 1.0])
-def test_rejected_drafts_are_in_no_known_prefix(target: SchedulerTarget, k: int, wrong: float) -> None:
-    """Repeat a request with its generated text. Its last block is full, but its last token has no KV."""
-    target.require("prefix_caching")
-    first = greedy("first", prompt_of(7), 29)
-    driver = drive(target, first, k=k, wrong=wrong, depth=2)
-    driver.run(2)
-    driver.submit(greedy("again", [*first.prompt, *driver.texts.tokens["first"], 5], 4))
-    driver.run(2)
-
-
 @pytest.mark.law("3.1", "3.5", "5.3")
 def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
     target.require("prefix_caching")

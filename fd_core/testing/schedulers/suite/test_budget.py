@@ -60,16 +60,6 @@ def test_steps_are_planned_while_others_are_in_flight(target: SchedulerTarget, d
 
 
 @pytest.mark.law("2.1")
-def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
-    lengths = [5, 6, 7, 6]
-    specs = [greedy(f"r{index}", prompt_of(length, index), 4) for index, length in enumerate(lengths)]
-    driver = drive(target, *specs, num_kv_blocks=64, max_num_batched_tokens=24)
-    plan = driver.must_plan()
-    require(plan.total_tokens == 24, "2.1", f"the prompts have 24 tokens, the first plan computes {plan.total_tokens}")
-    driver.run()
-
-
-@pytest.mark.law("2.1")
 def test_more_requests_run_at_once_than_eight_bits_count(target: SchedulerTarget) -> None:
     most = target.envelope.max_num_seqs or 300
     if most <= 257:
@@ -273,20 +263,3 @@ def test_tenant_with_few_requests_waits_for_few_of_another(target: SchedulerTarg
     order = list(driver.first_plan)
     last = order.index("few2")
     require(last < 12, "2.2", f"the third request of the tenant with few is number {last} of {len(order)}")
-
-
-@pytest.mark.law("2.6")
-def test_prefix_wait_ends_when_its_prefill_is_aborted(target: SchedulerTarget) -> None:
-    """The second prompt waits for the KV of the first one, which is aborted."""
-    prompt = prompt_of(13)
-    specs = [greedy("first", prompt, 4), greedy("second", prompt, 4)]
-    driver = drive(target, *specs, depth=2, max_num_batched_tokens=9)
-    driver.plan()
-    driver.plan()
-    driver.abort("first")
-    driver.answer()
-    while driver.plan() is not None or driver.in_flight:
-        if driver.in_flight:
-            driver.answer()
-    require("second" in driver.texts.ends, "2.6", "the prefill of its prefix was aborted, but the second still waits")
-    driver.run(2)

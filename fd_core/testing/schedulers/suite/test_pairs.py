@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from fd_core.effects.operations import Fetch, Send
@@ -10,13 +9,9 @@ from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.scripts import whole_text
-from fd_core.testing.schedulers.suite.test_golden import run_hostile_orders
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
-from fd_core.types import FinishReason, StepPlan
-
-FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]
+from fd_core.types import StepPlan
 
 
 def until_fetched(driver: Driver) -> Fetch:
@@ -48,44 +43,6 @@ def test_text_starts_after_the_transferred_kv(target: SchedulerTarget, length: i
     driver.run()
     computed = driver.computed_before("far")
     require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens arrived, but it began with {computed}")
-
-
-@pytest.mark.law("6.3", "4")
-@pytest.mark.parametrize("how", FAILURES, ids=lambda how: how.name.lower())
-def test_a_prompt_whose_transfer_failed_is_computed_here(target: SchedulerTarget, how: OperationEnd) -> None:
-    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), depth=2, paired=True)
-    until_fetched(driver)
-    end(driver, how)
-    driver.run(2)
-    require(driver.texts.ends == {"far": FinishReason.LENGTH}, "6.3", f"it ended with {driver.texts.ends}")
-
-
-@pytest.mark.law("6.3", "4")
-@pytest.mark.parametrize("delivered", [False, True])
-def test_a_text_that_has_begun_goes_on_where_it_is(target: SchedulerTarget, *, delivered: bool) -> None:
-    """Preempt or restart a request; the auditor detects a second fetch, or a fetch after the first token."""
-    specs = long_ones(3)
-    if delivered:
-        specs = [msgspec.structs.replace(each, delivered=tuple(whole_text(each)[:9])) for each in specs]
-    driver = drive(target, *elsewhere(*specs), depth=2, paired=True)
-    driver.run(2)
-    if not (delivered or driver.auditor.preemptions):
-        lacks("the scheduler preempts no request here")
-
-
-@pytest.mark.law("1.7", "6.1")
-@pytest.mark.parametrize("how", list(OperationEnd), ids=lambda how: how.name.lower())
-def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
-    target: SchedulerTarget, how: OperationEnd
-) -> None:
-    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), greedy("near", prompt_of(3), 9), paired=True)
-    until_fetched(driver)
-    driver.answer_all()
-    end(driver, how)
-    driver.abort("far")
-    driver.step_alone()
-    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "its KV arrived, it was aborted and did not end")
-    driver.run()
 
 
 @pytest.mark.law("6.1")
@@ -154,8 +111,3 @@ def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: 
     driver.abort("job", "job")
     driver.run()
     require(job.is_over, "6.1", "the job was aborted, but its lease is still active")
-
-
-@pytest.mark.law("6.1", "6.2", "6.3", "3.2", "4")
-def test_hostile_orders_of_a_pair(target: SchedulerTarget, examples: int) -> None:
-    run_hostile_orders(target, examples // 2, paired=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
@@ -14,9 +13,9 @@ from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.audit import Occupancy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
-from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
+from fd_core.testing.schedulers.scripts import PROMPTS
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import RequestSpec
 
 KS = [0, 1, 3, 5]
 DEPTHS = [1, 2, 3]
@@ -45,14 +44,6 @@ def until_one_drains(driver: Driver, depth: int) -> Occupancy:
     return occupancy
 
 
-def until_one_drains_in_flight(driver: Driver, depth: int) -> Occupancy:
-    """The same with rows of the request in flight."""
-    occupancy = until_one_drains(driver, depth)
-    if not occupancy.in_flight:
-        lacks("victims of this scheduler have no rows in flight")
-    return occupancy
-
-
 @pytest.mark.law("1.5")
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget, *, aborted: bool) -> None:
@@ -74,52 +65,6 @@ def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget, *, aborted: bo
     require(len(deltas) == len(answer.plan.slots) - (not aborted), "1.5", "a row of the right gen was dropped")
     counted = driver.scheduler.stats().outputs.stale_outputs
     require(counted == 1, "1.5", f"expected 1 counted stale row, got {counted}")
-
-
-@pytest.mark.law("1.6")
-@pytest.mark.parametrize("depth", [2, 3])
-def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarget, depth: int) -> None:
-    specs = long_ones(3)
-    probe = drive(target, *specs, depth=depth)
-    request = until_one_drains_in_flight(probe, depth).request
-    name, text = request.name, whole_text(request.spec)
-    first = len(probe.texts.tokens[name])
-    params = msgspec.structs.replace(request.spec.params, stop_token_ids=(text[first],))
-    assert text[first] not in text[:first]
-    last = [msgspec.structs.replace(spec, params=params) if spec.request_id == name else spec for spec in specs]
-    driver = drive(target, *last, depth=depth)
-    again = until_one_drains(driver, depth).request.name
-    require(again == name, "1.1", "the same requests are planned differently")
-    while driver.in_flight and name not in driver.texts.ends:
-        driver.answer()
-    require(driver.texts.ends.get(name) is FinishReason.STOP, "1.6", f"{name} ended while it drained, but waits again")
-    driver.run(depth)
-
-
-@pytest.mark.law("1.7", "2.4")
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_abort_while_running_frees_the_slot_and_delivers_output_in_flight(target: SchedulerTarget, depth: int) -> None:
-    """The running requests fill the budget."""
-    specs = [greedy(f"r{index}", PROMPTS[index][:1], 12) for index in range(3)]
-    driver = drive(target, *specs, depth=depth, max_num_batched_tokens=3, num_kv_blocks=48)
-    driver.run_until(lambda: len(driver.auditor.live) == 3 and len(driver.texts.tokens) == 3, depth)
-    while len(driver.in_flight) >= depth:
-        driver.answer()
-    driver.abort("r1", "r1")
-    plan = driver.plan()
-    require(plan is not None and plan.revocations, "1.7", "r1 was aborted, but is not revoked")
-    driver.answer_all()
-    require(driver.texts.ends.get("r1") is FinishReason.ABORT, "1.7", "r1 was aborted and has no end")
-    driver.run(depth)
-
-
-@pytest.mark.law("1.7")
-def test_abort_of_ended_or_unknown_request_is_ignored(target: SchedulerTarget) -> None:
-    driver = drive(target, greedy("r0", PROMPTS[0], 1))
-    driver.run()
-    driver.abort("r0")
-    driver.abort("never added")
-    require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "1.7", f"it ended with {driver.texts.ends}")
 
 
 @pytest.mark.law("8")
@@ -175,17 +120,6 @@ def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: in
             driver.complete(-1, OperationEnd.WELL)
             check("a completion")
     driver.run(depth)
-
-
-@pytest.mark.law("1.9")
-@pytest.mark.parametrize("k", [0, 3])
-def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
-    spec = text_with_zero()
-    stopping = msgspec.structs.replace(spec.params, stop_token_ids=(0,))
-    specs = [spec, msgspec.structs.replace(spec, request_id="stops", params=stopping), greedy("zeros", [0] * 9, 12)]
-    driver = drive(target, *specs, k=k, depth=2)
-    driver.run(2)
-    require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 as a stop token does not end the text")
 
 
 @pytest.mark.law("1.2", "1.7")
