@@ -174,16 +174,6 @@ def _values_first(cases: Sequence[Case]) -> list[Case]:
     return chosen + others
 
 
-def uncovered(axes: Sequence[Axis], cases: Sequence[Case], allowed: Allowed = lambda _: True) -> list[Case]:
-    """Return the pairs of values that an allowed case has and none of `cases`."""
-    covered = {pair for case in cases for pair in _pairs_of(case)}
-    return [
-        dict(pair)
-        for pair in _all_pairs(axes)
-        if pair not in covered and _completed(dict(pair), axes, allowed) is not None
-    ]
-
-
 def smallest(
     case: Case, axes: Sequence[Axis], fails: Callable[[Case], bool], allowed: Allowed = lambda _: True
 ) -> Case:
@@ -240,19 +230,10 @@ _Pair = tuple[_Setting, _Setting]
 _Triple = tuple[_Setting, _Setting, _Setting]
 
 
-def _pairs_of(case: Case) -> Iterator[_Pair]:
-    return itertools.combinations(case.items(), 2)
-
-
 def _all_pairs(axes: Sequence[Axis]) -> Iterator[_Pair]:
     for first, second in itertools.combinations(axes, 2):
         for one, other in itertools.product(first.values, second.values):
             yield (first.name, one), (second.name, other)
-
-
-def _completed(pair: Case, axes: Sequence[Axis], allowed: Allowed) -> Case | None:
-    case = {**default_case(axes), **pair}
-    return case if allowed(case) else None
 
 
 def _all_values(axes: Sequence[Axis]) -> Iterator[tuple[Axis, Value]]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from fd_core.backends.null import NullBackend, NullModel
-from fd_core.config import EngineConfig, Limits
+from fd_core.config import EngineConfig, Limits, SpeculativeConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import KVCache, Ops, StepInput
+from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import constructed
 from fd_core.types import IntArray
 
 _MANY: Final = 10**6
@@ -118,6 +123,40 @@ class DrafterUnderTest:
         )
         drafter.allocate(limits)
         return drafter
+
+
+class DrafterChoice:
+    """The drafter that a suite tests."""
+
+    drafter: str
+    """Value of `method` in `--speculative-config`."""
+    options: ClassVar[Mapping[str, int | float | str]] = {}
+    """Options in `--speculative-config`."""
+
+    def drafter_class(self) -> type[Drafter]:
+        """Return the class of the drafter; override for a class that no plugin registers."""
+        return installed_plugins().load(DRAFTER, self.drafter)
+
+    def subject(self) -> DrafterUnderTest:
+        """Return the drafter with its options."""
+        return DrafterUnderTest(self.drafter_class(), self.options)
+
+    def construct(self) -> None:
+        """Construct the plugin. Raises `PluginError`."""
+        constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
+
+
+@contextmanager
+def small_engine(k: int, **settings: Any) -> Iterator[Engine]:
+    """Start an engine with the scripted model, with up to k drafts for a row."""
+    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000) if k else None
+    values = {"model": "null", "backend": "null", "num_kv_blocks": 200, **small, **settings}
+    engine = load_engine(EngineConfig(**values, speculative=drafts), None, progress=lambda *_: None)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 _EVENTS: Final = ("reused", "shorter", "moved", "alike", "returned", "exchanged")

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.building.builder import load_engine
-from fd_core.engine.core import Engine
+from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
-from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest, RecordedOptions, null_ops
+from fd_core.testing.hooks.drafted import (
+    DRAFTED,
+    DrafterChoice,
+    DrafterUnderTest,
+    RecordedOptions,
+    null_ops,
+    small_engine,
+)
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
+from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.schedulers.scripts import whole_text
 from fd_core.testing.stores.values import draws
@@ -57,13 +61,9 @@ _SECONDS: Final = 10.0
 """CPU time after which a slow drafter has done enough."""
 
 
-class DrafterSuite:
+class DrafterSuite(DrafterChoice):
     """Derive a class `Test...` from it and name the drafter."""
 
-    drafter: str
-    """Value of `method` in `--speculative-config`."""
-    options: ClassVar[Mapping[str, int | float | str]] = {}
-    """Options in `--speculative-config`."""
     private: Requirement = OPEN
     """Its drafts depend on nothing but the text of their slot; closed for one that learns from other requests."""
     repeats: Requirement = OPEN
@@ -71,17 +71,9 @@ class DrafterSuite:
     tunable: Requirement = OPEN
     """Each of its options changes drafts; closed for one whose options change only its time or memory."""
 
-    def drafter_class(self) -> type[Drafter]:
-        """Return the class of the drafter; override for a class that no plugin registers."""
-        return installed_plugins().load(DRAFTER, self.drafter)
-
     def subject(self) -> DrafterUnderTest:
         """Return the drafter with its options."""
         return DrafterUnderTest(self.drafter_class(), self.options, private=self.private.reason is None)
-
-    def construct(self) -> None:
-        """Construct the plugin. Raises `PluginError`."""
-        constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
 
     @pytest.mark.law("1.9", "8")
     @pytest.mark.fd_cases(DRAFTED)
@@ -292,10 +284,9 @@ class DrafterSuite:
     def test_texts_are_those_without_drafts(self, k: int, depth: int) -> None:
         """Serve with preemptions, and compare with a run without drafts."""
         specs = [greedy(f"r{number}", [7, 8, 9, number] * (2 + number), 40) for number in range(8)]
-        with _engine(num_kv_blocks=400) as plain:
+        with small_engine(0, num_kv_blocks=400) as plain:
             right = run(plain, specs).tokens
-        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000, options={})
-        with _engine(num_kv_blocks=30, pipeline_depth=depth, speculative=speculative) as engine:
+        with small_engine(k, num_kv_blocks=30, pipeline_depth=depth) as engine:
             runner = engine.probe().runner
             runner.drafter = self._for(runner)
             found = run(engine, specs).tokens
@@ -333,12 +324,6 @@ def _first_drafts(drafter: Drafter, slot: int, text: Sequence[int]) -> list[int]
     tokens, counts = drafter.propose(np.array([slot], np.int32), 4)
     drafts: list[int] = tokens[0, : counts[0]].tolist()
     return drafts
-
-
-def _engine(**settings: Any) -> AbstractContextManager[Engine]:
-    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
-    config = EngineConfig(**{"model": "null", "backend": "null", "pipeline_depth": 1, **small, **settings})
-    return closing(load_engine(config, None, progress=lambda *_: None))
 
 
 def _seconds(subject: DrafterUnderTest, text: str, length: int) -> tuple[float, float]:

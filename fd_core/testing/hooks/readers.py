@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from fd_core.backends.null import NullModel
-from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.plugins import DRAFTER, installed_plugins
-from fd_core.runner.drafting import Drafter
-from fd_core.testing.hooks.drafted import DrafterUnderTest, null_ops
+from fd_core.testing.hooks.drafted import DrafterChoice, null_ops, small_engine
 from fd_core.testing.hooks.heads import HeadedNull, PlayedRunner, WatchedDrafter, loaded
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
-from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.types import RequestSpec
 
@@ -34,32 +29,15 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-class ReadingDrafterSuite:
+class ReadingDrafterSuite(DrafterChoice):
     """Derive a class `Test...` from it and name the drafter, which has `reads_states`."""
-
-    drafter: str
-    """Value of `method` in `--speculative-config`."""
-    options: ClassVar[Mapping[str, int | float | str]] = {}
-    """Options in `--speculative-config`."""
-
-    def drafter_class(self) -> type[Drafter]:
-        """Return the class of the drafter; override for a class that no plugin registers."""
-        return installed_plugins().load(DRAFTER, self.drafter)
-
-    def subject(self) -> DrafterUnderTest:
-        """Return the drafter with its options."""
-        return DrafterUnderTest(self.drafter_class(), self.options)
-
-    def construct(self) -> None:
-        """Construct the plugin. Raises `PluginError`."""
-        constructed(DRAFTER, self.drafter_class(), lambda: self.subject().new(2, 4))
 
     @contextmanager
     def engine(
         self, k: int = 3, model: Mapping[str, Any] = MappingProxyType({}), **settings: Any
     ) -> Iterator[tuple[Engine, WatchedDrafter]]:
         """Start an engine with the scripted head and the drafter."""
-        with loaded(HeadedNull(**model)) as headed, _engine(k, **settings) as engine:
+        with loaded(HeadedNull(**model)) as headed, small_engine(k, **settings) as engine:
             runner: Any = engine.probe().runner
             runner.drafter = watched = WatchedDrafter(self.subject(), runner, headed.draft_head)
             yield engine, watched
@@ -72,7 +50,7 @@ class ReadingDrafterSuite:
         require(self.drafter_class().reads_states, "8", what)
         specs = _specs()
         vocab_size = _SETTINGS[setting].get("model", {}).get("vocab_size", 257)
-        with loaded(NullModel(vocab_size)), _engine(0, num_kv_blocks=400) as plain:
+        with loaded(NullModel(vocab_size)), small_engine(0, num_kv_blocks=400) as plain:
             right = run(plain, specs).tokens
         with self.engine(**_SETTINGS[setting]) as (engine, watched):
             for _ in range(2):  # from the cache of prefixes, too
@@ -123,15 +101,3 @@ def _specs(begin: int = 0) -> list[RequestSpec]:
         greedy(f"r{number}", text, 20, temperature=float(number % 2), seed=number)
         for number, text in enumerate([*texts, texts[0]])
     ]
-
-
-@contextmanager
-def _engine(k: int, **settings: Any) -> Iterator[Engine]:
-    small = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 128}
-    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000) if k else None
-    values = {"model": "null", "backend": "null", "num_kv_blocks": 200, **small, **settings}
-    engine = load_engine(EngineConfig(**values, speculative=drafts), None, progress=lambda *_: None)
-    try:
-        yield engine
-    finally:
-        engine.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
 from fd_core.testing.axes import covering, latent, layers, parts, products, steps
-from fd_core.testing.axes.covering import Axis, case_text, covering_cases, parse_case, smallest, uncovered
+from fd_core.testing.axes.covering import Axis, case_text, covering_cases, parse_case, smallest
 
 AXES = (
     Axis("rows", (1, 2, 65)),
@@ -54,6 +54,15 @@ def test_first_cases_have_every_value(axes, seed):
     first = cases[: covering.count_until_every_value(axes, cases)]
     assert cases[0] == covering.default_case(axes)
     assert {value for case in first for value in case.items()} == {(a.name, v) for a in axes for v in a.values}
+
+
+def uncovered(axes, cases, allowed):
+    """Return the pairs of values that an allowed case has and none of `cases`."""
+    covered = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+    settings = [[(axis.name, value) for value in axis.values] for axis in axes]
+    pairs = [pair for two in itertools.combinations(settings, 2) for pair in itertools.product(*two)]
+    plain = covering.default_case(axes)
+    return [pair for pair in pairs if pair not in covered and allowed({**plain, **dict(pair)})]
 
 
 def test_every_pair_that_the_plainest_case_allows_occurs():

@@ -733,7 +733,7 @@ class RemembersRanks(Fcfs):
 
 
 class RemembersRanksInAScheduler(RemembersRanks):
-    noticed_by = "test_a_scheduler_serves_with_it_despite_incidents"
+    noticed_by = "test_a_scheduler_serves_with_it"
 
 
 class DividesTurnsByTheTime(FairShare):
