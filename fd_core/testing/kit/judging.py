@@ -42,7 +42,6 @@ _ALONE: Final[Mapping[str, Any]] = {
     "max_model_len": 400,
     "structured_output": True,
 }
-_KNOWN: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
 _JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
 SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """Largest error of a log-probability by `Target.precision`."""
@@ -50,11 +49,6 @@ _FLOAT32_MARGIN: Final = 1e-3
 """Maximum lead of the oracle's greedy token in float32 at which the order of a sum decides."""
 _TRIALS: Final = 24
 """Number of random roundings that are tried to explain a sampled token."""
-
-
-def margin_of(target: Target) -> float:
-    """Return the maximum lead of the oracle's best logit over a greedy token of the target."""
-    return max(MARGIN[target.precision], KV_MARGIN[target.kv_dtype])
 
 
 def _logits_of(
@@ -72,50 +66,6 @@ def _logits_of(
     driver = PagedDriver(model, ops, [tokens], longest=len(tokens), kv_dtype=target.kv_dtype, places=places)
     driver.step([(0, len(tokens) - 1)])
     return driver.rows[0].logits[len(spec.prompt) - 1 :]
-
-
-class Golden:
-    """Texts of one target's oracle, computed once in a process."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def texts(self, specs: Iterable[RequestSpec]) -> dict[str, list[int]]:
-        """Return the expected text of each request."""
-        found: dict[str, list[int]] = {}
-        for spec in specs:
-            key = self.target.right, msgspec.json.encode(spec)
-            if key not in _KNOWN:
-                with self.target.oracle.engine(**_ALONE) as engine:
-                    _KNOWN[key] = run(engine, [spec]).tokens[spec.request_id]
-            found[spec.request_id] = _KNOWN[key]
-        return found
-
-    def whole(self, specs: Iterable[RequestSpec]) -> list[list[int]]:
-        """Return prompts with their expected texts, for the oracle drafter."""
-        specs = list(specs)
-        texts = self.texts(specs)
-        return [[*spec.prompt, *texts[spec.request_id]] for spec in specs]
-
-    def check(self, specs: Iterable[RequestSpec], delivered: Mapping[str, Sequence[int]]) -> None:
-        """Compare complete texts with the expected ones."""
-        for spec in specs:
-            text = list(delivered[spec.request_id])
-            self.check_prefix(spec, text)
-            assert len(text) == len(self.texts([spec])[spec.request_id]), f"{spec.request_id}: wrong length"
-
-    def check_prefix(self, spec: RequestSpec, text: Sequence[int]) -> None:
-        """Compare the tokens delivered so far; in lower precision each greedy token must be within the margin."""
-        right = self.texts([spec])[spec.request_id]
-        margin = margin_of(self.target)
-        if list(text) == right[: len(text)]:
-            return
-        parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
-        where = f"{spec.request_id} deviates from the expected text at token {parted}"
-        assert margin and spec.params.temperature == 0.0, f"{where}: expected {right}, got {list(text)}"
-        logits = np.stack(_logits_of(self.target, ENGINE_CASE, spec, text=text)).astype(np.float64)
-        lead = logits.max(axis=1) - logits[np.arange(len(text)), text]
-        assert lead.max(initial=0.0) <= margin, f"{where}, where the best token leads by {lead.max():.3g}"
 
 
 class _RecordingOps(NumpyOps):
@@ -192,7 +142,7 @@ class Judge:
         """Maximum lead of the oracle's best logit over a greedy token of the target."""
         precision, steps = self.target.precision, KV_MARGIN[self.target.kv_dtype]
         if precision == "float32":
-            return margin_of(self.target)
+            return steps
         # Rounded activations also move more keys and values by a step. The margin of packed weights
         # is wide already.
         slack = max(1.0, self._slack / 2) if precision == "packed" else self._slack
@@ -248,3 +198,28 @@ class Judge:
             if not trial and ops.may_draw(text[at], _FLOAT32_MARGIN):
                 return  # the other trials vary the filtered tokens
         raise AssertionError(f"{where}: rounding cannot explain token {text[at]} at {at}")
+
+
+class Golden:
+    """Texts of one target's oracle for the small engine of most tests, each computed alone."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def _judge(self, specs: Sequence[RequestSpec]) -> Judge:
+        return Judge.of(self.target, msgspec.json.encode(specs).hex(), ENGINE_CASE, specs, **_ALONE)
+
+    def whole(self, specs: Iterable[RequestSpec]) -> list[list[int]]:
+        """Return prompts with their expected texts, for the oracle drafter."""
+        return self._judge([*specs]).whole()
+
+    def check(self, specs: Iterable[RequestSpec], delivered: Mapping[str, Sequence[int]]) -> None:
+        """Compare complete texts with the expected ones."""
+        judge = self._judge([*specs])
+        judge.check({name: delivered[name] for name in judge.specs})
+        for name, right in judge.texts.items():
+            assert len(delivered[name]) == len(right), f"{name}: wrong length"
+
+    def check_prefix(self, spec: RequestSpec, text: Sequence[int]) -> None:
+        """Compare the tokens of a request delivered so far."""
+        self._judge([spec]).check({spec.request_id: text})
