@@ -382,7 +382,7 @@ def _owner(kind: str, index: int) -> tuple[str, str]:
     """Return the salt and the adapter of a request."""
     if kind == "crossed":
         return _CROSSED[index % len(_CROSSED)]
-    salts = {"salts": f"tenant-{index % 3}", "long_salts": "s" * 500 + str(index % 3)}
+    salts = {"salts": ("tenant-1", "tenant-10", "tenant-1 ")[index % 3], "long_salts": "s" * 500 + str(index % 3)}
     return salts.get(kind, ""), _DIGITS[:-1] + str(index % 3) if kind == "adapters" else ""
 
 

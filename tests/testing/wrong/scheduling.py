@@ -501,7 +501,7 @@ class RepeatsPromptLogprobs(Answers):
         self.sent = {}
 
 
-@breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
+@breaks("5.3", "schedule:caching=true,shared=prefix,owner=salts")
 class ComparesSaltPrefixes(Changed):
     def change(self):
         instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
@@ -705,7 +705,7 @@ class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
         return delta
 
 
-@breaks("2.1", "budget:test_a_known_prefix_is_not_charged")
+@breaks("2.1", "schedule:caching=true,shared=prefix")
 class ReportsNoCachedTokens(ChangesDeltas):
     def changed_delta(self, delta):
         return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)

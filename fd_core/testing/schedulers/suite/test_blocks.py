@@ -43,18 +43,6 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
     require(not both, "3.4", f"steps {both} preempt and admit at once")
 
 
-@pytest.mark.law("3.1", "3.5", "5.3")
-def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
-    target.require("prefix_caching")
-    prompt, salts = prompt_of(20), ["", "tenant", "tenant-1", "tenant-10", "tenant-1 "]
-    driver = drive(target, num_kv_blocks=64)
-    for number, salt in enumerate(salts):
-        driver.submit(greedy(f"r{number}", prompt, 2, cache_salt=salt))
-        driver.run()
-        shared = driver.computed_before(f"r{number}")
-        require(not any(shared[:1]), "5.3", f"salt {salt!r} shares KV computed under another salt")
-
-
 @pytest.mark.law("3.5", "5.3")
 def test_equal_blocks_after_other_tokens_share_nothing(target: SchedulerTarget) -> None:
     """The KV of a block depends on all tokens before it; the auditor knows what each block was computed from."""

@@ -102,18 +102,6 @@ def test_requests_that_arrive_one_by_one_run_at_once(target: SchedulerTarget) ->
     driver.run()
 
 
-@pytest.mark.law("2.1")
-def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
-    target.require("prefix_caching")
-    prompt = prompt_of(13)
-    driver = drive(target, greedy("first", prompt, 2))
-    driver.run()
-    driver.submit(greedy("second", [*prompt[:12], 7, 8, 9], 2))
-    plan = driver.must_plan()
-    require(plan.total_tokens == 3, "2.1", f"3 of 15 tokens are not cached; {plan.total_tokens} are charged")
-    driver.run()
-
-
 @pytest.mark.law("2.2")
 def test_drafts_that_are_rejected_become_fewer(target: SchedulerTarget) -> None:
     """`DraftControl` lowers the number of drafts of a request; a rejected draft costs as much as a token."""
