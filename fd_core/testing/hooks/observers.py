@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -26,7 +26,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, clock_set_by, steps_of
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import require_bounded, require_idle
+from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.values import draws
@@ -190,9 +190,7 @@ class ObserverSuite:
             seconds = sum(times) / len(times)
             require_idle("an observer that waits for steps")
         finally:
-            start = time.perf_counter()
-            observer.close()
-            closing = time.perf_counter() - start
+            closing = seconds_of(observer.close)
         assert seconds < _STEP_SECONDS, (
             f"a step of 64 requests takes {1000 * seconds:.1f} ms in the mean of {len(times)}, and "
             f"{1000 * max(times):.0f} at most, expected less than {1000 * _STEP_SECONDS:.0f} in the mean: an "
@@ -225,12 +223,7 @@ def _hidden(step: SampledStep) -> AbstractContextManager[None]:
 
 def _times(observer: Observer, text: str) -> list[float]:
     """Return the time of each step of a case."""
-    times = []
-    for step in steps_of(OBSERVED.case(text).values):
-        start = time.perf_counter()
-        observer.observe(step)
-        times.append(time.perf_counter() - start)
-    return times
+    return [seconds_of(partial(observer.observe, step)) for step in steps_of(OBSERVED.case(text).values)]
 
 
 def _recorded(by: str, *, mixed: bool) -> Iterator[SampledStep]:

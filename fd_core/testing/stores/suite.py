@@ -35,7 +35,7 @@ from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.purity import started_earlier
-from fd_core.testing.kit.growth import require_bounded, require_idle
+from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
@@ -146,12 +146,7 @@ _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 
 def _fastest(call: Callable[[], object], count: int = 25) -> float:
     """Return the shortest time of some calls, in seconds."""
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(seconds_of(call) for _ in range(count))
 
 
 def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
