@@ -24,7 +24,7 @@ class ReleasesTheFirstHundred:
 @wrong(
     "reference",
     "signals:test_each_slot_of_random_plans_is_answered[3]",
-    spreads_to=("budget:*", "golden:*", "signals:*"),
+    spreads_to=("budget:*", "golden:*", "scale:*", "signals:*"),
 )
 class ReplaysRowsOfALargerBatch:
     """Decodes are replayed from buffers of fixed size, whose rows of logits keep those of an earlier batch."""
