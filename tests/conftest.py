@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ SEED = int(os.environ.get("FD_TEST_SEED", "0"))
 SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
 """Hypothesis draws one of so many examples that a test asks for; `nox -s soak` draws all of them."""
 LEAST = 8
-MANY = 30
+MANY = 12
+"""Cases of a test that run without taking turns."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,21 +80,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _take_turns(items: list[pytest.Item]) -> None:
-    """Leave most cases of tests with the mark `in_turn` to `nox -s soak`.
+    """Leave most cases of large matrices, and of tests with the mark `in_turn`, to `nox -s soak`.
 
     Of two parameters, the others have every value of each. Of a class with the mark, tests with few cases run in all.
+    With `by`, a function of the parameters, one of so many cases with each of its results runs, and at least one.
     """
-    counts = Counter(item.nodeid.partition("[")[0] for item in items)
-    numbers: dict[tuple[str, str], dict[int, int]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark, (test, _, case) = item.get_closest_marker("in_turn"), item.nodeid.partition("[")
-        if mark is not None and case and (mark in item.own_markers or counts[test] > MANY):
+        test, _, case = item.nodeid.partition("[")
+        if case and not any(map(item.get_closest_marker, ("soak", "guide"))):
+            tests.setdefault(test, []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("in_turn")
+        if len(cases) <= MANY and (mark is None or mark not in cases[0].own_markers):
+            continue
+        chosen = _covering(cases) if mark is None else _of_each(cases, *mark.args, **mark.kwargs)
+        for number, item in enumerate(cases):
+            if number not in chosen:
+                item.add_marker(pytest.mark.soak)
+
+
+def _covering(cases: list[pytest.Item]) -> set[int]:
+    """Return the numbers of a few cases that have every value of each mark `parametrize`."""
+    marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    axes = [mark.replace(",", " ").split() if isinstance(mark, str) else mark for mark in marks]
+    # Those of fixtures and of pytest_generate_tests may be rows of a table; their combinations are values.
+    if others := [name for name in cases[0].callspec.params if not any(name in axis for axis in axes)]:
+        axes.append(others)
+    values = [
+        {(number, *(id(item.callspec.params[name]) for name in axis)) for number, axis in enumerate(axes)}
+        for item in cases
+    ]
+    missing, chosen = set().union(*values), set()
+    for fewest in range(len(axes), 0, -1):
+        for number, each in enumerate(values):
+            if len(each & missing) >= fewest:
+                chosen.add(number)
+                missing -= each
+    return chosen
+
+
+def _of_each(cases: list[pytest.Item], count: int, by: Callable[..., object] | None = None) -> set[int]:
+    """Return the numbers of one of so many cases; of those with each result of `by`, the first is one."""
+    seen: Counter[object] = Counter()
+    numbers: dict[str, dict[int, int]] = {}
+    chosen = set()
+    for number, item in enumerate(cases):
+        if by is not None:
+            kind = by(**item.callspec.params)
+            turn = seen[kind]
+            seen[kind] += 1
+        else:
             turn = len(item.parent.name + item.function.__name__)
             for name, value in item.callspec.params.items():
-                known = numbers.setdefault((test, name), {})
+                known = numbers.setdefault(name, {})
                 turn += known.setdefault(id(value), len(known))
-            if turn % mark.args[0]:
-                item.add_marker(pytest.mark.soak)
+        if turn % count == 0:
+            chosen.add(number)
+    return chosen
 
 
 def _draw_fewer_examples(items: list[pytest.Item]) -> None:

@@ -230,6 +230,7 @@ def test_other_shapes_are_refused_and_change_nothing(folder: Path, name: str, wo
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "words"), [("wider", "vocab_size is 259"), ("none", "none"), ("two", "the ranks read different weights")]

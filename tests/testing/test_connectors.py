@@ -16,6 +16,7 @@ from fd_core.testing.axes import parts
 from fd_core.testing.connectors import ConnectorSuite, cases
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
+from tests.testing.witnesses import check_of
 from tests.testing.wrong.moving import WRONG
 
 ROOT = Path(__file__).parents[2]
@@ -197,11 +198,14 @@ class TestBroken(ConnectorSuite):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Results of the kit for all of them, in one run."""
+def outcomes(tmp_path_factory, request):
+    """Results of the kit for those that are tested, in one run."""
     folder = tmp_path_factory.mktemp("kit")
     cases = []
-    for number, (built_in, change, case) in enumerate(BROKEN.values()):
+    tested = {item.callspec.params.get("what") for item in request.session.items if hasattr(item, "callspec")}
+    for number, (what, (built_in, change, case)) in enumerate(BROKEN.items()):
+        if what not in tested:
+            continue
         module, _, cls = built_in.partition(":")
         (folder / f"test_broken_{number}.py").write_text(FILE.format(module=module, cls=cls, change=change))
         names = [name for name in vars(ConnectorSuite) if name.startswith("test_") and case in name]
@@ -218,6 +222,7 @@ def outcomes(tmp_path_factory):
     return ended.stdout
 
 
+@pytest.mark.in_turn(4, by=lambda number, what: BROKEN[what][2])
 @pytest.mark.parametrize("number, what", list(enumerate(BROKEN)), ids=BROKEN)
 def test_connector_that_breaks_a_promise_fails(outcomes, number, what):
     assert re.search(rf"(FAILED|ERROR) test_broken_{number}.py::TestBroken::", outcomes), outcomes
@@ -231,6 +236,7 @@ def far():
     side.close()
 
 
+@pytest.mark.in_turn(4, by=lambda cls: check_of(WRONG[cls][0]))
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
 def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"transfer"})

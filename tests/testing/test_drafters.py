@@ -11,6 +11,7 @@ from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
 from fd_core.testing.hooks.drafters import DrafterSuite
 from tests.testing.right.drafting import DraftsFromOneMatrix
+from tests.testing.witnesses import check_of
 from tests.testing.wrong.drafting import WRONG, ComparesAllOccurrences, Shortest
 
 CASES, QUICK = cases_of(DRAFTED)
@@ -62,6 +63,7 @@ def test_core_plugins_pass_every_case(name):
         case.check(suite.subject(), "")
 
 
+@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     cls, noticed_by = WRONG[name].cls, WRONG[name].noticed_by

@@ -37,16 +37,14 @@ def test_report_lists_what_processes_were_given(cls, nodes, capfd):
 
 
 HISTORY = "test_processes_start_and_end_in_any_order"
-"""Takes seconds until it fails: the default run has every fourth of its faults."""
-IN_HISTORIES = [cls for cls in WRONG if WRONG[cls] == HISTORY]
-LONG = {cls for number, cls in enumerate(IN_HISTORIES) if number % 4}
 TIMED = {cls for cls in WRONG if "take_no_time" in WRONG[cls]}
 """Beside other tests they may pass by chance."""
 
 
+@pytest.mark.in_turn(4, by=lambda cls: WRONG[cls])
 @pytest.mark.parametrize(
     "cls",
-    [pytest.param(cls, marks=pytest.mark.soak if cls in LONG | TIMED else (), id=cls.__name__) for cls in WRONG],
+    [pytest.param(cls, marks=pytest.mark.soak if cls in TIMED else (), id=cls.__name__) for cls in WRONG],
 )
 def test_wrong_launcher_fails_the_test_that_names_its_fault(cls, capfd, monkeypatch, tmp_path, tmp_path_factory):
     monkeypatch.setattr(os, "environ", os.environ.copy())

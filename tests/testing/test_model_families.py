@@ -27,33 +27,45 @@ class TestInstalledFamilies(FamilySuite):
         return [find_family(name) for name in installed_plugins().offered(MODEL)]
 
     # These take the most time, for what families do by shared code; each family has other tests.
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_no_field_is_ignored(self, target):
         super().test_no_field_is_ignored(target)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_ropes_are_those_of_the_reference(self, target):
         super().test_ropes_are_those_of_the_reference(target)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_other_sizes_are_those_of_the_reference(self, target):
         super().test_other_sizes_are_those_of_the_reference(target)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_narrow_weights_stay_near_float32(self, target, case, form):
         super().test_narrow_weights_stay_near_float32(target, case, form)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_adapters_equal_merged_weights(self, target, case, backend):
         super().test_adapters_equal_merged_weights(target, case, backend)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_ranks_share_the_model(self, target, case):
         super().test_ranks_share_the_model(target, case)
 
-    @pytest.mark.in_turn(2)
+    @pytest.mark.in_turn(3)
     def test_stages_divide_the_layers(self, target, case):
         super().test_stages_divide_the_layers(target, case)
+
+    @pytest.mark.in_turn(3)
+    def test_absent_fields_have_their_defaults(self, target, case):
+        super().test_absent_fields_have_their_defaults(target, case)
+
+    @pytest.mark.in_turn(3)
+    def test_gguf_file_is_the_same_model(self, target, case):
+        super().test_gguf_file_is_the_same_model(target, case)
+
+    @pytest.mark.in_turn(3)
+    def test_tensors_are_checked_by_name(self, target, case):
+        super().test_tensors_are_checked_by_name(target, case)
 
 
 CONVERTED_AS = {
@@ -104,6 +116,7 @@ def calls(name, target):
         yield lambda test=test, values=values: test(**{each: values[each] for each in wanted if each in values})
 
 
+@pytest.mark.in_turn(4, by=lambda cls: WRONG[cls][0])
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
 def test_wrong_family_fails_the_test_that_names_its_fault(cls, monkeypatch):
     target = serve(monkeypatch, cls())

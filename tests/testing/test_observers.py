@@ -24,6 +24,7 @@ from fd_core.testing.hooks import observers
 from fd_core.testing.hooks.observed import OBSERVED
 from fd_core.testing.hooks.observers import ObserverSuite
 from fd_core.testing.kit.requirements import closed
+from tests.testing.witnesses import check_of
 
 
 class Counts(Observer):
@@ -475,6 +476,7 @@ class WritesAPageAtTimes(Counts):
         time.sleep(2.5 if self.steps % 400 == 0 else 0)
 
 
+@pytest.mark.in_turn(4, by=lambda wrong, case: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [

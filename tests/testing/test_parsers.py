@@ -15,6 +15,7 @@ from fd_core.testing.parsers.suite.test_calls import test_answer_with_calls as o
 from fd_core.testing.parsers.suite.test_reasoning import test_answer_with_reasoning as over_answers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.json_calls import HermesTools
+from tests.testing.witnesses import check_of
 from tests.testing.wrong.parsing import WRONG
 
 KINDS = (TOOL_PARSER, REASONING_PARSER)
@@ -36,21 +37,21 @@ def passes(found, cases):
             assert found.name in ("deepseek_r1", "ernie45", "gpt_oss") or "one expression" in str(skipped), skipped
 
 
-THIRDS = [pytest.param(*each, number % 3, id=f"{each[0].word}-{each[1]}") for number, each in enumerate(OFFERED)]
+SIXTHS = [pytest.param(*each, number % 6, id=f"{each[0].word}-{each[1]}") for number, each in enumerate(OFFERED)]
 """The plugins read texts with the same code, and so they take turns at the cases; `nox -s soak` runs all."""
 
 
-@pytest.mark.parametrize(("kind", "name", "third"), THIRDS)
+@pytest.mark.parametrize(("kind", "name", "sixth"), SIXTHS)
 @pytest.mark.timeout(120)
-def test_core_plugins_pass(kind, name, third):
-    passes(find_parser(name, kind), [*CASES[kind].values()][third::3])
+def test_core_plugins_pass(kind, name, sixth):
+    passes(find_parser(name, kind), [*CASES[kind].values()][sixth::6])
 
 
-@pytest.mark.parametrize(("kind", "name", "third"), THIRDS)
-def test_core_plugins_pass_the_quick_cases(kind, name, third):
+@pytest.mark.parametrize(("kind", "name", "sixth"), SIXTHS)
+def test_core_plugins_pass_the_quick_cases(kind, name, sixth):
     found = find_parser(name, kind)
     cases, quick = cases_of(part_of(found))
-    for case in cases[third:quick:3]:
+    for case in cases[sixth:quick:6]:
         case.check(found, "")
 
 
@@ -64,6 +65,7 @@ def test_core_plugins_pass_every_case(kind, name):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     wrong = WRONG[name]

@@ -15,7 +15,7 @@ from tests.testing.right.policies import AgingPriority, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(5)
 class TestSchedulingPolicies(SchedulingPolicySuite):
     @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare, AgingPriority, RoundRobin])
     def _policy(self, request):
@@ -63,11 +63,13 @@ def params_of(policies):
     ]
 
 
+@pytest.mark.in_turn(4, by=lambda policy: policy.noticed_by)
 @pytest.mark.parametrize("policy", params_of(WRONG_ORDERS), ids=lambda policy: policy.__name__)
 def test_wrong_scheduling_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(SchedulingPolicySuite, policy)
 
 
+@pytest.mark.in_turn(4, by=lambda policy: policy.noticed_by)
 @pytest.mark.parametrize("policy", params_of(WRONG_VICTIMS), ids=lambda policy: policy.__name__)
 def test_wrong_victim_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(VictimPolicySuite, policy)

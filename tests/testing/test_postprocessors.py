@@ -19,6 +19,7 @@ from fd_core.testing.kit.law import RULES
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
 from fd_core.testing.postprocessors.steps import MATRICES
 from fd_core.testing.postprocessors.suite.test_matrix import test_matrix as over_cases
+from tests.testing.witnesses import check_of
 from tests.testing.wrong.postprocessing import WRONG
 
 CASES = {str(case): case for case in kit_cases() if case.function is not over_cases}
@@ -54,7 +55,7 @@ def test_core_plugins_pass_the_quick_cases(name):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_numpy_passes_some_cases_of_few_steps():
-    for case in MATRIX[QUICK::4]:
+    for case in MATRIX[QUICK::12]:
         if case.values["steps"] < 1000:
             case.check(found("numpy"), "")
 
@@ -67,6 +68,7 @@ def test_core_plugins_pass_every_case(name):
         case.check(target, "")
 
 
+@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name, monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"matrix"})

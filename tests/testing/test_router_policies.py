@@ -23,6 +23,7 @@ from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
 from fd_core.testing.router_policies.cases import ROUTING
+from tests.testing.witnesses import check_of
 
 CORE = Plugins.discover([])
 
@@ -35,6 +36,11 @@ class TestPoliciesOfTheCore(RouterPolicySuite):
 
     def policy_class(self):
         return CORE.load(ROUTER_POLICY, self.policy)
+
+    @pytest.mark.law("7.2")
+    @pytest.mark.in_turn(3)  # it starts two processes
+    def test_another_process_chooses_the_same(self):
+        super().test_another_process_chooses_the_same()
 
 
 class UsesRandom(RouterPolicy):
@@ -661,6 +667,7 @@ def without_shrinking(monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"router"})
 
 
+@pytest.mark.in_turn(4, by=lambda wrong, case, arguments: check_of(case))
 @pytest.mark.parametrize(
     "wrong, case, arguments",
     [

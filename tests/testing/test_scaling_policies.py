@@ -13,6 +13,7 @@ from fd_core.cluster.scaling import LoadPolicy, LoadPolicyOptions, ScalingPolicy
 from fd_core.testing.axes import parts
 from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.hooks.scaling import ScalingPolicySuite
+from tests.testing.witnesses import check_of
 
 
 class TestLoadPolicy(ScalingPolicySuite):
@@ -420,6 +421,7 @@ SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_nu
 STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
 
 
+@pytest.mark.in_turn(4, by=lambda wrong, case, arguments: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case", "arguments"),
     [

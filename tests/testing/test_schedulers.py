@@ -15,6 +15,7 @@ from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_case
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.schedulers.twins import reusing_ids
 from tests.testing.right.scheduling import AdmitsBatches, HasOneSlot, TakesTheLastSlot
+from tests.testing.witnesses import check_of
 from tests.testing.wrong import planning, scheduling
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,7 @@ LATER = [
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.in_turn(3, by=lambda name: check_of(name))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak if name in LATER else ()) for name in CASES]
 )
@@ -67,6 +69,7 @@ def test_every_rule_of_schedulers_has_a_case() -> None:
     assert of_schedulers <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
+@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak if WRONG[name].noticed_by == LONG else ()) for name in WRONG]
 )

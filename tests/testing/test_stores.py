@@ -18,6 +18,7 @@ from fd_core.testing.stores import StoreSuite, closed
 from fd_core.testing.stores.cases import STORES, StorePlace
 from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
+from tests.testing.witnesses import check_of
 from tests.testing.wrong.keeping import WRONG
 
 
@@ -110,6 +111,7 @@ def is_timed(found) -> bool:
     return "_time_of_" in found[0]
 
 
+@pytest.mark.in_turn(4, by=lambda cls: check_of(WRONG[cls][0]))
 @pytest.mark.parametrize(
     "cls",
     [pytest.param(cls, marks=pytest.mark.soak if is_timed(found) else ()) for cls, found in WRONG.items()],
@@ -124,6 +126,7 @@ def test_wrong_store_fails_what_names_its_fault(cls, tmp_path):
     assert found, f"{cls.__name__} passes {test}"
 
 
+@pytest.mark.in_turn(4, by=lambda test, arguments: check_of(test))
 @pytest.mark.parametrize(
     ("test", "arguments"), {str(found): found for found in WRONG.values()}.values(), ids=lambda value: str(value)[:60]
 )

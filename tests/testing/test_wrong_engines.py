@@ -14,6 +14,7 @@ from fd_core.testing.models.cases import cases_of
 from fd_core.testing.suite import test_attention, test_cases, test_lifetime, test_models, test_ranks
 from fd_core.testing.suite.kv import test_kv
 from fd_core.testing.suite.scale.test_memory import test_memory_of_a_rising_context_is_linear as check_memory
+from tests.testing.witnesses import check_of
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
 
@@ -51,6 +52,7 @@ def folder(tmp_path_factory):
     installed_plugins.cache_clear()
 
 
+@pytest.mark.in_turn(4, by=lambda name: check_of(IN_ENGINES[name]))
 @pytest.mark.parametrize("name", IN_ENGINES)
 def test_wrong_backend_fails_its_case(folder, name):
     with pytest.raises(AssertionError, match=r"^step:"):
@@ -67,6 +69,7 @@ def test_right_backend_passes_the_cases_of_wrong_ones(folder, base):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.in_turn(4, by=lambda name: check_of(FAULTS[name].noticed_by[0]))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.timing if name in TIMED else ()) for name in IN_TESTS]
 )

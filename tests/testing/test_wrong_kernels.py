@@ -44,6 +44,7 @@ NAMES = [pytest.param(name, marks=LARGE if each.values.get("gib") else ()) for n
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3, by=lambda name: FAULTS[name].part)
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_detect_the_fault(name):
     fault = FAULTS[name]

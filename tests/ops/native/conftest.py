@@ -94,6 +94,7 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the other cases take turns
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest, and all of `COVERED`.
 
