@@ -20,7 +20,7 @@ class TestLoadPolicy(ScalingPolicySuite):
     policy = "load"
 
     def options(self):
-        return {name: value for name, value in msgspec.to_builtins(LoadPolicyOptions()).items() if value is not None}
+        return msgspec.to_builtins(LoadPolicyOptions(ttft_seconds=2.0))
 
 
 class Proposes(ScalingPolicy):
@@ -160,6 +160,20 @@ class KeepsAllLoads(LoadPolicy):
     def propose(self, load, now):
         self.loads.append(load)
         return super().propose(load, now)
+
+
+class ChecksItsOptionsAlone(LoadPolicy):
+    """Has the numbers of the defaults."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.options = LoadPolicyOptions()
+
+
+class ForgetsOneOption(LoadPolicy):
+    def __init__(self, options):
+        super().__init__(options)
+        self.options = msgspec.structs.replace(self.options, ttft_seconds=None)
 
 
 class PopsItsOptions(LoadPolicy):
@@ -416,6 +430,7 @@ class ProposesAtFullMinutes(LoadPolicy):
         return super().propose(load, now) if now % 60 == 0 else load.target
 
 
+OPTIONS = "test_some_values_of_each_option_have_other_numbers"
 LULL = "test_workers_stay_in_a_lull_shorter_than_their_start"
 SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
 STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
@@ -476,6 +491,7 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (TriesOneLess, SETTLES, (40, "slots")),
         (SimulatesItsGroup, SETTLES, (40, "slots")),
         (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name", ()),
+        *[(wrong, OPTIONS, ()) for wrong in (BelievesItsOptions, ChecksItsOptionsAlone, ForgetsOneOption)],
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
     ],
 )
@@ -483,6 +499,8 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
     monkeypatch.setattr(parts, "_REDUCED", {"scaling"})
     suite = ScalingPolicySuite()
     suite.policy_class = lambda: wrong
+    if case == OPTIONS and issubclass(wrong, LoadPolicy):
+        suite.options = TestLoadPolicy().options
     check = getattr(suite, case, None) or (lambda: suite.test_case(SCALING.case(case)))
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
         check(*arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product
 from types import MappingProxyType
@@ -51,6 +52,8 @@ _CALL_MS = 50
 _CLOCKS = ((0.0, 1), (2**31 / 1000 - 9660, 5), (2**32 / 1000 - 9660, 1), (1e8, 3))
 """Readings of the clock at which groups begin, and seconds between calls: a machine may be up for years. Milliseconds
 fill so many bits a minute after the end of the first load of `test_the_number_follows_the_load`."""
+_VALUES = (False, True, 0.05, 0.5, 1, 3, 30, 1000)
+"""Values of an option, of which a policy may refuse some."""
 _TIMED = 5
 """Calls of which the shortest has to keep that limit: it depends on no other load, and others would run for hours."""
 
@@ -62,6 +65,8 @@ class ScalingPolicySuite:
     """Value of `policy` in the file of `fdcore cluster serve`."""
     follows_load: Requirement = OPEN
     """The number grows with the load and shrinks without it."""
+    tunable: Requirement = OPEN
+    """Each of its options changes the number in two hours of load; closed for one whose options matter otherwise."""
 
     def policy_class(self) -> type[ScalingPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
@@ -95,17 +100,41 @@ class ScalingPolicySuite:
 
         Tries the options of `options`, and those that the policy reads one by one.
         """
-        given = RecordedOptions(self.options())
-        self.policy_class()(given)
-        names = given.read | {*self.options()}
-        if not names:
-            lacks("no options are known: return each with a value of it in `options` of the suite")
-        for name, wrong in product(sorted(names), ({"a": 1}, math.nan)):
+        for name, wrong in product(self._names(), ({"a": 1}, math.nan)):
             with pytest.raises(ConfigError) as caught:
                 self.policy_class()(MappingProxyType({**self.options(), name: wrong}))
                 pytest.fail(f"the value {wrong!r} of the option {name} is accepted")
             said = f"{caught.value.message} {caught.value.field}"
             assert name in said, f"the error for the value {wrong!r} of the option {name} does not name it: {said}"
+
+    @pytest.mark.law("8")
+    def test_some_values_of_each_option_have_other_numbers(self) -> None:
+        """Run groups whose load rises and falls, with every value that is accepted: one without effect misleads."""
+        for name in self._names():
+            self.tunable.require()
+            others = {key: value for key, value in self.options().items() if key != name}
+            tried = [self.options(), others, *({**others, name: value} for value in _VALUES)]
+            assert any(self._differ(tried, role, held) for held, role in product(_HELD.values(), ROLES)), (
+                f"{name} never changes a number; use it, or close `tunable`"
+            )
+
+    def _names(self) -> list[str]:
+        """Return the names of the options of `options`, and of those that the policy reads one by one."""
+        given = RecordedOptions(self.options())
+        self.policy_class()(given)
+        if not (names := given.read | {*self.options()}):
+            lacks("no options are known: return each with a value of it in `options` of the suite")
+        return sorted(names)
+
+    def _differ(self, tried: Sequence[Mapping[str, Any]], role: Role, held: int) -> bool:
+        """Return True if a group has other numbers with some of these options."""
+        demands, first = [min(second, 7200 - second) // 30 for second in range(7200)], list[int]()
+        for options in tried:
+            with suppress(ConfigError):
+                counts = run_group(self.policy_class()(MappingProxyType({**options})), demands, role=role, held=held)
+                if counts != (first := first or counts):
+                    return True
+        return False
 
     @pytest.mark.law("8")
     @pytest.mark.parametrize("limited_by", [*_HELD])
