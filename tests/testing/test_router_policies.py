@@ -645,6 +645,26 @@ class HashesTheFirstBlock(RouterPolicy):
         return max(context.candidates, key=lambda each: zlib.crc32(first + each.worker.url.encode()))
 
 
+class HashesWholePrompts(RouterPolicy):
+    """Each request of a conversation goes to another worker."""
+
+    def key(self, context):
+        return context.tokens.tobytes()
+
+    def choose(self, context):
+        return max(context.candidates, key=lambda each: zlib.crc32(self.key(context) + each.worker.url.encode()))
+
+
+class HashesTheLastBlock(HashesWholePrompts):
+    def key(self, context):
+        return context.tokens[-self.config.cache_block_size :].tobytes()
+
+
+class HashesTheLength(HashesWholePrompts):
+    def key(self, context):
+        return f"{len(context.tokens)} {context.session}".encode()
+
+
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
@@ -702,6 +722,8 @@ def without_shrinking(monkeypatch):
         (ForgetsTheFirstSession, SESSIONS, ()),
         (NumbersSessions, STAY, (True,)),
         (NumbersPrompts, STAY, (False,)),
+        *[(wrong, STAY, (False,)) for wrong in (HashesWholePrompts, HashesTheLastBlock)],
+        (HashesTheLength, STAY, (True,)),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),

@@ -54,6 +54,8 @@ _NEXT: Final = 40
 """Requests of which a worker that has just joined serves no more than a quarter."""
 _RETURNING: Final = 61
 """Sessions that return, not a multiple of the workers, so that a policy that takes workers in turn moves them."""
+_CONVERSATION: Final = 64
+"""Full blocks of the first prompt of a conversation."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _TOKENS: Final = 100_000
@@ -227,24 +229,30 @@ class RouterPolicySuite:
     def test_most_sessions_stay_when_another_worker_joins_or_leaves(self, named: bool) -> None:
         """Let prompts, with or without the name of their session, return while loads change.
 
-        A session that moves leaves its KV behind: if nearly all move, the workers compute all conversations again.
+        After a request that equals the first one, each is longer, as those of a conversation. A session that moves
+        leaves its KV behind: if nearly all move, the workers compute all conversations again.
         """
         policy, homes, moved = self.new_policy(), dict[int, RouterWorker](), list[int]()
-        for turn, there in enumerate((range(8), range(8), range(9), range(1, 9))):
-            before = homes.copy()
+        for turn, there in enumerate((range(8), range(8), range(8), range(9), range(1, 9))):
+            before, blocks = homes.copy(), _CONVERSATION + max(0, turn - 1)
             for number in range(_RETURNING):
                 loads = [
                     WorkerLoad(*(load, load, 97 * load)) for load in ((3 * at + number + turn) % 4 for at in there)
                 ]
                 shown = [(_worker(at, at), load, 0) for at, load in zip(there, loads, strict=True)]
                 draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}" if named else None
-                homes[number] = policy.choose(self.shown(shown, draw, name, prompt=number, now=float(turn))).worker
+                tokens, keys = self._prompt(number, policy.uses_prefix, blocks)
+                context = replace_fields(self.shown(shown, draw, name, now=float(turn)), tokens=tokens, keys=keys)
+                homes[number] = policy.choose(context).worker
             moved.append(sum(before[at] != homes[at] and before[at].incarnation in there for at in before))
             if turn == 1 and 4 * moved[1] > _RETURNING:
                 lacks("sessions do not stay while loads change")
-            if turn == 2:
+            if turn == 3:
                 policy.departed(_worker(0, 0))
-        what = f"of {_RETURNING} sessions, {moved[2]} move when a worker joins 8 others, {moved[3]} when one leaves"
+        assert 4 * moved[2] <= _RETURNING, (
+            f"{moved[2]} of {_RETURNING} conversations move when their prompts grow; use the beginning of a prompt"
+        )
+        what = f"of {_RETURNING} sessions, {moved[3]} move when a worker joins 8 others, {moved[4]} when one leaves"
         assert 2 * max(moved) <= _RETURNING, f"{what}; remember sessions, or use rendezvous or consistent hashing"
 
     @pytest.mark.law("7.2")
