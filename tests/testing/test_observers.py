@@ -1,6 +1,7 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
 import json
+import logging
 import os
 import queue
 import struct
@@ -476,6 +477,32 @@ class WritesAPageAtTimes(Counts):
         time.sleep(2.5 if self.steps % 400 == 0 else 0)
 
 
+class LogsTokens(Counts):
+    def observe(self, step):
+        super().observe(step)
+        for row in step.requests:
+            logging.getLogger("tokens").debug("%s has the tokens %s", row.request_id, row.token_ids)
+
+
+class LogsRejections(Counts):
+    def observe(self, step):
+        super().observe(step)
+        rows = [row for row in step.requests if row.drafts_accepted < row.drafts_proposed]
+        if rows:
+            logging.getLogger("rejected").info("rejected after %s", rows[0].token_ids[-1])
+
+
+class PrintsTheLastStep(Counts):
+    last = None
+
+    def observe(self, step):
+        super().observe(step)
+        self.last = step
+
+    def close(self):
+        print(self.last)
+
+
 @pytest.mark.in_turn(4, by=lambda wrong, case: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case"),
@@ -506,6 +533,9 @@ class WritesAPageAtTimes(Counts):
         (WritesTheFirstRequest, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesEachStepToItsFile, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesTokensForAll, "test_what_it_writes_has_all_requests_and_tokens"),
+        (LogsTokens, "test_what_it_writes_has_all_requests_and_tokens"),
+        (LogsRejections, "test_what_it_writes_has_all_requests_and_tokens"),
+        (PrintsTheLastStep, "test_what_it_writes_has_all_requests_and_tokens"),
         (BeginsAnotherFile, "test_files_that_it_opens_later_are_private"),
         (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),
         (LosesTheRestOfAPage, "test_what_it_writes_has_all_requests_and_tokens"),

@@ -27,7 +27,7 @@ from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, clock_set_by, steps_of
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
-from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
+from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.values import draws
 
@@ -44,8 +44,8 @@ _CLOSE_SECONDS: Final = 3.0
 """Time of `close`, which an engine that ends leaves after 5 seconds."""
 _RECORDED: Final = 299
 """Steps, or tokens, that fill no buffer of a usual size exactly."""
-_TOKEN: Final = 151_637
-"""Id of a token from which on an observer may write them."""
+_TOKEN: Final = 151_637_000
+"""Id of a token from which on an observer may write them: no other number in a log is as large."""
 _ORDERS: Final[tuple[Literal["little", "big"], ...]] = ("little", "big")
 _MOST_BYTES: Final = 1 << 24
 """Size of a file that may be that of the steps of a test."""
@@ -108,6 +108,7 @@ class ObserverSuite:
         """
         plain, mixed, *two = ([*_recorded(by, mixed=by == "two")] for by in ("one", "two", "three", "four"))
         written, kinds = self._written(plain), list[int]()
+        others = [(at_once, self._written(*at_once)) for at_once in ([mixed], two)]
         for kind, what in enumerate(("requests", "tokens")):
             ids = _ids(plain)[kind]
             if not all(_is_in(written, each) for each in ids[: _RECORDED // 4]):
@@ -120,8 +121,7 @@ class ObserverSuite:
         if not kinds:
             lacks("it writes no file that has the id of each request or token")
         self.complete.require()
-        for at_once in ([mixed], two):
-            written = self._written(*at_once)
+        for at_once, written in others:
             for kind in kinds:
                 ids = [each for steps in at_once for each in _ids(steps)[kind]]
                 lost = [each for each in ids if not _is_in(written, each)]
@@ -135,9 +135,11 @@ class ObserverSuite:
     def _written(self, *recorded: list[SampledStep]) -> bytes:
         """Return what observers write at the same time, each about its steps.
 
-        Other users of the machine may open no file with the ids of tokens, which are the text of an answer.
+        Other users of the machine may open no file with the ids of tokens, which are the text of an answer, and no log
+        shows them.
         """
-        with created_paths() as files, _hidden(recorded[0][0]):
+        tokens = [each.encode() for steps in recorded for each in _ids(steps)[1]]
+        with created_paths() as files, _hidden(recorded[0][0]), kept_out_of_logs(*tokens):
             observers = [self.new_observer() for _ in recorded]
             for steps in zip(*recorded, strict=True):
                 for observer, step in zip(observers, steps, strict=True):
