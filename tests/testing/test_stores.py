@@ -16,10 +16,12 @@ from fd_core.kv.stores.memory import MemoryStore
 from fd_core.testing.axes import parts
 from fd_core.testing.stores import StoreSuite, closed
 from fd_core.testing.stores.cases import STORES, StorePlace
+from fd_core.testing.stores.values import CONTENTS
 from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
+from tests.testing.right.keeping import CompressedDoor, CompressingStore
 from tests.testing.witnesses import check_of
-from tests.testing.wrong.keeping import WRONG
+from tests.testing.wrong.keeping import HISTORY, WRONG
 
 
 class Kit:
@@ -36,7 +38,8 @@ class Kit:
         self.location = f"disk:{folder / 'kv'}" if on_disk else "memory:"
         self.store = self.make_store()
         self.store.open(10.0)
-        self.back_door = DiskDoor(folder / "kv") if on_disk else MemoryDoor(self.store)
+        door = CompressedDoor if cls is CompressingStore else MemoryDoor
+        self.back_door = DiskDoor(folder / "kv") if on_disk else door(self.store)
 
     def make_store(self, text=None):
         return self._cls(parse_location(text or self.location))
@@ -133,3 +136,17 @@ def test_wrong_store_fails_what_names_its_fault(cls, tmp_path):
 def test_intact_store_passes(test, arguments, tmp_path):
     on_disk = any(issubclass(cls, DiskStore) for cls, found in WRONG.items() if found == (test, arguments))
     assert Kit(DiskStore if on_disk else MemoryStore, tmp_path).fails(test, arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
+        *[(HISTORY, {"seed": seed}) for seed in range(4)],
+        ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
+        ("test_statistics_do_not_count_deleted_values", {}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_store_that_compresses_values_passes(test, arguments, tmp_path):
+    assert Kit(CompressingStore, tmp_path).fails(test, arguments) is None

@@ -60,6 +60,7 @@ class StoreStats:
 
     values: int | None = None
     bytes: int | None = None
+    """Part of the limit that is in use; less than the lengths of the values if they are compressed."""
     limit_bytes: int | None = None
 
 
