@@ -11,7 +11,7 @@ from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
-from tests.testing.right.policies import AgingPriority, RoundRobin
+from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 
@@ -23,7 +23,7 @@ class TestSchedulingPolicies(SchedulingPolicySuite):
 
 
 class TestVictimPolicies(VictimPolicySuite):
-    @pytest.fixture(autouse=True, params=[FewestTokens, LatestArrival])
+    @pytest.fixture(autouse=True, params=[FewestTokens, LatestArrival, LeastImportant])
     def _policy(self, request):
         self.policy_class = lambda: request.param
 

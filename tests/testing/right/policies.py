@@ -1,10 +1,13 @@
-"""Correct scheduling policies that differ from those of the core."""
+"""Correct scheduling and victim policies that differ from those of the core."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
+from fd_core.scheduling.victims import VictimPolicy
 
 
 class AgingPriority(Fcfs):
@@ -43,3 +46,11 @@ class RoundRobin(SchedulingPolicy):
         self._unfinished[request.tenant] -= 1
         if not self._unfinished[request.tenant]:
             del self._unfinished[request.tenant], self._turns[request.tenant]
+
+
+class LeastImportant(VictimPolicy):
+    """Among the least important requests, the one that is cheapest to resume."""
+
+    def choose(self, running):
+        spared = running.preempted_before & (running.num_gained < running.block_size)
+        return int(np.lexsort((-running.arrivals, running.num_tokens, spared, -running.priorities))[0])

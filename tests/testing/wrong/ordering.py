@@ -668,6 +668,27 @@ class FreesTheMostBlocksInTurn(VictimPolicy):
         return int(np.lexsort((running.num_tokens, ~spared))[-1])
 
 
+class FreesTheMostOfTheLeastImportant(FewestTokens):
+    """Frees many blocks at once wherever priorities differ."""
+
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        least = running.priorities == running.priorities.max()
+        if least.all():
+            return super().choose(running)
+        return int(np.lexsort((-running.arrivals, -running.num_tokens, ~least))[0])
+
+
+class FreesTheMostAmongPriorities(FewestTokens):
+    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
+
+    def choose(self, running):
+        if len({*running.priorities.tolist()}) == 1:
+            return super().choose(running)
+        return int(np.lexsort((-running.arrivals, -running.num_tokens))[0])
+
+
 class CollectsGarbage(FewestTokens):
     noticed_by = "test_it_forgets_requests"
 
