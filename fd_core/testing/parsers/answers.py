@@ -50,6 +50,7 @@ VALUES: Final = {
     "number": "0012345678901234567890.50",
     "word": "true",
     "spaces": "  both ends \n\n ",
+    "breaks": "\n\n both ends \n\n",
     "empty": "",
 }
 """Values of an argument that is a string; `markers` is one of each format."""

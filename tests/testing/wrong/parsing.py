@@ -1276,3 +1276,33 @@ class DropsWordsOfSchemas(ChangesSchemas):
     def simplified(self, schema):
         words = ("title", "description", "default", "format")
         return {name: part for name, part in schema.get("properties", {}).items() if name not in words}
+
+
+class ChangesStrings(QwenCoderTools):
+    """Emits a string when it is complete."""
+
+    def _value(self, tool, key):
+        schema = self.tools.get(tool, {})
+        if kinds_of(parameter_schema(schema, key), schema) != {"string"}:
+            return (yield from super()._value(tool, key))
+        self.emit_arguments('"')
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        self.emit_arguments(json.dumps(self.changed(value), ensure_ascii=False)[1 : None if closed else -1])
+        return bool(closed)
+
+    def changed(self, value):
+        raise NotImplementedError
+
+
+@breaks("8.[134]", "calls:value=breaks")
+class StripsLineBreaks(ChangesStrings):
+    """Drops all line breaks around a string, instead of the one of the format: a file loses its blank lines."""
+
+    def changed(self, value):
+        return value.strip("\n")
+
+
+@breaks("8.[134]", "calls:value=breaks")
+class StripsTheLastLineBreaks(ChangesStrings):
+    def changed(self, value):
+        return value.rstrip("\n")
