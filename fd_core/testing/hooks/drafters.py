@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from fd_core.testing.hooks.drafted import (
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.schedulers.scripts import whole_text
@@ -114,6 +116,18 @@ class DrafterSuite(DrafterChoice):
         found = tokens[rows.index(slot), : int(counts[rows.index(slot)])].tolist()
         what = f"after {len(text):,} tokens with ids up to {max(text):,}, expected {following} or the first of them"
         require(found and found == following[: len(found)], "8", f"{what}, drafted {found}")
+
+    @pytest.mark.law("8")
+    def test_no_log_shows_a_text_or_its_drafts(self) -> None:
+        """Use ids of as many digits, of which no two that follow each other may be in a log."""
+        text, slot = 2 * draws(1).sample(range(100_000, 152_064), 40), np.zeros(1, np.int32)
+        shown = [f"{one}{between}{other}".encode() for one, other in pairwise(text) for between in (", ", " ")]
+        with kept_out_of_logs(*shown):
+            drafter = self.subject().new(1, 4, vocab_size=152_064)
+            drafter.admit(0, np.array(text[:60], np.int32))
+            for token in text[60:]:
+                drafter.propose(slot, 4)
+                drafter.extend(slot, np.array([[token]], np.int32), np.ones(1, np.int32))
 
     @pytest.mark.law("8")
     def test_text_of_the_length_of_the_model_is_accepted(self) -> None:

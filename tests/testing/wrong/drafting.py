@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -41,6 +42,21 @@ class Shortest(NgramDrafter):
     def __init__(self, context):
         super().__init__(context)
         self._sizes = range(2, 0, -1)
+
+
+@noticed("test_no_log_shows_a_text_or_its_drafts")
+class LogsTexts(Shortest):
+    def admit(self, slot, tokens):
+        logging.getLogger("drafts").debug("slot %d has %s", slot, tokens.tolist())
+        super().admit(slot, tokens)
+
+
+@noticed("test_no_log_shows_a_text_or_its_drafts")
+class PrintsDrafts(Shortest):
+    def propose(self, slots, limit):
+        tokens, counts = super().propose(slots, limit)
+        print(tokens[0, : counts[0]])
+        return tokens, counts
 
 
 @noticed("test_case")
