@@ -506,6 +506,30 @@ class LooksForEachTool(HermesTools):
         return super().push(text)
 
 
+@breaks("8.6", "time:test_time_before_an_answer_is_linear")
+class ComparesAllTools(HermesTools):
+    """Looks for tools whose name begins another one's, in pairs."""
+
+    def __init__(self, tools):
+        self.ambiguous = {a for a, b in itertools.permutations(tools, 2) if re.match(re.escape(a) + "[_-]", b)}
+        super().__init__(tools)
+
+
+@breaks("8.6", "time:test_time_before_an_answer_is_linear")
+class ComparesAllParameters(HermesTools):
+    def __init__(self, tools):
+        names = [schema.get("properties", {}) for schema in tools.values()]
+        self.ambiguous = {a for each in names for a, b in itertools.permutations(each, 2) if re.match(f"{a}[_-]", b)}
+        super().__init__(tools)
+
+
+@breaks("8.6", "time:test_time_before_an_answer_is_linear")
+class SearchesThePromptFromEachCharacter(QwenReasoning):
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return super()._opened_by(prompt_tail) or bool(re.search(r"(?s).*\0\0", prompt_tail))
+
+
 # Reasoning ----------------------------------------------------------------------------------------------------
 
 
