@@ -298,14 +298,16 @@ class LauncherSuite:
             self.seen(process)
 
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
-        """Reserve all cores of a node again and again, after a request for too many of them."""
+        """Reserve all cores of a node, and fewer again and again, after a request for too many of them."""
         cores, held = next(iter(launching.nodes())).cores, list[int]()
         there = sum(node.cores for node in launching.nodes())
-        for _ in range(10):
+        for fewer in range(10):
+            own = max(1, cores - fewer)
             with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
                 launching.start([self.spec("one", group="pair"), self.spec("two", cores=there, group="pair")])
-            (process,) = launching.start([self.spec("one", cores=cores)])
-            self.seen(process)
+            (process,) = launching.start([self.spec("one", cores=own)])
+            seen = len(self.seen(process)["cores"])
+            assert seen >= own, f"a process with {own} cores can run on {seen}"
             if not held:  # a cluster may wait for cores
                 with pytest.raises(LaunchError):
                     launching.start([self.spec("two", cores=there - cores + 1)])
@@ -367,6 +369,7 @@ class _History:
                 seen = json.loads(each.announced or "")
                 cores, devices = seen["cores"], seen["devices"] if counted else []
                 assert len(devices) == spec.devices, f"a process with {spec.devices} devices sees {devices}"
+                assert len(cores) >= spec.cores, f"a process with {spec.cores} cores can run on {cores}"
                 own = (*devices, *(cores if len(cores) == spec.cores else ()))
                 taken += [(id(each.launcher), process.node, one) for one in own]
         twice = [f"{one} of {node}" for (_, node, one), count in Counter(taken).items() if count > 1]

@@ -275,6 +275,14 @@ class LosesTheCoresOfARefusedGroup(SpawnLauncher):
             raise
 
 
+@found_by(HELD)
+class PinsToOneCore(OwnedProcess):
+    """A process that has several cores runs on the first of them."""
+
+    def __init__(self, *given, cores, **named):
+        super().__init__(*given, cores=cores[:1], **named)
+
+
 @found_by(ANY_ORDER)
 class CountsFreeCores(SpawnLauncher):
     def nodes(self):
