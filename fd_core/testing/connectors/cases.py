@@ -51,6 +51,16 @@ _MANY_LEASES: Final[Case] = {
     "peer": "none",
 }
 """More pieces between `take` and `done`, over 1,500, than a connector may have buffers in a ring."""
+_LARGE_WINDOW: Final[Case] = {
+    "value_bytes": 5_242_960,
+    "window": 8,
+    "pieces": 9,
+    "sizes": "full",
+    "moves": "a window at a time",
+    "sent": "when it is taken",
+    "peer": "none",
+}
+"""The window of an engine full of blocks of a model of 70 billion parameters, 40 MiB."""
 
 AXES: Final = (
     Axis("pieces", (9, 1, 2, 3, 5, 33, 129, 257), ("Connector.open_inbox.pieces",)),
@@ -71,6 +81,7 @@ AXES: Final = (
         rare=(
             {"value_bytes": 4_194_305, "window": 2, "pieces": 2},
             {"value_bytes": 16_777_217, "window": 1, "pieces": 1},
+            _LARGE_WINDOW,
         ),
     ),
     Axis("sizes", ("falling", "full", "empty", "every second empty")),

@@ -133,6 +133,28 @@ class KeepsIndicesIn16Bits(Changed, TCPConnector):
         end.take = lambda index, *piece: whole.take(index, *piece) if index < 65_536 else b""
 
 
+@found_by("value_bytes=5242960,window=8,pieces=9,sizes=full,moves=a window at a time,sent=when it is taken,peer=none")
+class SendsFromARing(Changed, TCPConnector):
+    """Copies pieces into a ring of at most 32 MiB, also where more may be in flight."""
+
+    def open_outbox(self, lease, address, **limits):
+        self.limits = limits
+        return super().open_outbox(lease, address, **limits)
+
+    def change_outbox(self, end, whole):
+        size, slots = self.limits["value_bytes"], self.limits["window"]
+        slots = max(1, min(slots, (32 << 20) // size))
+        ring, begins = bytearray(slots * size), itertools.cycle(range(0, slots * size, size))
+
+        def put(index, parts):
+            reference, frames = whole.put(index, parts)
+            begin, value = next(begins), b"".join(frames)
+            ring[begin : begin + len(value)] = value
+            return PutResult(reference, (memoryview(ring)[begin : begin + len(value)],))
+
+        end.put = put
+
+
 @found_by("value_bytes=1048577,pieces=2")
 class CutsLargeValues(Changed, TCPConnector):
     def change_inbox(self, end, whole):
