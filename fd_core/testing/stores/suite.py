@@ -713,10 +713,23 @@ class StoreSuite:
 
     @pytest.mark.law("5.5")
     def test_no_call_of_1000_moves_more_bytes_beside_many_values(self, store: KVStore) -> None:
-        """Count what each call reads and writes: not one of them may rewrite an index of all values, or copy them."""
-        few, keys = _bytes_of_calls(store), keys_of("random", length=24, count=_MANY)
-        for start in range(0, _MANY, 64):
-            store.put([(key, [value_of(key, 4000)]) for key in keys[start : start + 64]], TIMEOUT)
+        """Count what each call reads and writes: not one of them may rewrite an index of all values, or copy them.
+
+        Values that outlive the store object take no memory of the engine either.
+        """
+        few, keys, size = _bytes_of_calls(store), keys_of("random", length=24, count=_MANY), 4000
+        tracemalloc.start()
+        try:
+            for batch in (keys[start : start + 64] for start in range(0, _MANY, 64)):
+                store.put([(key, [value_of(key, size)]) for key in batch], TIMEOUT)
+                store.get(batch, size, TIMEOUT)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert self.persistence.reason or held < _MANY * size // 4, (
+            f"after puts and gets of {_MANY:,} values of {size:,} bytes the store holds {held:,} bytes in memory; keep "
+            "values at the location only, which may have room for more than the memory of the engine"
+        )
         for name, moved in _bytes_of_calls(store).items():
             most, usual = max(moved), statistics.median(moved)
             allowed = 4 * max(few[name]) + 64 * usual

@@ -774,6 +774,34 @@ class _OtherNames(DiskReservations):
         return f"{name}.tmp", *rest
 
 
+class Copying(DiskStore):
+    """Has a copy in memory of values that are there."""
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.copies = {}
+
+    def delete(self, keys, timeout):
+        for key in keys:
+            self.copies.pop(key, None)
+        return super().delete(keys, timeout)
+
+
+@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
+class CopiesWhatItPuts(Copying):
+    def put(self, values, timeout):
+        self.copies.update((key, b"".join(parts)) for key, parts in values)
+        return super().put(values, timeout)
+
+
+@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
+class CopiesWhatItReads(Copying):
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        self.copies.update(zip(keys, found, strict=True))
+        return found
+
+
 @found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
 class WritesAnIndexAtTimes(DiskStore):
     """Every hundredth put takes as long as there are values."""
