@@ -222,10 +222,18 @@ class DrafterSuite(DrafterChoice):
 
     @pytest.mark.law("8")
     def test_a_step_takes_memory_for_its_rows_alone(self) -> None:
-        """Compare the steps of one row among few slots and ids with those among many: an upper bound of copies."""
+        """Compare the steps of one row among few slots and ids with those among many: an upper bound of copies.
 
-        def peak(slots: int, vocab_size: int) -> int:
-            drafter = self.subject().new(slots, 4, vocab_size=vocab_size, max_model_len=64)
+        A new drafter has no large table of each id in each slot, nor one of pairs of ids.
+        """
+
+        def peaks(slots: int, vocab_size: int) -> tuple[int, int]:
+            tracemalloc.start()
+            try:
+                drafter = self.subject().new(slots, 4, vocab_size=vocab_size, max_model_len=64)
+                new = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
             slot, one = np.zeros(1, np.int32), np.ones(1, np.int32)
             drafter.admit(0, np.array([5, 6, 7, 5, 6], np.int32))
             drafter.propose(slot, 4)
@@ -233,15 +241,19 @@ class DrafterSuite(DrafterChoice):
             try:
                 drafter.extend(slot, np.array([[7, 5]], np.int32), 2 * one)
                 drafter.propose(slot, 4)
-                return tracemalloc.get_traced_memory()[1]
+                return new, tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
 
-        few, many = peak(1, 257), peak(_MANY_SLOTS, _MANY_IDS)
+        peaks(1, 257)  # imports
+        (_, few), (without_ids, _), (new, many) = peaks(1, 257), peaks(_MANY_SLOTS, 257), peaks(_MANY_SLOTS, _MANY_IDS)
         sizes = f"{_MANY_SLOTS} slots and {_MANY_IDS:,} token ids"
         what = f"a step of one row takes {few:,} bytes of memory with one slot, and {many:,} with {sizes}"
         # A draft model has logits of its row, in a few copies.
         require(many < few + 64 * _MANY_IDS, "8", what)
+        what = f"a new drafter takes {new:,} bytes of memory with {sizes}, {without_ids:,} with 257 ids"
+        # A draft model may have logits of each slot.
+        require(new < without_ids + (64 + 8 * _MANY_SLOTS) * _MANY_IDS, "8", what)
 
     @pytest.mark.law("8")
     def test_calls_beyond_sixteen_bits_are_right(self) -> None:

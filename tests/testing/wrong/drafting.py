@@ -255,6 +255,24 @@ class CopiesItsTable(Shortest):
         self._following = following
 
 
+@noticed("test_a_step_takes_memory_for_its_rows_alone")
+class HasATableOfIndices(Shortest):
+    """Has room for the last eight indices of each id in each slot, 1.2 GB for 256 slots and 152,064 ids."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._indices = np.zeros((context.num_slots, context.vocab_size, 8), np.int32)
+
+
+@noticed("test_a_step_takes_memory_for_its_rows_alone")
+class HasATableOfPairs(Shortest):
+    """Counts what follows each id, of all texts."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._counts = np.zeros((context.vocab_size, context.vocab_size), np.uint8)
+
+
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
 class HashesThePrompt(Shortest):
     """As long for each token, but a long prompt keeps all requests waiting for seconds."""
