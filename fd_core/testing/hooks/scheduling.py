@@ -50,6 +50,8 @@ _SIZES: Final = {
     "with_max_tokens": (10, 10, 10, 100_000),
 }
 """Tokens of the prompt of a request and those that it may generate, and those of all others."""
+_LARGE: Final = tuple(4**power for power in range(2, 11))
+"""Tokens in place of the larger ones of `_SIZES`, in the plainest tests: a policy may have a limit anywhere."""
 
 
 class SchedulingPolicySuite:
@@ -99,6 +101,10 @@ class SchedulingPolicySuite:
             lacks(self.favours_small)
         for priority, days in _PAST.items() if not past[0] else ((0, 0),):
             self._check_admission(priority, days, aborted, sizes, tenants, past, preempted=preempted)
+        for large in _LARGE if not past[0] and not aborted and max(sizes) > 10 else ():
+            prompt, output, of_others, output_of_others = (10 if size == 10 else large for size in sizes)
+            each = prompt, output, of_others, output_of_others
+            self._check_admission(0, 0, 0, each, tenants, past, preempted=preempted)
 
     def _check_admission(
         self,

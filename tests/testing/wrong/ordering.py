@@ -38,6 +38,20 @@ class ShortestOutputFirst(Fcfs):
         return (request.arrival + request.max_new_tokens // 64, request.arrival)
 
 
+class ServesLongPromptsLast(Fcfs):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (int(request.num_tokens > 8192), request.arrival)
+
+
+class ServesShortOutputsLast(Fcfs):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (int(request.max_new_tokens < 200_000), request.arrival)
+
+
 class FavoursOneTenant(FairShare):
     noticed_by = "test_request_is_admitted_while_others_keep_arriving"
 
