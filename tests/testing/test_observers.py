@@ -1,5 +1,6 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
+import itertools
 import json
 import logging
 import os
@@ -80,9 +81,10 @@ def test_an_observer_may_open_files_now_and_then(monkeypatch):
     suite.test_memory_does_not_grow_with_steps(restarts=False)
 
 
-def test_an_observer_that_writes_all_steps_passes():
+@pytest.mark.parametrize("name", ["WritesTheRestOfAPage", "NamesItsFilesByTime"])
+def test_an_observer_that_writes_all_steps_passes(name):
     suite = ObserverSuite()
-    suite.observer_class = lambda: WritesTheRestOfAPage
+    suite.observer_class = lambda: globals()[name]
     suite.test_what_it_writes_has_all_requests_and_tokens()
 
 
@@ -355,6 +357,30 @@ class WritesOneFile(WritesTheRestOfAPage):
         self.file.close()
 
 
+class NumbersItsFiles(Counts):
+    """The first file of a process replaces that of another one with its id, as in a container that restarts."""
+
+    numbers = itertools.count()
+
+    def __init__(self):
+        path = Path(gettempdir(), f"observed-{os.getpid()}-{next(self.numbers)}")
+        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")
+
+    def observe(self, step):
+        self.file.writelines(f"{request.request_id}\n" for request in step.requests)
+
+    def close(self):
+        self.file.close()
+
+
+class NamesItsFilesByTime(NumbersItsFiles):
+    """Intact: the name also has the second at which the process began."""
+
+    def __init__(self):
+        number = f"{time.time():.0f}-{next(self.numbers)}"
+        self.file = Path(gettempdir(), f"observed-{os.getpid()}-{number}").open("w")  # noqa: SIM115
+
+
 class WritesTokensForAll(Counts):
     """A file that other users of the machine may read: its ids of tokens are the texts of answers."""
 
@@ -529,6 +555,7 @@ class PrintsTheLastStep(Counts):
         (LeavesAFile, "test_closing_releases_threads_and_files"),
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
         (WritesOneFile, "test_what_it_writes_has_all_requests_and_tokens"),
+        (NumbersItsFiles, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesAFirst, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesTheFirstRequest, "test_what_it_writes_has_all_requests_and_tokens"),
         (WritesEachStepToItsFile, "test_what_it_writes_has_all_requests_and_tokens"),

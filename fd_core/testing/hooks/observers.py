@@ -25,7 +25,7 @@ from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import OBSERVED, check_observer, clock_set_by, steps_of
-from fd_core.testing.hooks.purity import require_freed
+from fd_core.testing.hooks.purity import imported_again, require_freed
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
@@ -104,11 +104,14 @@ class ObserverSuite:
         """Look in its files after `close` for what it writes all of: ids of requests, or of tokens.
 
         Those of steps with one token show what that is. Other steps have as many tokens, but several requests, drafts,
-        gaps and a restart of the engine.
+        gaps and a restart of the engine. Observers of two engines run at the same time, or in turn.
         """
         plain, mixed, *two = ([*_recorded(by, mixed=by == "two")] for by in ("one", "two", "three", "four"))
         written, kinds = self._written(plain), list[int]()
-        others = [(at_once, self._written(*at_once)) for at_once in ([mixed], two)]
+        others = [
+            (recorded, in_turn, self._written(*recorded, in_turn=in_turn))
+            for recorded, in_turn in (([mixed], False), (two, False), (two, True))
+        ]
         for kind, what in enumerate(("requests", "tokens")):
             ids = _ids(plain)[kind]
             if not all(_is_in(written, each) for each in ids[: _RECORDED // 4]):
@@ -121,31 +124,37 @@ class ObserverSuite:
         if not kinds:
             lacks("it writes no file that has the id of each request or token")
         self.complete.require()
-        for at_once, written in others:
+        for recorded, in_turn, written in others:
             for kind in kinds:
-                ids = [each for steps in at_once for each in _ids(steps)[kind]]
+                ids = [each for steps in recorded for each in _ids(steps)[kind]]
                 lost = [each for each in ids if not _is_in(written, each)]
                 # Buffers of a file that both append to may cut lines.
-                assert len(lost) <= (len(ids) // 8 if len(at_once) > 1 else 0), (
-                    f"{len(at_once)} observers, of as many engines: after steps of several requests and tokens, and a "
-                    f"restart, or both at once, files lack {len(lost)} of {len(ids)} ids, such as {lost[0]!r}; write "
-                    "all requests and tokens of a step, and append, or use another file for each observer"
+                assert len(lost) <= (len(ids) // 8 if len(recorded) > 1 and not in_turn else 0), (
+                    f"{len(recorded)} observers, of as many engines {'in turn' if in_turn else 'at once'}: after steps "
+                    f"of several requests and tokens, and a restart, files lack {len(lost)} of {len(ids)} ids, such as "
+                    f"{lost[0]!r}; write all requests and tokens of a step, and append, or use another file for each "
+                    "observer, also of a later process with the same id"
                 )
 
-    def _written(self, *recorded: list[SampledStep]) -> bytes:
-        """Return what observers write at the same time, each about its steps.
+    def _written(self, *recorded: list[SampledStep], in_turn: bool = False) -> bytes:
+        """Return what observers write at the same time, each about its steps, or in processes after each other.
 
-        Other users of the machine may open no file with the ids of tokens, which are the text of an answer, and no log
-        shows them.
+        The later process has the same id, as in a container that restarts, and begins an hour later. Other users of the
+        machine may open no file with the ids of tokens, which are the text of an answer, and no log shows them.
         """
         tokens = [each.encode() for steps in recorded for each in _ids(steps)[1]]
         with created_paths() as files, _hidden(recorded[0][0]), kept_out_of_logs(*tokens):
-            observers = [self.new_observer() for _ in recorded]
-            for steps in zip(*recorded, strict=True):
-                for observer, step in zip(observers, steps, strict=True):
-                    observer.observe(step)
-            for observer in observers:
-                observer.close()
+            observers = list[Observer]()
+            for hours, together in enumerate([[each] for each in recorded] if in_turn else [recorded]):
+                cls = imported_again(self.observer_class()) if in_turn else self.observer_class()
+                with mock.patch.object(self, "observer_class", lambda cls=cls: cls), clock_set_by([3600 * hours]):
+                    new = [self.new_observer() for _ in together]
+                    for steps in zip(*together, strict=True):
+                        for observer, step in zip(new, steps, strict=True):
+                            observer.observe(step)
+                    for observer in new:
+                        observer.close()
+                observers += new  # files may be gone with them
         return b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)
 
     @pytest.mark.law("8")

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import cache
+from importlib.util import module_from_spec
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -293,6 +295,30 @@ def count_from(thing: object, before: Mapping[str, float], start: int) -> None:
                 owner[name] = of(new)
             if counts_of(thing).get(path, (owner, name, new))[2] != new:
                 owner[name] = of(value)
+
+
+def imported_again(cls: Any) -> Any:
+    """Return a class from new instances of its modules, as another process has them.
+
+    Returns the class itself if its modules cannot be imported again, and of fd_core only the one of the class.
+    """
+    name = cls.__module__
+    package = name if name.startswith("fd_core.") else name.rpartition(".")[0] or name
+    own = {each: found for each, found in sys.modules.items() if f"{each}.".startswith(f"{package}.")}
+    try:
+        spec = sys.modules[name].__spec__
+        assert spec is not None and spec.loader is not None
+        for each in own:
+            del sys.modules[each]
+        sys.modules[name] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return attrgetter(cls.__qualname__)(module)
+    except Exception:  # noqa: BLE001 -- a plugin may raise anything
+        return cls
+    finally:
+        for each in [each for each in sys.modules if f"{each}.".startswith(f"{package}.")]:
+            del sys.modules[each]
+        sys.modules.update(own)
 
 
 def require_freed(make: Callable[[], object], rule: str = "3.6") -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import module_from_spec
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
+from fd_core.testing.hooks.purity import imported_again
 from fd_core.testing.kit.law import InvariantViolated, broken, require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments, ToolSchemas
@@ -103,27 +101,8 @@ class ParserTarget:
         return {"distribution": str(installed_plugins().offered(self.kind)[self.name].origin)}
 
     def alone(self) -> ParserTarget:
-        """Return the parser from new instances of its modules, which have read no text.
-
-        Returns the parser itself if its modules cannot be imported again, and of fd_core only the one of the class.
-        """
-        name = self.cls.__module__
-        package = name if name.startswith("fd_core.") else name.rpartition(".")[0] or name
-        own = {each: found for each, found in sys.modules.items() if f"{each}.".startswith(f"{package}.")}
-        try:
-            spec = sys.modules[name].__spec__
-            assert spec is not None and spec.loader is not None
-            for each in own:
-                del sys.modules[each]
-            sys.modules[name] = module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return replace(self, cls=attrgetter(self.cls.__qualname__)(module))
-        except Exception:  # noqa: BLE001 -- a plugin may raise anything
-            return self
-        finally:
-            for each in [each for each in sys.modules if f"{each}.".startswith(f"{package}.")]:
-                del sys.modules[each]
-            sys.modules.update(own)
+        """Return the parser from new instances of its modules, which have read no text."""
+        return replace(self, cls=imported_again(self.cls))
 
     @property
     def markers(self) -> tuple[str, ...]:
