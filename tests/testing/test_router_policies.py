@@ -655,6 +655,15 @@ class HashesWholePrompts(RouterPolicy):
         return max(context.candidates, key=lambda each: zlib.crc32(self.key(context) + each.worker.url.encode()))
 
 
+class HashesToAWorkerWithRoom(HashesWholePrompts):
+    """Sessions move while loads change."""
+
+    def choose(self, context):
+        most = 1 + context.candidates.requests.mean()
+        seen = [each for each in context.candidates if each.load.requests < most]
+        return max(seen, key=lambda each: zlib.crc32(self.key(context) + each.worker.url.encode()))
+
+
 class HashesTheLastBlock(HashesWholePrompts):
     def key(self, context):
         return context.tokens[-self.config.cache_block_size :].tobytes()
@@ -677,6 +686,7 @@ LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
 NAMES = "test_long_names_that_differ_in_one_character_spread_like_short_ones"
 PREFIX = "test_a_cached_prefix_counts_but_does_not_outweigh_every_load"
 SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten"
+GROW = "test_most_conversations_stay_when_their_prompts_grow"
 STAY = "test_most_sessions_stay_when_another_worker_joins_or_leaves"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
@@ -722,8 +732,8 @@ def without_shrinking(monkeypatch):
         (ForgetsTheFirstSession, SESSIONS, ()),
         (NumbersSessions, STAY, (True,)),
         (NumbersPrompts, STAY, (False,)),
-        *[(wrong, STAY, (False,)) for wrong in (HashesWholePrompts, HashesTheLastBlock)],
-        (HashesTheLength, STAY, (True,)),
+        *[(wrong, GROW, (False,)) for wrong in (HashesWholePrompts, HashesTheLastBlock, HashesToAWorkerWithRoom)],
+        (HashesTheLength, GROW, (True,)),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),

@@ -229,31 +229,58 @@ class RouterPolicySuite:
     def test_most_sessions_stay_when_another_worker_joins_or_leaves(self, named: bool) -> None:
         """Let prompts, with or without the name of their session, return while loads change.
 
-        After a request that equals the first one, each is longer, as those of a conversation. A session that moves
-        leaves its KV behind: if nearly all move, the workers compute all conversations again.
+        A session that moves leaves its KV behind: if nearly all move, the workers compute all conversations again.
         """
         policy, homes, moved = self.new_policy(), dict[int, RouterWorker](), list[int]()
-        for turn, there in enumerate((range(8), range(8), range(8), range(9), range(1, 9))):
-            before, blocks = homes.copy(), _CONVERSATION + max(0, turn - 1)
+        for turn, there in enumerate((range(8), range(8), range(9), range(1, 9))):
+            before = homes.copy()
             for number in range(_RETURNING):
                 loads = [
                     WorkerLoad(*(load, load, 97 * load)) for load in ((3 * at + number + turn) % 4 for at in there)
                 ]
                 shown = [(_worker(at, at), load, 0) for at, load in zip(there, loads, strict=True)]
                 draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}" if named else None
-                tokens, keys = self._prompt(number, policy.uses_prefix, blocks)
-                context = replace_fields(self.shown(shown, draw, name, now=float(turn)), tokens=tokens, keys=keys)
-                homes[number] = policy.choose(context).worker
+                homes[number] = policy.choose(self.shown(shown, draw, name, prompt=number, now=float(turn))).worker
             moved.append(sum(before[at] != homes[at] and before[at].incarnation in there for at in before))
             if turn == 1 and 4 * moved[1] > _RETURNING:
                 lacks("sessions do not stay while loads change")
-            if turn == 3:
+            if turn == 2:
                 policy.departed(_worker(0, 0))
-        assert 4 * moved[2] <= _RETURNING, (
-            f"{moved[2]} of {_RETURNING} conversations move when their prompts grow; use the beginning of a prompt"
-        )
-        what = f"of {_RETURNING} sessions, {moved[3]} move when a worker joins 8 others, {moved[4]} when one leaves"
+        what = f"of {_RETURNING} sessions, {moved[2]} move when a worker joins 8 others, {moved[3]} when one leaves"
         assert 2 * max(moved) <= _RETURNING, f"{what}; remember sessions, or use rendezvous or consistent hashing"
+
+    @pytest.mark.law("7.2")
+    @pytest.mark.parametrize("named", [True, False])
+    def test_most_conversations_stay_when_their_prompts_grow(self, named: bool) -> None:
+        """Let prompts return to idle workers, with or without the name of their session: equal ones, then longer ones.
+
+        Each turn of a conversation begins with all turns before, which another worker would compute again.
+        """
+        policy, homes = self.new_policy(), list[list[RouterWorker]]()
+        shown = self.shown([(_worker(at, at), IDLE, 0) for at in range(8)])
+        for turn in range(4):
+            prompts = [
+                self._prompt(number, policy.uses_prefix, _CONVERSATION + max(0, turn - 1))
+                for number in range(_RETURNING)
+            ]
+            contexts = [
+                replace_fields(
+                    shown,
+                    tokens=tokens,
+                    keys=keys,
+                    session=f"session {number}" if named else None,
+                    random=(37 * number + 11 * turn) % 64 / 64,
+                    now=float(turn),
+                )
+                for number, (tokens, keys) in enumerate(prompts)
+            ]
+            homes.append([policy.choose(context).worker for context in contexts])
+        moved = [sum(map(RouterWorker.__ne__, before, after)) for before, after in itertools.pairwise(homes)]
+        if 4 * moved[0] > _RETURNING:
+            lacks("equal prompts do not return to their workers")
+        assert 4 * max(moved) <= _RETURNING, (
+            f"{max(moved)} of {_RETURNING} conversations move when their prompts grow; use the beginning of a prompt"
+        )
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
