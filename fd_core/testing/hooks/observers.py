@@ -107,11 +107,9 @@ class ObserverSuite:
         gaps and a restart of the engine. Observers of two engines run at the same time, or in turn.
         """
         plain, mixed, *two = ([*_recorded(by, mixed=by == "two")] for by in ("one", "two", "three", "four"))
-        written, kinds = self._written(plain), list[int]()
-        others = [
-            (recorded, in_turn, self._written(*recorded, in_turn=in_turn))
-            for recorded, in_turn in (([mixed], False), (two, False), (two, True))
-        ]
+        tokens = (each.encode() for steps in (plain, mixed) for each in _ids(steps)[1])
+        with kept_out_of_logs(*tokens):  # they are the text of an answer
+            written, kinds, _ = self._written(plain), list[int](), self._written(mixed)
         for kind, what in enumerate(("requests", "tokens")):
             ids = _ids(plain)[kind]
             if not all(_is_in(written, each) for each in ids[: _RECORDED // 4]):
@@ -124,7 +122,8 @@ class ObserverSuite:
         if not kinds:
             lacks("it writes no file that has the id of each request or token")
         self.complete.require()
-        for recorded, in_turn, written in others:
+        for recorded, in_turn in (([mixed], False), (two, False), (two, True)):
+            written = self._written(*recorded, in_turn=in_turn)
             for kind in kinds:
                 ids = [each for steps in recorded for each in _ids(steps)[kind]]
                 lost = [each for each in ids if not _is_in(written, each)]
@@ -140,10 +139,9 @@ class ObserverSuite:
         """Return what observers write at the same time, each about its steps, or in processes after each other.
 
         The later process has the same id, as in a container that restarts, and begins an hour later. Other users of the
-        machine may open no file with the ids of tokens, which are the text of an answer, and no log shows them.
+        machine may open no file with the ids of tokens, which are the text of an answer.
         """
-        tokens = [each.encode() for steps in recorded for each in _ids(steps)[1]]
-        with created_paths() as files, _hidden(recorded[0][0]), kept_out_of_logs(*tokens):
+        with created_paths() as files, _hidden(recorded[0][0]):
             observers = list[Observer]()
             for hours, together in enumerate([[each] for each in recorded] if in_turn else [recorded]):
                 cls = imported_again(self.observer_class()) if in_turn else self.observer_class()
