@@ -39,7 +39,13 @@ _AXES: Final = (
     Axis(
         "context",
         (9, 1, 129, 601, 1030, 4097),
-        rare=({"context": 32_769, "heads": 16}, {"context": 131_073, "latent": 8, "rotated": 2, "block_size": 64}),
+        rare=(
+            {"context": 32_769, "heads": 16},
+            *(
+                {"context": 131_073, "latent": 8, "rotated": 2, "block_size": 64, **rows}
+                for rows in ({}, {"chunk": 17}, {"decodes": 0, "chunk": 17}, {"drafts": 3})
+            ),
+        ),
     ),
     Axis("heads", (3, 1, 2, 16, 40, 128), rare=({"heads": 128, "latent": 512, "rotated": 64, "key": 128},)),
     Axis("latent", (24, 8, 17, 64, 512), ("Heads.latent", "KVShape.latent", "Latent.norm")),

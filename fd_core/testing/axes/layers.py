@@ -45,7 +45,10 @@ AXES: Final = (
         "context",
         (9, 1, *around(128), 1025, 4097, 16_385, 32_769),
         ("StepInput.context_len", "StepInput.max_context"),
-        ({"context": 131_073, "kv_heads": 1, "group": 1, "head_dim": 8},),
+        tuple(
+            {"context": 131_073, "kv_heads": 1, "group": 1, "head_dim": 8, **rows}
+            for rows in ({}, {"chunk": 17}, {"decodes": 0, "chunk": 129}, {"drafts": 3})
+        ),
     ),
     Axis("shared_blocks", (0, 1, 20)),
     Axis("uniform", (False, True), ("StepInput.uniform",)),

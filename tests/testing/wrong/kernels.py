@@ -373,6 +373,37 @@ class LosesTheLastSplitOfLatents(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, context_len=whole.astype(np.int32)))
 
 
+class NumbersPositionsOfSomeRowsInSixteenBits(NumpyOps):
+    """The kernel for steps of other numbers of tokens is right."""
+
+    latent, of_most = False, range(0)
+
+    def paged_attention(self, q, layer, heads, step):
+        if step.max_query in self.of_most and bool(heads.latent) == self.latent:
+            step = replace(step, context_len=np.minimum(step.context_len, 2**16))
+        return super().paged_attention(q, layer, heads, step)
+
+
+@shown_by("layer", context=131_073)
+class NumbersPositionsOfChunksInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
+    of_most = range(17, 1 << 16)
+
+
+@shown_by("layer", context=131_073)
+class NumbersPositionsOfDraftsInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
+    of_most = range(2, 17)
+
+
+@shown_by("latent", context=131_073)
+class NumbersPositionsOfLatentChunksInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
+    latent, of_most = True, range(17, 1 << 16)
+
+
+@shown_by("latent", context=131_073)
+class NumbersPositionsOfLatentDraftsInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
+    latent, of_most = True, range(2, 17)
+
+
 @shown_by("latent", context=131_073)
 class NumbersLatentsInSixteenBits(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
