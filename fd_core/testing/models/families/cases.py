@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -39,7 +40,9 @@ from fd_core.testing.models.families.target import LONGEST, FamilyTarget, find_f
 from fd_core.testing.models.paged import PagedDriver
 
 _ERROR: Final = 1e-4
-"""Maximum error of a logit in float32."""
+"""Maximum error of a logit in float32, where the reference itself is exact."""
+_NUDGES: Final = 10
+"""Allowed error in changes of the reference's logits when each weight moves to a number beside it."""
 _SPREAD: Final = 0.1
 """Standard deviation above which logits differ enough."""
 _SHAPES: Final[Sequence[dict[str, int]]] = (
@@ -681,11 +684,15 @@ def _compare(target: FamilyTarget, driver: PagedDriver, reference: Logits | None
     for row in driver.rows:
         expected = reference(row.tokens[:-1])
         assert expected.std() > _SPREAD, "the logits are too small to compare"
-        error = np.abs(np.stack(row.logits) - expected)
-        position = int(error.max(axis=1).argmax())
-        assert error.max() <= _ERROR, (
+        error = np.abs(np.stack(row.logits) - expected).max(axis=1)
+        allowed = np.full_like(error, _ERROR)
+        if error.max() > _ERROR and "nudged" in inspect.signature(reference).parameters:
+            # Norms of small vectors enlarge what is rounded before, in the reference as well.
+            allowed += _NUDGES * np.abs(reference(row.tokens[:-1], nudged=True) - expected).max(axis=1)
+        position = int((error - allowed).argmax())
+        assert error[position] <= allowed[position], (
             f"a prompt of {row.prompt_len} tokens (seed {target.seed}): the logits at position {position} are off by "
-            f"{error.max():.3g}, the first wrong position is {int((error.max(axis=1) > _ERROR).argmax())}"
+            f"{error[position]:.3g}, the first wrong position is {int((error > allowed).argmax())}"
         )
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(len(row.generated)), row.generated]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,8 @@ from fd_core.testing.models.checkpoints import SIZES, write_config
 Logits = Callable[..., Floats]
 """Returns the logits of each token, float32[tokens, V]; of a model without an output projection the states.
 
-Takes the tokens, and the pixels uint8[h, w, 3] of each image, if there are any.
+Takes the tokens, and the pixels uint8[h, w, 3] of each image, if there are any; and, of `transformers`, whether to move
+each weight to a number beside it, which shows how much rounding changes.
 """
 Classes = Callable[[Sequence[int]], tuple[Floats, Floats]]
 """Returns the last states of tokens, float32[tokens, H], and the logits of the classes of their text."""
@@ -127,7 +129,10 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
     if family.processor_settings:
         (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_settings))
 
-    def logits(tokens: Sequence[int], images: Sequence[Pixels] = ()) -> Floats:
+    def logits(tokens: Sequence[int], images: Sequence[Pixels] = (), *, nudged: bool = False) -> Floats:
+        if nudged:
+            with _nudged(model):
+                return logits(tokens, images)
         inputs = {}
         if images:
             processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -147,6 +152,24 @@ def write_reference(family: Family, fields: Mapping[str, Any], folder: Path, see
         return found
 
     return logits
+
+
+@contextmanager
+def _nudged(model: Any) -> Iterator[None]:
+    """Move each weight of a model to the next number above or below it."""
+    import torch
+
+    draws, weights = torch.Generator().manual_seed(0), [*model.parameters()]
+    before = [each.detach().clone() for each in weights]
+    try:
+        with torch.no_grad():
+            for each in weights:
+                each.mul_(1 + torch.finfo(each.dtype).eps * (2 * torch.randint(0, 2, each.shape, generator=draws) - 1))
+        yield
+    finally:
+        with torch.no_grad():
+            for each, kept in zip(weights, before, strict=True):
+                each.copy_(kept)
 
 
 def _halved(parameters: Mapping[str, Any]) -> dict[str, Any]:
