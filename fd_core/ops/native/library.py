@@ -169,6 +169,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_void_p, c_int, c_int, *_NORM, POINTER(AttentionShape), *(c_void_p,) * 2, c_int, c_void_p, c_int, c_int),
     ),
     "fd_add_recur": (c_int, (c_void_p, POINTER(RecurrentShape), c_void_p, c_int, c_int, c_int)),
+    "fd_add_activate": (c_int, (c_void_p, c_int, c_int, c_int, c_int)),
     "fd_add_gate_heads": (c_int, (c_void_p, c_int, c_int, c_int, c_int)),
     "fd_add_gather": (c_int, (c_void_p, c_void_p, _STARTS, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, _STARTS, c_int, *_LORA)),

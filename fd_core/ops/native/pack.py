@@ -275,6 +275,14 @@ class NativeOps(NumpyOps):
         """Multiply by interleaved gate and up, and combine them."""
         return self._product(x, weight, activation)
 
+    def activate(self, x: Array, activation: PlainActivation) -> Array:
+        width = x.width if isinstance(x, ProgramSymbol) else math.prod(x.shape[1:])
+        with self._call(x) as call:
+            source = call.input(x, width, self.runtime.wide)
+            buffer, y = call.output(x, width, self.runtime.wide)
+            call.add("activate", source, _ACTIVATIONS[activation], width, buffer)
+        return y if isinstance(y, ProgramSymbol) else y.reshape(x.shape)
+
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
         """Add part by part; the fusions that models call do it in their kernels."""
         _refuse_symbols("lora", x)

@@ -506,6 +506,12 @@ int fd_add_norm(void* program, int in, const float* norm, float eps, const float
     return add(program, [&](auto) -> Operation* { return new StreamNorm(in, out, width, {norm, eps}, bias); });
 }
 
+int fd_add_activate(void* program, int in, int activation, int width, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        return new Activate<decltype(e)>(in, Activation(activation), width, out);
+    });
+}
+
 /// `activation` is one of Activation, which multiplies up in a gated linear; without one, those are two columns.
 int fd_add_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
                   const void* lora, int out) {

@@ -114,6 +114,23 @@ struct StreamNorm : Operation {
     }
 };
 
+/// out = an activation of each element of `in`.
+template <class E>
+struct Activate : Operation {
+    int in, width, out;
+    Activation kind;
+    Activate(int in, Activation kind, int width, int out) : in(in), width(width), out(out), kind(kind) {}
+    const char* name() const override { return "activate"; }
+    void run(const Context& context) override {
+        const Range r = context.share(context.step.tokens);
+        for (int i = r.begin; i < r.end; i++) {
+            const E* x = context.row<E>(in, i);
+            E* y = context.row<E>(out, i);
+            for (int j = 0; j < width; j += kLanes) vstore(y + j, activate(vload(x + j), kind));  // 0 stays padding
+        }
+    }
+};
+
 /// Rows of which each rank holds some columns. Each number is computed by one rank, as one rank alone computes it: the
 /// number of ranks changes no bit.
 struct RankColumns {
