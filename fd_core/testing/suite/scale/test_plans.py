@@ -29,6 +29,8 @@ PREFIX = [(11 * place) % 241 for place in range(80)]
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
 _SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
 """Weights of plans with all kinds of rows, only decodes, prompts token by token, few large chunks, one row or none."""
+_ALONE: Final = 5
+"""Of 16 plans, one that computes no row."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,9 @@ class RandomPlans:
 
     def _submit(self) -> None:
         mode = str(self._rng.choice(_MODES, p=_SHARES))
-        revoked = self._revoke()
+        if self._step % 16 == _ALONE:  # accepted drafts decide how long there is something to revoke
+            mode = "nothing"
+        revoked = self._revoke(some=mode == "nothing")
         admissions = self._admit()
         rows = [] if mode == "nothing" else self._rows(mode)
         occupancies, columns, grants = [], [], []
@@ -154,10 +158,12 @@ class RandomPlans:
         self._flying.append((plan, occupancies))
         self._device.submit(plan)
 
-    def _revoke(self) -> list[_Occupancy]:
-        """Revoke slots: often none, sometimes one, rarely all."""
+    def _revoke(self, *, some: bool) -> list[_Occupancy]:
+        """Revoke slots: often none, unless there must be `some`, sometimes one, rarely all."""
         share = self._rng.choice([0.0, 0.03, 1.0], p=[0.6, 0.385, 0.015])
         chosen = [occupancy for occupancy in self._stays.values() if self._rng.random() < share]
+        if some and not chosen:
+            chosen = [*self._stays.values()][:1]
         for occupancy in chosen:
             del self._stays[occupancy.slot]
             self._draining[occupancy.slot] = occupancy
