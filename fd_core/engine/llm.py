@@ -6,7 +6,7 @@ import abc
 import operator
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,7 +276,7 @@ class RequestMaker(abc.ABC):
 
     async def _embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         dimensions: int | None,
         adapter: str | Sequence[str | None] | None,
         prompt_name: str | None,
@@ -289,14 +289,14 @@ class RequestMaker(abc.ABC):
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
     async def _classify(
-        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None
+        self, prompts: Prompt | Iterable[Prompt], adapter: str | Sequence[str | None] | None
     ) -> npt.NDArray[np.float32]:
         classifier = require_classifier(self.info.vectors, of_tokens=False)
         pooling = Pooling(classifier.pooling)
         found = [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, adapter, pooling)]
         return np.array(found, np.float32).reshape(len(found), len(classifier.labels))
 
-    async def _classify_tokens(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+    async def _classify_tokens(self, prompts: Prompt | Iterable[Prompt]) -> list[npt.NDArray[np.float32]]:
         classifier = require_classifier(self.info.vectors, of_tokens=True)
         return [probabilities_of(pooled, classifier) for pooled in await self._pooled(prompts, None, Pooling("all"))]
 
@@ -326,7 +326,7 @@ class RequestMaker(abc.ABC):
 
     async def _pooled(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         adapter: str | Sequence[str | None] | None,
         pooling: Pooling | None = None,
     ) -> list[bytes]:
@@ -411,7 +411,7 @@ class LLM(RequestMaker):
 
     def generate(
         self,
-        prompts: Prompt | ImagePrompt | Sequence[Prompt | ImagePrompt | PromptText],
+        prompts: Prompt | ImagePrompt | Iterable[Prompt | ImagePrompt | PromptText],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -443,7 +443,7 @@ class LLM(RequestMaker):
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -507,7 +507,7 @@ class LLM(RequestMaker):
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         *,
         dimensions: int | None = None,
         adapter: str | Sequence[str | None] | None = None,
@@ -522,7 +522,7 @@ class LLM(RequestMaker):
         return _finished(self._embed(prompts, dimensions, adapter, prompt_name))
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
+        self, prompts: Prompt | Iterable[Prompt], *, adapter: str | Sequence[str | None] | None = None
     ) -> npt.NDArray[np.float32]:
         """Return the probability of each class for each prompt, text or token ids: float32[n, classes].
 
@@ -531,7 +531,7 @@ class LLM(RequestMaker):
         """
         return _finished(self._classify(prompts, adapter))
 
-    def classify_tokens(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float32]]:
+    def classify_tokens(self, prompts: Prompt | Iterable[Prompt]) -> list[npt.NDArray[np.float32]]:
         """Return the probability of each class for each token of each prompt, float32[tokens, classes].
 
         Raises `BadRequest` for a checkpoint that does not classify tokens.

@@ -72,9 +72,9 @@ def test_iterators_of_prompts_are_completed_like_lists(llm: LLM) -> None:
     expected = [each.text for each in llm.generate(["user: a\n", "user: b\n"], SHORT)]
     prompts = (f"user: {name}\n" for name in "ab")
     chats = ([{"role": "user", "content": name}] for name in "ab")
-    assert [each.text for each in llm.generate(prompts, SHORT)] == expected  # type: ignore[arg-type]
-    assert [each.text for each in llm.chat(chats, SHORT, chat_template=TEMPLATE)] == expected  # type: ignore[arg-type]
-    assert len(llm.embed(iter(["a", "b"]))) == 2  # type: ignore[arg-type]
+    assert [each.text for each in llm.generate(prompts, SHORT)] == expected
+    assert [each.text for each in llm.chat(chats, SHORT, chat_template=TEMPLATE)] == expected
+    assert len(llm.embed(iter(["a", "b"]))) == 2
     with pytest.raises(BadRequest, match="expected text or token ids, got bytes"):
         llm.generate(b"a", SHORT)
 
