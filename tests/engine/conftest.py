@@ -1,10 +1,22 @@
-"""Fixtures for engines whose KV leaves the process."""
+"""Fixtures for engines with injected faults, and for those whose KV leaves the process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from fd_core.plugins import installed_plugins
+from tests.engine.faults import Faults
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    faults = Faults(tmp_path, monkeypatch)
+    yield faults
+    faults.release(99)  # threads that hold
+    installed_plugins.cache_clear()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Null backend with injected faults, for engines in separate processes.
+"""Backends with injected faults, for engines in separate processes.
 
 It is installed like a plugin, through a folder on the path; an environment variable selects the fault, because child
 processes inherit it.
@@ -6,6 +6,7 @@ processes inherit it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -15,7 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.backends.null import NullBackend, NullModel
+from fd_core.backends.cpu import ReferenceBackend
+from fd_core.backends.null import NullBackend
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry, hookimpl
 from fd_core.ops.contract import KVCache, StepInput
 from fd_core.plugins import installed_plugins
@@ -29,7 +31,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Fault in a step that computes a position from `position` on, or `token` at exactly that position."""
 
     hows: list[str]
-    """Kinds, used one after the other: `kill`, `exit`, `raise`, `stall`; `load` fails the second load of the model."""
+    """Kinds, used one after the other: `kill`, `exit`, `raise`, `hold`; `load` fails the second load of the model.
+
+    `hold` suspends the step until the test releases it; a hold that is never released is a stall.
+    """
     folder: str
     """File that counts strikes over all epochs."""
     position: int = 0
@@ -56,49 +61,65 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 os._exit(3)
-            case "stall":
-                time.sleep(60)
+            case "hold":
+                self._hold(done)
+                return
         raise ArithmeticError("the device is on fire")
 
-
-class FaultyModel(NullModel):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__()
-        self._fault = fault
-        self._steps = -2
-        """Steps since the two of the warm-up."""
-
-    def forward(self, step: StepInput, cache: KVCache) -> Any:
-        self._steps += 1
-        if self._steps > 0 and self._fault.strikes(step):
-            self._fault.happen()
-        return super().forward(step, cache)
+    def _hold(self, strike: int) -> None:
+        released, ends = _released(Path(self.folder)), time.monotonic() + 60
+        while released.stat().st_size <= strike:
+            if time.monotonic() > ends:
+                raise TimeoutError("the test released no step for 60 s")
+            time.sleep(0.005)
 
 
-class FaultyBackend(NullBackend):
-    name = "faulty"
+def _released(marks: Path) -> Path:
+    """File with a byte for each released strike."""
+    return marks.with_name("released")
 
-    def load_model(self, path: Any, ops: Any, progress: Any) -> NullModel:
+
+class _Faulty:
+    def load_model(self, path: Any, ops: Any, progress: Any) -> Any:
         fault = msgspec.json.decode(os.environ[_VARIABLE], type=Fault)
+        model: Any = super().load_model(path, ops, progress)  # type: ignore[misc]
         if fault.hows == ["load"]:
             if fault.count == 0:
                 Path(fault.folder, "loaded").touch()
-                return NullModel()
+                return model
             raise ArithmeticError("the model is gone")
-        return FaultyModel(fault)
+        forward, steps = model.forward, itertools.count(-1)  # since the two steps of the warm-up
+
+        def faulty(step: StepInput, cache: KVCache) -> Any:
+            if next(steps) > 0 and fault.strikes(step):
+                fault.happen()
+            return forward(step, cache)
+
+        model.forward = faulty
+        return model
+
+
+class FaultyBackend(_Faulty, NullBackend):
+    name = "faulty"
+
+
+class FaultyReference(_Faulty, ReferenceBackend):
+    name = "faulty_reference"
 
 
 @hookimpl
 def fd_register_backends() -> list[Entry]:
-    return [Entry("faulty", "tests.engine.faults:FaultyBackend", "fails on purpose")]
+    kinds = (FaultyBackend, FaultyReference)
+    return [Entry(kind.name, f"tests.engine.faults:{kind.__name__}", "fails on purpose") for kind in kinds]
 
 
 class Faults:
-    """Installs the backend for the duration of a test; `arm` selects the fault."""
+    """Installs the backends for the duration of a test; `arm` selects the fault."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._marks = folder / "marks"
         self._marks.mkdir()
+        _released(self._marks).touch()
         self._patch = patch
         info = folder / "fd_faulty-1.0.dist-info"
         info.mkdir()
@@ -111,6 +132,11 @@ class Faults:
     def arm(self, *hows: str, **when: int) -> None:
         fault = Fault(hows=list(hows), folder=str(self._marks), **when)
         self._patch.setenv(_VARIABLE, msgspec.json.encode(fault).decode())
+
+    def release(self, strikes: int = 1) -> None:
+        """Release the next strikes that hold, or will."""
+        with _released(self._marks).open("ab") as file:
+            file.write(b"." * strikes)
 
     @property
     def count(self) -> int:

@@ -50,7 +50,7 @@ async def text(client: EngineClient, index: int) -> list[int]:
     return [token async for delta in client.submit(SPECS[index]) for token in delta.token_ids]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
