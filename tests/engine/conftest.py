@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 
 @pytest.fixture
-def secrets(tmp_path: Path) -> dict[str, str]:
-    """Settings with the files of both secrets."""
+def secrets(tmp_path: Path) -> dict[str, Any]:
+    """Settings with the files of both secrets, and a timeout that a busy machine does not exceed."""
     file = tmp_path / "secret"
     file.write_bytes(b"of sixteen bytes")
     file.chmod(0o600)
-    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
+    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file), "kv_store_timeout": 60.0}

@@ -28,6 +28,7 @@ def null_engine(*, wake: Callable[[], None] = lambda: None, **settings: object) 
         "max_model_len": 400,
         "max_num_batched_tokens": 64,
         "pipeline_depth": 1,
+        "kv_store_timeout": 60.0,  # a quarter of the default ends a lookup while a busy machine runs other processes
     }
     return load_engine(EngineConfig(**(values | settings)), None, progress=lambda *_: None, wake=wake)  # type: ignore[arg-type]
 

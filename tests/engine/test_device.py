@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -113,15 +114,14 @@ def test_malformed_frame_is_rejected(data: bytes) -> None:
 
 
 class _FaultyRunner:
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
 
     def announce(self, plan: StepPlan) -> None:
         pass
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        if self.fault == "stall":
-            time.sleep(0.3)
+        self.go_on.wait(60)
         raise ValueError("the device is on fire")
 
 
@@ -132,20 +132,22 @@ def _empty_plan() -> StepPlan:
 
 @pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
 def test_failed_runner_is_reported_with_reason(kind: type[Device]) -> None:
-    device = kind(_FaultyRunner("fail"))  # type: ignore[call-arg]
+    device = kind(runner := _FaultyRunner())  # type: ignore[call-arg]
+    runner.go_on.set()
     device.submit(_empty_plan())
     with pytest.raises(EngineDead, match="step 0 failed: ValueError: the device is on fire"):
-        device.collect(5.0)
+        device.collect(60.0)
     device.close()
 
 
 @pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
 @pytest.mark.law("1.8")
 def test_stalled_runner_is_detected(kind: type[Device]) -> None:
-    device = kind(_FaultyRunner("stall"))  # type: ignore[call-arg]
+    device = kind(runner := _FaultyRunner())  # type: ignore[call-arg]
     device.submit(_empty_plan())
     with pytest.raises(EngineDead, match=r"did not complete within 0\.05 s"):
         device.collect(0.05)
+    runner.go_on.set()
     device.close()
 
 

@@ -282,7 +282,7 @@ def test_no_admission_in_a_pass_that_preempted() -> None:
 def test_step_timeout_is_an_engine_fault() -> None:
     engine = null_engine(pipeline_depth=2, watchdog_seconds=0.1)
     go_on = threading.Event()
-    engine.probe().runner.execute = lambda _: go_on.wait(5)  # type: ignore[method-assign,assignment,return-value]
+    engine.probe().runner.execute = lambda _: go_on.wait(60)  # type: ignore[method-assign,assignment,return-value]
     engine.submit(greedy("r0", PROMPTS[0], 4))
     try:
         with pytest.raises(EngineDead, match=r"did not complete within 0\.1 s"):

@@ -70,7 +70,7 @@ def held(engine: Engine) -> Any:
     return probe.runner.cache.export_blocks(blocks)
 
 
-def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = None, seconds: float = 20) -> None:
+def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = None, seconds: float = 60) -> None:
     """Step an engine until a condition holds."""
     texts = texts or Texts()
     deadline = time.monotonic() + seconds

@@ -197,7 +197,7 @@ def test_request_holds_no_block_outside_its_windows(model: tuple[Path, LayerGrou
         assert max(held) <= groups.blocks(150, 4) + chunk
 
 
-def wait_until_stored(engine: Engine, seconds: float = 20) -> None:
+def wait_until_stored(engine: Engine, seconds: float = 60) -> None:
     """Wait until the KV of preempted requests is where their return looks for it."""
     deadline = time.monotonic() + seconds
     while (kv := engine.stats().kv) is not None and (kv.open_operations or kv.pending_write_bytes):

@@ -102,7 +102,7 @@ def test_hung_observer_drops_steps_without_blocking(load: Load, monkeypatch: pyt
     monkeypatch.setattr(observing, "_CLOSE_SECONDS", 0.2)
     engine, observer = load()
     free = threading.Event()
-    observer.act = lambda step: free.wait(30)
+    observer.act = lambda step: free.wait(60)
     assert run(engine, SPECS).tokens == golden(SPECS)
     engine.close()
     stats = engine.stats().observer

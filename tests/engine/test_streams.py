@@ -62,7 +62,7 @@ def with_b_held_back() -> tuple[Client, AsyncIterator[Delta], AsyncIterator[Delt
 
 def in_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 5))
+        asyncio.run(asyncio.wait_for(test(), 60))
 
     run.__name__ = test.__name__
     return run

@@ -38,7 +38,7 @@ def same(two: Pair, expected: Texts) -> None:
         assert two.texts.tokens[name] == tokens, name
         assert two.texts.scores[name] == expected.scores[name], name
         assert two.texts.ends[name] == expected.ends[name], name
-    two.until(lambda: at_rest(two), 5)
+    two.until(lambda: at_rest(two))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -112,4 +112,4 @@ def test_embeddings_equal_those_of_single_worker(secret: str) -> None:
         for name, vector in expected.items():
             found = np.frombuffer(two.texts.vectors[name], "<f4")
             assert found == pytest.approx(np.frombuffer(vector, "<f4"), rel=1e-5, abs=1e-5), name
-        two.until(lambda: at_rest(two), 5)
+        two.until(lambda: at_rest(two))

@@ -90,8 +90,8 @@ def test_waiting_reader_is_woken_by_events_and_by_close() -> None:
             await asyncio.sleep(0)
             assert not waiting.done()
             end()
-            await asyncio.wait_for(waiting, 1)
-        await asyncio.wait_for(log.wait(log.read(None)[0], 60), 1)
+            await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(log.wait(log.read(None)[0], 60), 60)
         assert log.closed and not log._waiting
         fresh = KVEventLog(SIZE)
         await fresh.wait(0, 0.01)

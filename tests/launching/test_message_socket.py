@@ -39,7 +39,7 @@ class Pair:
 async def opened() -> AsyncIterator[Pair]:
     pair = Pair()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield pair
     finally:
         pair.close()

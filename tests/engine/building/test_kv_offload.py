@@ -72,9 +72,7 @@ def test_stalled_store_does_not_delay_planning(stalled: str, secret: str, monkey
     engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, kv_store_timeout=2.4, host_kv_memory=1)
     run(engine, [greedy("first", range(100), 3)])
     engine.probe().scheduler.probe().pool.forget_prefixes()
-    deadline = time.monotonic() + 5
-    while not engine.stats().kv.written_blocks and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: engine.stats().kv.written_blocks)
     monkeypatch.setattr(MemoryStore, stalled, stall)
     for spec in PROMPTS:
         engine.submit(spec)
@@ -160,7 +158,7 @@ def test_block_lost_by_store_while_idle_is_saved_on_next_use(secret: str, monkey
     idle, woken = threading.Event(), threading.Event()
 
     def full(self, values, timeout):
-        assert idle.wait(10)
+        assert idle.wait(60)
         raise StoreError(FailureReason.FULL, "no room")
 
     monkeypatch.setattr(MemoryStore, "put", full)
@@ -169,7 +167,7 @@ def test_block_lost_by_store_while_idle_is_saved_on_next_use(secret: str, monkey
     assert not engine.has_work
     woken.clear()
     idle.set()
-    assert woken.wait(5)
+    assert woken.wait(60)
     assert not engine.has_work
     monkeypatch.setattr(MemoryStore, "put", put)
     run(engine, [greedy("again", PROMPTS[0].prompt, 20)])
@@ -177,7 +175,7 @@ def test_block_lost_by_store_while_idle_is_saved_on_next_use(secret: str, monkey
     engine.close()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

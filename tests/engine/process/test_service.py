@@ -18,7 +18,7 @@ class ScriptedInbox:
     def __init__(self, request: Submit, sent: list[EngineMessage]) -> None:
         self._first: list[ClientMessage] = [request]
         self._sent = sent
-        self._until = time.monotonic() + 10
+        self._until = time.monotonic() + 60
 
     def wake(self) -> None:
         raise AssertionError("this engine has no other client")
