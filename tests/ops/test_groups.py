@@ -115,16 +115,19 @@ def test_suspended_machine_does_not_time_out_ranks(monkeypatch: pytest.MonkeyPat
 
 @each_transport
 def test_stalled_rank_is_named_by_all_others(make: Make) -> None:
+    named = threading.Barrier(3, timeout=60)
+
     def work(group: RankGroup) -> str:
         group.all_reduce(of_rank(0, 1))
         if group.parallel.rank == 1:
-            time.sleep(1.5)  # longer than the timeout
+            named.wait()
             return ""
         with pytest.raises(RankExchangeError) as caught:
             group.all_reduce(of_rank(0, 1))
+        named.wait()
         return str(caught.value)
 
-    first, _, last = on_ranks(3, work, 0.5, make)
+    first, _, last = on_ranks(3, work, 1.0, make)
     assert "rank 1 did not respond" in first and "rank 1 did not respond" in last
 
 
@@ -154,16 +157,19 @@ def test_abandoned_group_does_not_wait_for_devices(make: Make) -> None:
 
 @each_transport
 def test_rank_with_hung_device_is_named(make: Make) -> None:
+    named = threading.Barrier(3, timeout=60)
+
     def work(group: RankGroup) -> str:
         group.all_reduce(of_rank(0, 1))
         if group.parallel.rank == 2:
-            time.sleep(2)
+            named.wait()
             return ""
         with pytest.raises(RankExchangeError) as caught:
             group.wait_until(lambda: False)
+        named.wait()
         return str(caught.value)
 
-    first, second, _ = on_ranks(3, work, 0.8, make)
+    first, second, _ = on_ranks(3, work, 1.0, make)
     assert "rank 2 did not respond" in first and "rank 2 did not respond" in second
 
 

@@ -223,6 +223,7 @@ def test_without_trace_no_thread_and_no_file(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.timing
 def test_step_is_written_within_half_a_second(path: Path) -> None:
     engine = null_engine(trace=str(path))
     engine.submit(SPECS[1])

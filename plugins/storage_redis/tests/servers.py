@@ -45,7 +45,7 @@ def free_port() -> int:
             return port
 
 
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until it is so."""
     end = time.monotonic() + seconds
     while not true():
