@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import IO, Final, cast
 
 from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
@@ -18,8 +19,10 @@ _LAST_LINES: Final = 10
 _CHUNK: Final = 1 << 16
 _LONGEST_LINE: Final = 1 << 20
 """Bytes from which on output without an end of a line, such as a progress bar, is a line."""
-_FINAL_MESSAGES_SECONDS: Final = 0.5
-"""Timeout for the last lines of an ended process, in seconds."""
+_FINAL_READS: Final = 16
+"""Reads for the last lines of an ended process. A pipe holds one chunk; children of the process may write more."""
+_BLOCKED_SECONDS: Final = 10.0
+"""Timeout for forwarding a chunk, in seconds, which the reader of this process's own output may block."""
 
 
 class OwnedProcess:
@@ -46,9 +49,11 @@ class OwnedProcess:
         self.pid = self._process.pid
         self._received = b""
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._unfinished = bytearray()
         """Line without an end, which stays one while children of the process have its output open."""
+        self._output = cast(IO[bytes], self._process.stdout)
         self._reader = threading.Thread(target=self._forward, name=f"fdcore-{self.name}", daemon=True)
         self._reader.start()
 
@@ -69,9 +74,16 @@ class OwnedProcess:
         code = self.exit_code()
         if code is None:
             return ""
-        self._reader.join(_FINAL_MESSAGES_SECONDS)
-        rest = [self._unfinished.decode(errors="replace")] if self._unfinished else []
-        return "\n".join((how_ended(code), *tuple(self._lines), *rest))
+        # The thread that reads may not have had a processor since the last line.
+        locked = self._reading.acquire(timeout=_BLOCKED_SECONDS)
+        try:
+            for _ in range(_FINAL_READS if locked else 0):
+                self._read()
+            rest = [self._unfinished.decode(errors="replace")] if self._unfinished else []
+            return "\n".join((how_ended(code), *tuple(self._lines), *rest))
+        finally:
+            if locked:
+                self._reading.release()
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -95,16 +107,31 @@ class OwnedProcess:
 
     def _forward(self) -> None:
         """Forward its output, and keep the end of it."""
-        with self._process.stdout as output:  # type: ignore[union-attr]  # a pipe, see above
-            while chunk := os.read(output.fileno(), _CHUNK):
-                self._unfinished += chunk
-                if b"\n" in chunk:
-                    *lines, rest = self._unfinished.split(b"\n")
-                    self._end_lines(lines, rest)
-                elif len(self._unfinished) > _LONGEST_LINE:
-                    self._end_lines([self._unfinished], bytearray())
-        if self._unfinished:
+        readable = select.poll()
+        readable.register(self._output, select.POLLIN)
+        ended = False
+        while not ended:
+            readable.poll()
+            with self._reading:
+                if ended := self._read():
+                    self._output.close()
+
+    def _read(self) -> bool:
+        """Read once without blocking; return True at the end of the output."""
+        if self._output.closed:
+            return True
+        os.set_blocking(self._output.fileno(), False)
+        try:
+            chunk = os.read(self._output.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        self._unfinished += chunk
+        if b"\n" in chunk:
+            *lines, rest = self._unfinished.split(b"\n")
+            self._end_lines(lines, rest)
+        elif self._unfinished and (not chunk or len(self._unfinished) > _LONGEST_LINE):
             self._end_lines([self._unfinished], bytearray())
+        return not chunk
 
     def _end_lines(self, lines: Sequence[bytearray], rest: bytearray) -> None:
         for raw in lines:

@@ -63,8 +63,22 @@ def test_output_without_line_ends_is_not_kept_whole(tmp_path: Path) -> None:
     spec = ProcessSpec("bar", ("-m", "bar"), cores=0, environment={"PYTHONPATH": path})
     process = OwnedProcess(spec, "here", NODE_ADDRESS, (), {})
     try:
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert 2**20 < len(process.reason()) < 2**24
+    finally:
+        process.close()
+
+
+def test_reason_has_lines_that_no_thread_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the thread that reads the output may get no processor before the reason is asked for."""
+    monkeypatch.setattr(OwnedProcess, "_forward", lambda self: None)
+    (tmp_path / "fails.py").write_text("raise SystemExit('the disk is full')\n")
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    spec = ProcessSpec("fails", ("-m", "fails"), cores=0, environment={"PYTHONPATH": path})
+    process = OwnedProcess(spec, "here", NODE_ADDRESS, (), {})
+    try:
+        assert process.wait(60) == 1
+        assert process.reason() == "ended with exit code 1\nthe disk is full"
     finally:
         process.close()
 
