@@ -267,7 +267,9 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def visit(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Return the command and its environment, with a plugin whose backend lacks operations."""
     Site(folder).install("fd-chip", GOOD.format(name="chip", module="fd_chip"), parts=PARTS)
+    (folder / "temporary").mkdir()
     environment = os.environ | {
+        "TMPDIR": str(folder / "temporary"),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "COLUMNS": "200",
         "FD_DOCTOR_PATIENCE": "6",
@@ -296,21 +298,24 @@ def test_command_reports_faulty_operations_despite_crashes(tmp_path):
     assert outcomes["make_ops", "bfloat16", ""] == "missing"
     assert "signal 11" in run.stdout
     assert "libchip.so: cannot open" in run.stdout
+    assert not [*(tmp_path / "temporary").glob("fdcore-*")]  # of processes that crashed or were killed
 
 
-def test_terminated_doctor_leaks_no_process(tmp_path):
+def test_terminated_doctor_leaks_no_process_and_no_folder(tmp_path):
     command, environment = visit(tmp_path, "chip:dtype=float32", "--only", "write_rows")
     environment["FD_DOCTOR_PATIENCE"] = "60"
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         child = until(lambda: children(process.pid))[0]
+        until(lambda: [*tmp_path.glob("temporary/fdcore-doctor-*/float32/0")][:1])
     finally:
         process.terminate()
         process.wait()
     until(lambda: not running(child))
+    assert not [*(tmp_path / "temporary").glob("fdcore-*")]
 
 
-def until(found: Callable[[], T], seconds: float = 20.0) -> T:
+def until(found: Callable[[], T], seconds: float = 60.0) -> T:
     """Return the result once it is true; fail after that many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := found()):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -174,36 +173,38 @@ def _new_words(path: Path) -> HostCalls:
     return words
 
 
-def _events(text: str, begin: int, read_output: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
-    with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as folder:
-        target = parse_target(text, Path(folder))
-        try:
-            ops = target.ops
-        except FdError as error:
-            yield PackRefused(_line(str(error)), by_config=isinstance(error, ConfigError))
-            return
-        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
-            yield PackRefused(_line(f"{type(error).__name__}: {error}"), by_config=False)
-            return
-        bandwidth = copy_bandwidth(ops)
-        work: list[tuple[OpCheck | PartCheck, Size | None]] = [(check, size) for check in CHECKS for size in SIZES]
-        work += [(check, None) for check in PART_CHECKS]
-        work = [(check, size) for check, size in work if not only or check.primitive in only]
-        yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
-        for number, (check, size) in enumerate(work[begin:], begin):
-            if isinstance(check, PartCheck):
-                yield ProbeBegun(number, check.primitive, "cases", size="")
-                yield examine_cases(ops, check, target.limits, text)
-                continue
-            assert size is not None
-            yield ProbeBegun(number, check.primitive, check.case, size=size.name)
-            yield examine(ops, check, size, limits=target.limits, bandwidth=bandwidth, read_output=read_output)
+def _events(
+    text: str, begin: int, folder: Path, read_output: HostCalls, only: frozenset[str]
+) -> Iterator[msgspec.Struct]:
+    target = parse_target(text, folder)
+    try:
+        ops = target.ops
+    except FdError as error:
+        yield PackRefused(_line(str(error)), by_config=isinstance(error, ConfigError))
+        return
+    except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+        yield PackRefused(_line(f"{type(error).__name__}: {error}"), by_config=False)
+        return
+    bandwidth = copy_bandwidth(ops)
+    work: list[tuple[OpCheck | PartCheck, Size | None]] = [(check, size) for check in CHECKS for size in SIZES]
+    work += [(check, None) for check in PART_CHECKS]
+    work = [(check, size) for check, size in work if not only or check.primitive in only]
+    yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
+    for number, (check, size) in enumerate(work[begin:], begin):
+        if isinstance(check, PartCheck):
+            yield ProbeBegun(number, check.primitive, "cases", size="")
+            yield examine_cases(ops, check, target.limits, text)
+            continue
+        assert size is not None
+        yield ProbeBegun(number, check.primitive, check.case, size=size.name)
+        yield examine(ops, check, size, limits=target.limits, bandwidth=bandwidth, read_output=read_output)
 
 
 def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> None:
     names = frozenset(only.splitlines())
+    folder = Path(f"{events}-models")  # the parent removes it even if this process crashes
     with Path(events).open("ab", buffering=0) as file:
-        for event in _events(text, int(begin), _new_words(Path(errors)), only=names):
+        for event in _events(text, int(begin), folder, read_output=_new_words(Path(errors)), only=names):
             file.write(msgspec.json.encode(event) + b"\n")
 
 
