@@ -26,6 +26,9 @@ class TestInstalledFamilies(FamilySuite):
     def targets(self, config):
         return [find_family(name) for name in installed_plugins().offered(MODEL)]
 
+    def test_models_are_in_a_folder_that_pytest_removes(self, target, tmp_path_factory):
+        assert target.folder.is_relative_to(tmp_path_factory.getbasetemp())
+
     # These take the most time, for what families do by shared code; each family has other tests.
     @pytest.mark.in_turn(3)
     def test_no_field_is_ignored(self, target):
@@ -78,8 +81,9 @@ CONVERTED_AS = {
 
 
 @pytest.mark.parametrize("name", CONVERTED_AS)
-def test_gguf_file_under_the_name_of_another_family_is_the_same_model(name):
+def test_gguf_file_under_the_name_of_another_family_is_the_same_model(name, tmp_path):
     target, (arch, fixed) = find_family(name), CONVERTED_AS[name]
+    target.folder = tmp_path
     for given in target.family.cases.values():
         compare_gguf(target, arch, installed_families().gguf[arch][2], {**given, **fixed})
 
@@ -91,14 +95,14 @@ def test_gguf_values_are_changed_as_by_the_converter():
     assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"), 1.0)
 
 
-def serve(monkeypatch, family):
+def serve(monkeypatch, family, folder):
     """Serve a family in the place of the installed one, and return it as a target."""
     installed = installed_families()
     for name in family.architectures:
         monkeypatch.setitem(installed.architectures, name, family)
     for arch, stored in family.gguf.items():
         monkeypatch.setitem(installed.gguf, arch, (family.architectures[0], family.model_type, stored))
-    return FamilyTarget(type(family).__name__, family)
+    return FamilyTarget(type(family).__name__, family, folder=folder)
 
 
 def calls(name, target):
@@ -112,22 +116,23 @@ def calls(name, target):
             "backend": "reference",
             "way": "chunked",
             "form": "cpu:dtype=bfloat16",
+            "tmp_path": target.folder / "own",
         }
         yield lambda test=test, values=values: test(**{each: values[each] for each in wanted if each in values})
 
 
 @pytest.mark.in_turn(4, by=lambda cls: WRONG[cls][0])
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
-def test_wrong_family_fails_the_test_that_names_its_fault(cls, monkeypatch):
-    target = serve(monkeypatch, cls())
+def test_wrong_family_fails_the_test_that_names_its_fault(cls, monkeypatch, tmp_path):
+    target = serve(monkeypatch, cls(), tmp_path)
     name, words = WRONG[cls]
     with pytest.raises((AssertionError, ModelError, pytest.fail.Exception), match=words):
         for call in calls(name, target):
             call()
 
 
-def test_right_family_in_another_style_passes(monkeypatch):
-    target = serve(monkeypatch, LlamaInOneExpression())
+def test_right_family_in_another_style_passes(monkeypatch, tmp_path):
+    target = serve(monkeypatch, LlamaInOneExpression(), tmp_path)
     names = [name for name in vars(FamilySuite) if name.startswith("test_") and "gguf" not in name]
     assert len(names) >= 9
     for name in names:
@@ -136,7 +141,7 @@ def test_right_family_in_another_style_passes(monkeypatch):
                 call()
 
 
-def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch):
+def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch, tmp_path):
     class Own(Llama):
         architectures = ("OwnForCausalLM",)
         model_type = "own"
@@ -154,18 +159,18 @@ def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch):
             return lambda tokens: model(torch.tensor([tokens])).logits[0].detach().numpy() * np.float32(self.factor)
 
     logits = "test_logits_are_those_of_the_reference"
-    for call in calls(logits, serve(monkeypatch, Own())):
+    for call in calls(logits, serve(monkeypatch, Own(), tmp_path / "0")):
         call()
-    for call in calls("test_cases_differ_from_defaults", serve(monkeypatch, Own())):
+    for call in calls("test_cases_differ_from_defaults", serve(monkeypatch, Own(), tmp_path / "1")):
         with pytest.raises(pytest.skip.Exception, match="transformers has no code for own"):
             call()
     Own.factor = 1.001
     with pytest.raises(AssertionError, match="are off by"):
-        for call in calls(logits, serve(monkeypatch, Own())):
+        for call in calls(logits, serve(monkeypatch, Own(), tmp_path / "2")):
             call()
     monkeypatch.setattr(Own, "reference", lambda self, folder: None)
     with pytest.raises(pytest.skip.Exception, match="the family has no reference"):
-        for call in calls(logits, serve(monkeypatch, Own())):
+        for call in calls(logits, serve(monkeypatch, Own(), tmp_path / "3")):
             call()
 
 

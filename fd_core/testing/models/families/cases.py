@@ -122,6 +122,13 @@ class FamilySuite:
             rows = [(*case, *way) for case, way in _in_turn(cases, ways, skipped=number)]
         metafunc.parametrize(("target", "case", *axes), rows, ids=["-".join(map(str, row)) for row in rows])
 
+    @pytest.fixture(autouse=True)
+    def _folder_of_models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Let pytest remove the models: a worker of xdist may end without finalizers."""
+        if "target" in request.fixturenames:
+            target: FamilyTarget = request.getfixturevalue("target")
+            target.folder = target.folder or tmp_path_factory.mktemp("family")
+
     def test_names_lead_to_the_family(self, target: FamilyTarget) -> None:
         """Look up the architectures, and the one that `transformers` writes into `config.json`."""
         installed, family = installed_families(), target.family
@@ -336,7 +343,7 @@ class FamilySuite:
                 known += any(values.get(name) == value for name, value in sizes.items())
         assert known, "the reference has none of these sizes"
 
-    def test_other_architectures_are_those_of_the_reference(self, target: FamilyTarget) -> None:
+    def test_other_architectures_are_those_of_the_reference(self, target: FamilyTarget, tmp_path: Path) -> None:
         """Compute models of further names in `architectures`, of which `transformers` has the code."""
         _require_code(target)
         import transformers
@@ -348,7 +355,7 @@ class FamilySuite:
                 continue
             known += 1
             named = {"architectures": (name,), "model_type": cls.config_class.model_type}
-            other = FamilyTarget(name, type(name, (type(target.family),), named)(), target.seed)
+            other = FamilyTarget(name, type(name, (type(target.family),), named)(), target.seed, tmp_path / name)
             self._require_logits(target, *other.model_of({}), f"as {name}, a name in `architectures`")
         if not known:
             lacks("transformers has the code of no further architecture")

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 from fd_core.backends.contract import Model
@@ -29,12 +28,13 @@ _Made = TypeVar("_Made")
 class FamilyTarget:
     """One family under a name, with the models of its cases, each written once."""
 
-    def __init__(self, name: str, family: Family, seed: int = 0) -> None:
+    def __init__(self, name: str, family: Family, seed: int = 0, folder: Path | None = None) -> None:
         self.name = name
         self.family = family
         self.seed = seed
         """Of all random weights."""
-        self._folder = TemporaryDirectory(prefix="fd-family-")
+        self.folder = folder
+        """Folder of its models. The suite sets it to one of those that pytest removes, before the first test."""
         self._written: dict[str, tuple[Path, Logits | None]] = {}
 
     def __str__(self) -> str:
@@ -52,14 +52,18 @@ class FamilyTarget:
         """Return the folder of a model with these fields of its config, and its reference logits, if any."""
         key = repr(fields)
         if key not in self._written:
-            folder = Path(self._folder.name) / str(len(self._written))
+            folder = self._below(str(len(self._written)))
             self._written[key] = folder, write_reference(self.family, fields, folder, self.seed)
         return self._written[key]
 
     def classifier(self) -> tuple[Path, Classes | None]:
         """Return the folder of a model that classifies texts, and the reference's states and logits, if it has one."""
-        folder = Path(self._folder.name) / "classes"
+        folder = self._below("classes")
         return folder, write_classifier(self.family, next(iter(self.family.cases.values())), folder, self.seed)
+
+    def _below(self, name: str) -> Path:
+        assert self.folder is not None, f"{self.name} has no folder for its models"
+        return self.folder / name
 
     def filled(self, fields: Mapping[str, Any], without: str = "") -> dict[str, Any]:
         """Return the whole config of a model; `transformers` gives the fields that are left out, such as `without`."""
