@@ -5,6 +5,8 @@ import gc
 import importlib
 import os
 import random
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +30,19 @@ MANY = 12
 """Cases of a test that run without taking turns."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the same examples in every run; `--hypothesis-seed=N` draws others, which N reproduces."""
+    """Draw the same examples in every run; `--hypothesis-seed=N` draws others, which N reproduces.
+
+    Temporary files go to one folder that ends with the run: tests kill processes, which leave theirs.
+    """
     settings.load_profile("fixed" if config.getoption("hypothesis_seed") is None else "drawn")
+    if not hasattr(config, "workerinput"):  # workers inherit the environment
+        config._tmp_path_factory.getbasetemp()  # not below the folder: pytest keeps the files of three runs
+        # The name is short for the sake of socket paths.
+        folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fd")
+        tempfile.tempdir = None
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
