@@ -32,7 +32,7 @@ def test_requests_of_a_real_engine_are_shown_and_aborted(tmp_path: Path, monkeyp
         assert running[0].answer.json["choices"][0]["stop_reason"] == "abort"
         server.post("/v1/resume", None)
         assert running[1].answer.status == 200
-        wait_until_idle(server, 5)
+        wait_until_idle(server)
 
 
 def test_requests_need_a_key_where_there_are_keys(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.engine.conftest import faults  # noqa: F401 - a fixture
 from tests.server.fakes import FakeClient, LiveServer, live
 
 

@@ -289,7 +289,7 @@ class LiveServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         if self.error is not None:
             raise self.error
 
@@ -298,7 +298,7 @@ class LiveServer:
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def call(self, work: Callable[[], T]) -> T:
@@ -307,7 +307,7 @@ class LiveServer:
         async def run() -> T:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """Send a request and read the whole answer. Keywords are headers, `_` for `-`."""
@@ -315,7 +315,7 @@ class LiveServer:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         if data is not None:
             named.setdefault("content-type", "application/json")
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, data, named)
             answer = connection.getresponse()

@@ -92,7 +92,7 @@ def process(
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-            started.wait(10)
+            started.wait(60)
 
 
 def free_port() -> int:

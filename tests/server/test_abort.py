@@ -28,7 +28,7 @@ class Background(threading.Thread):
 
     @property
     def answer(self) -> Answer:
-        self.join(10)
+        self.join(60)
         return self._answer
 
 
@@ -41,7 +41,7 @@ ABORTED = ("length", "abort")
 
 
 def waiting(server: LiveServer, count: int) -> None:
-    eventually(lambda: len(server.client.live) == count, 5)
+    eventually(lambda: len(server.client.live) == count)
 
 
 @pytest.mark.parametrize("given", ["one", "cmpl-one"])
@@ -103,7 +103,7 @@ def abort_midway(server: LiveServer, name: str, path: str, **fields: object) -> 
     server.client.per_step, server.client.step_seconds = 5, 0.0
     server.client.pause_after = 5
     running = Background(server, "one", path, **fields)
-    eventually(lambda: any(done == 5 for _, done in server.client.live.values()), 5)
+    eventually(lambda: any(done == 5 for _, done in server.client.live.values()))
     assert server.post("/v1/abort_requests", {"req_ids": [name]}).json["aborted"] == [name]
     return running.answer
 
@@ -145,7 +145,7 @@ def test_stream_fails_if_its_engine_dies(path: str) -> None:
     with live() as server:
         server.client.pause_after = 5
         running = Background(server, "one", path, stream=True, **fields)
-        eventually(lambda: any(done == 5 for _, done in server.client.live.values()), 5)
+        eventually(lambda: any(done == 5 for _, done in server.client.live.values()))
         server.call(server.client.die)
         last = running.answer.events[-1]
         refused = server.post(path, {"model": "fake", **fields})

@@ -43,7 +43,7 @@ def begin(server: LiveServer, key: str, file_id: str, endpoint: str = "/v1/compl
 
 
 def ended(server: LiveServer, key: str, batch_id: str) -> dict[str, Any]:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (batch := server.get(f"/v1/batches/{batch_id}", x_api_key=key).json)["status"] != "completed":
         assert time.monotonic() < until, batch
         time.sleep(0.01)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
 from fd_core.runner.sampling.prompt_scores import PromptScorer
+from tests.engine.faults import Faults
 from tests.engine.test_prompt_logprobs import right
 from tests.server.fakes import LiveServer, live
 from tests.server.stream.test_disconnect import eventually
@@ -171,10 +173,13 @@ def test_choices_of_a_prompt_share_its_scores(null: LiveServer, stream: bool, mo
         assert row[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
 
 
-def test_aborted_prompt_leaves_no_choice_waiting(null: LiveServer) -> None:
+def test_aborted_prompt_leaves_no_choice_waiting(faults: Faults) -> None:
+    faults.arm("hold", position=100)
     slow = {"prompt": [[1] * 300], "n": 4, "echo": True, "logprobs": 0, "max_tokens": 90, "stream": True}
-    running = Background(null, "slow", **slow)
-    eventually(lambda: bool(null.call(lambda: null.client.active_requests)), 5)
-    null.post("/v1/abort_requests", {"req_ids": ["slow"]})
-    assert running.answer.status == 200
-    eventually(lambda: not null.call(lambda: null.client.active_requests), 5)
+    with live(partial(null_client, backend="faulty")) as server:
+        running = Background(server, "slow", **slow)
+        eventually(lambda: faults.count == 1)
+        assert server.post("/v1/abort_requests", {"req_ids": ["slow"]}).json["aborted"] == ["slow"]
+        faults.release()
+        assert running.answer.status == 200
+        eventually(lambda: not server.call(lambda: server.client.active_requests))

@@ -45,7 +45,7 @@ def test_each_generation_is_listed_with_its_progress(server: LiveServer) -> None
     assert listed(server) == []
     server.client.pause_after = 2
     running = Background(server, "one", prompt="hidden", n=2)
-    eventually(lambda: [done for _, done in server.client.live.values()] == [2, 2], 5)
+    eventually(lambda: [done for _, done in server.client.live.values()] == [2, 2])
     for card in listed(server):
         age = card.pop("seconds")
         assert 0 < age < 60
@@ -82,14 +82,14 @@ def test_waiting_request_of_a_real_engine_has_a_reason_and_can_be_aborted(where:
     with live(partial(null_client, where)) as server:
         assert server.post("/v1/pause", None).status == 200
         running = [Background(server, name) for name in ("one", "two")]
-        eventually(lambda: len(listed(server)) == 2, 5)
+        eventually(lambda: len(listed(server)) == 2)
         assert {(card["state"], card["wait_reason"]) for card in listed(server)} == {("waiting", "scheduler")}
         assert server.post("/v1/abort_requests", {"req_ids": ["one"]}).json["aborted"] == ["one"]
         assert running[0].answer.json["choices"][0]["stop_reason"] == "abort"
         assert [card["id"] for card in listed(server)] == ["two"]
         assert server.post("/v1/resume", None).status == 200
         assert running[1].answer.json["choices"][0]["stop_reason"] != "abort"
-        wait_until_idle(server, 5)
+        wait_until_idle(server)
 
 
 def test_silent_engine_does_not_hold_up_the_list(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

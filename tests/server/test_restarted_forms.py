@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -15,7 +14,6 @@ import pytest
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.plugins import installed_plugins
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning
@@ -49,12 +47,6 @@ TOOL = {"type": "function", "function": {"name": "keep_animals", "parameters": S
 CALL = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 ASK = {"model": "null", "messages": [TURN], "max_tokens": 700, "temperature": 1.0, "seed": 5}
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    yield Faults(tmp_path, monkeypatch)
-    installed_plugins.cache_clear()
 
 
 async def engine(speculative: SpeculativeConfig | None = None) -> EngineClient:
@@ -107,7 +99,7 @@ def generated_by(make: Callable[[], Any], bodies: list[dict[str, Any]], deaths: 
 
 
 def check_nothing_leaks(server: LiveServer, deaths: int) -> None:
-    wait_until_idle(server, 5)
+    wait_until_idle(server)
     counts = samples(server)
     assert counts["fdcore_engine_epoch"] == 1 + deaths
     assert (counts["fdcore_requests_requeued_total"] > 0) is bool(deaths)

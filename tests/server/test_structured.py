@@ -20,6 +20,7 @@ from fd_core.structured.schemas import compilable
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.structured import SCHEMA
 from tests.server.fakes import FakeClient, LiveServer, live, samples
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_null_engine import null_client, wait_until_idle
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -196,7 +197,7 @@ def test_hostile_constraints_end_cleanly_and_leave_nothing(null: LiveServer, fie
     else:
         assert answer.status == 400, answer.body
         assert answer.error["message"]
-    wait_until_idle(null, 5)
+    wait_until_idle(null)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
@@ -235,15 +236,9 @@ def test_answer_truncated_by_max_tokens_reports_length(null: LiveServer) -> None
 
 def test_metrics_count_grammars(null: LiveServer) -> None:
     null.post(TEXT, {"prompt": "a", "guided_choice": ["something new", "something old"]})
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        found = samples(null)
-        if (
-            found.get("fdcore_grammars_compiled_total", 0) > 0
-            and found.get("fdcore_forced_accepted_tokens_total", 0) > 0
-        ):
-            break
-        time.sleep(0.1)
+    counted = ("fdcore_grammars_compiled_total", "fdcore_forced_accepted_tokens_total")
+    eventually(lambda: all(samples(null).get(name, 0) > 0 for name in counted))
+    found = samples(null)
     assert found["fdcore_grammar_compile_seconds_total"] > 0
     assert found["fdcore_grammar_mask_seconds_total"] > 0
     assert found["fdcore_forced_drafted_tokens_total"] >= found["fdcore_forced_accepted_tokens_total"] > 0

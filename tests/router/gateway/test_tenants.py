@@ -64,7 +64,7 @@ class Service:
             target=lambda: self.ask(key, "POST", "/v1/completions", body, X_Request_Id=name), daemon=True
         )
         thread.start()
-        eventually(lambda: self.running == wanted, 5)
+        eventually(lambda: self.running == wanted)
         return thread
 
 

@@ -31,7 +31,7 @@ def lines(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
     def found() -> list[dict[str, Any]]:
         return [each.fields for each in caplog.records if each.name == "fd_core.access"]  # type: ignore[attr-defined]
 
-    eventually(lambda: len(found()) >= count, 5)  # a line is written after the client has its answer
+    eventually(lambda: len(found()) >= count)  # a line is written after the client has its answer
     return found()
 
 

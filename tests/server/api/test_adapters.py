@@ -208,5 +208,5 @@ def test_killed_engine_restarts_with_its_adapters(folder, expected):
         assert server.post(LOAD, {"lora_name": "late", "lora_path": "two"}).status == 200
         assert isinstance(server.client, ProcessClient) and server.client.pid is not None
         os.kill(server.client.pid, signal.SIGKILL)
-        eventually(lambda: server.client.info.epoch == 2 and server.client.alive, 60)
+        eventually(lambda: server.client.info.epoch == 2 and server.client.alive)
         assert (tokens(server, "late"), tokens(server, "one")) == (expected["two"], expected["one"])

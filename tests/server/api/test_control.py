@@ -76,7 +76,7 @@ def test_paused_engine_is_not_taken_for_a_dead_one(server: LiveServer) -> None:
         eventually(lambda: running(other) == 1)
         engine = other.client
         os.kill(engine.pid, signal.SIGKILL)
-        eventually(lambda: engine.alive and engine.info.epoch == 2 and engine.info.paused, seconds=30)
+        eventually(lambda: engine.alive and engine.info.epoch == 2 and engine.info.paused)
         waiting.join(timeout=1.0)
         assert waiting.is_alive() and engine.info.epoch == 2 and not found
         other.post("/v1/resume", {})
@@ -146,7 +146,7 @@ def test_answers_carry_the_version_of_updated_weights_also_after_a_restart(folde
         assert server.post("/v1/completions", stream).events[-2]["choices"][0]["weight_version"] == "step-2"
         engine = server.client
         os.kill(engine.pid, signal.SIGKILL)
-        eventually(lambda: engine.alive and engine.info.epoch == 2, seconds=30)
+        eventually(lambda: engine.alive and engine.info.epoch == 2)
         found = choice(server)
         assert (found["weight_version"], found["token_ids"]) == ("step-2", expected)
 
@@ -159,7 +159,7 @@ def test_requests_wait_for_the_end_of_a_sleep_also_after_a_restart(folder, setti
         assert (answer.status, answer.json["is_sleeping"], answer.json["sleep_level"]) == (200, True, 2)
         engine = server.client
         os.kill(engine.pid, signal.SIGKILL)
-        eventually(lambda: engine.alive and engine.info.epoch == 2 and engine.info.sleep_level == 2, seconds=30)
+        eventually(lambda: engine.alive and engine.info.epoch == 2 and engine.info.sleep_level == 2)
         found: list[str] = []
         waiting = complete(server, found, max_tokens=3)
         eventually(lambda: running(server) == 1)

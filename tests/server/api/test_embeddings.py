@@ -156,7 +156,7 @@ def test_many_embeddings_and_generations_share_the_engine(null: LiveServer) -> N
     found = null.post(PATH, {"input": [f"text {index}" for index in range(300)]}).json
     assert {each["embedding"][0] for each in found["data"]} == {1.0}
     assert null.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status == 200
-    wait_until_idle(null, 5)
+    wait_until_idle(null)
 
 
 def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ from fd_core.errors import EngineDead
 from fd_core.http.errors import to_api_error
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
+from tests.server.stream.test_disconnect import eventually
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -206,7 +207,7 @@ def test_unknown_paths_methods_and_models(server: LiveServer) -> None:
 
 def test_oversized_body_is_rejected_before_reading() -> None:
     with live(max_body_bytes=1000) as server:
-        announced = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        announced = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         announced.putrequest("POST", "/v1/completions")
         announced.putheader("content-type", "application/json")
         announced.putheader("content-length", str(10**12))
@@ -215,7 +216,7 @@ def test_oversized_body_is_rejected_before_reading() -> None:
         assert answer.status == 413
         assert b"1,000 bytes" in answer.read()
         announced.close()
-        chunked = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        chunked = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         parts = (b"x" * 400 for _ in range(4))
         chunked.request("POST", "/v1/completions", parts, {"content-type": "application/json"}, encode_chunked=True)
         assert chunked.getresponse().status == 413
@@ -263,11 +264,12 @@ def test_failure_within_a_stream_is_an_error_event_without_done(server: LiveServ
 
 def test_engine_death_within_a_stream_is_an_error_event() -> None:
     with live() as server:
-        server.client.step_seconds = 0.02
-        timer = threading.Timer(0.1, lambda: server.call(server.client.die))
-        timer.start()
-        answer = server.post(CHAT, {"messages": HI, "stream": True})
-        timer.join()
+        server.client.pause_after = 5
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, CHAT, {"messages": HI, "stream": True})
+            eventually(lambda: any(done == 5 for _, done in server.client.live.values()))
+            server.call(server.client.die)
+            answer = running.result()
         assert answer.events[-1]["error"]["code"] == "engine_dead"
         assert b"[DONE]" not in answer.body
 
@@ -302,7 +304,7 @@ def test_unexpected_exception_is_a_500_in_openai_format(server: LiveServer) -> N
 
 
 def test_endless_header_is_rejected(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: ")
         answer = b""
         with suppress(ConnectionError):
@@ -316,7 +318,7 @@ def test_endless_header_is_rejected(server: LiveServer) -> None:
 
 
 def test_header_limit_applies_per_request_of_a_connection(server: LiveServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     for _ in range(4):
         connection.request("GET", "/health", headers={"x-long": "a" * 40_000})
         answer = connection.getresponse()

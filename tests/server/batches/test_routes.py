@@ -53,7 +53,7 @@ def begin(server: LiveServer, file_id: str, endpoint: str = END) -> str:
 def until(server: LiveServer, batch_id: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     begun = time.monotonic()
     while not holds(batch := server.get(f"/v1/batches/{batch_id}").json):
-        assert time.monotonic() - begun < 20, batch
+        assert time.monotonic() - begun < 60, batch
         time.sleep(0.01)
     return batch
 

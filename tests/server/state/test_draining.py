@@ -47,7 +47,7 @@ def test_running_stream_is_the_last_answer_of_its_connection() -> None:
         server.client.held = True
         running = Background(server, "r", stream=True)
         waiting(server, 1)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", PATH, json.dumps(BODY | {"stream": True}), {"content-type": "application/json"})
         waiting(server, 2)
         left(server)
@@ -61,7 +61,7 @@ def test_running_stream_is_the_last_answer_of_its_connection() -> None:
 def test_request_with_an_incomplete_body_is_awaited() -> None:
     body = json.dumps(BODY).encode()
     with live(drain_seconds=10.0) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("POST", PATH)
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", str(len(body)))

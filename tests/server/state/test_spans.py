@@ -43,7 +43,7 @@ class Memory:
 
     def ended(self, count: int) -> dict[str, Any]:
         """Return ended spans by name, once there are `count`."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(self._all()) < count and time.monotonic() < deadline:
             time.sleep(0.02)
         found = self._all()

@@ -16,17 +16,19 @@ from tests.server.fakes import FakeClient, LiveServer, live, samples
 PATH = "/v1/completions"
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> float:
-    """Wait until `condition` holds; return the elapsed time."""
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds; the limit only ends a test that hangs."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < seconds, "timed out"
+        assert time.monotonic() - start < 60, "timed out"
         time.sleep(0.005)
-    return time.monotonic() - start
 
 
-async def leave(port: int, body: dict, read: int) -> None:
-    """Send a request, read at least this many bytes of the answer, and disconnect."""
+async def leave(port: int, body: dict, read: int, begun: Callable[[], bool] | None = None) -> None:
+    """Send a request, read at least this many bytes of the answer, and disconnect.
+
+    Without bytes to read, disconnect once `begun` is true, or soon.
+    """
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -34,6 +36,8 @@ async def leave(port: int, body: dict, read: int) -> None:
     writer.write(head.encode() + data)
     if read:
         await reader.readexactly(read)
+    elif begun is not None:
+        await asyncio.to_thread(eventually, begun)
     else:
         await asyncio.sleep(0.05)
     writer.close()
@@ -45,10 +49,9 @@ async def leave(port: int, body: dict, read: int) -> None:
 def test_disconnect_aborts_every_choice_once(server: LiveServer, stream: bool, read: int, n: int) -> None:
     client: FakeClient = server.client
     client.reply = lambda _: b"x" * 390
-    client.step_seconds = 0.01
-    client.held = not read
+    client.pause_after = 20 if read else 0
     body = {"prompt": "a", "max_tokens": 390, "stream": stream, "n": n}
-    asyncio.run(leave(server.port, body, read))
+    asyncio.run(leave(server.port, body, read, lambda: len(client.live) == n))
     eventually(lambda: len(client.aborts) == n)
     assert sorted(client.aborts) == sorted(spec.request_id for spec in client.specs)
     eventually(lambda: server.call(lambda: client.active_requests) == 0)
@@ -61,6 +64,7 @@ def test_disconnect_is_noticed_while_the_writer_is_blocked(server: LiveServer) -
     """A client that does not read fills the buffers; the blocked writer must still notice the disconnect."""
     client: FakeClient = server.client
     client.reply = lambda _: b"x" * 390
+    client.pause_after = 60
     body = {"prompt": "a", "max_tokens": 390, "stream": True, "n": 100, "logprobs": 20}
 
     async def stall() -> None:
@@ -70,8 +74,8 @@ def test_disconnect_is_noticed_while_the_writer_is_blocked(server: LiveServer) -
         head += f"content-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         writer.transport.pause_reading()
-        client.step_seconds = 0.02
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(eventually, lambda: [done for _, done in client.live.values()] == [60] * 100)
+        await asyncio.sleep(0.1)
         writer.transport.abort()
 
     asyncio.run(stall())

@@ -229,22 +229,22 @@ class SlowProcessor(SmallProcessor):
     def process(self, pixels):  # type: ignore[no-untyped-def]
         self.count += 1
         self.entered.set()
-        assert self.goes_on.wait(20)
+        assert self.goes_on.wait(60)
         return super().process(pixels)
 
 
 def test_images_of_a_client_that_left_are_not_decoded() -> None:
     processor = SlowProcessor()
     with live(images=processor, template=TEMPLATE) as server:
-        connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
         content = [*CHAT_PARTS, *CHAT_PARTS, *CHAT_PARTS]
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}]})
         connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
-        assert processor.entered.wait(20)
+        assert processor.entered.wait(60)
         # Texts do not wait for images, of which the first one waits for this test.
         assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).status == 200
         connection.close()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while server.get("/metrics").body.count(b"fdcore_body_memory_bytes 0.0") != 1 and time.monotonic() < deadline:
             time.sleep(0.02)
         processor.goes_on.set()
@@ -273,8 +273,8 @@ def test_waiting_images_take_memory_of_bodies() -> None:
         large = part_of(data_url(file_of("BMP", 217, 217)))
         sending = threading.Thread(target=server.post, args=("/v1/chat/completions", large))
         sending.start()
-        assert processor.entered.wait(20)
+        assert processor.entered.wait(60)
         error = server.post("/v1/chat/completions", large).error
         assert error["code"] == "body_memory"
         processor.goes_on.set()
-        sending.join(20)
+        sending.join(60)
