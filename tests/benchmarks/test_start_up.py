@@ -1,7 +1,6 @@
 """A start is timed by the files that its processes map, by its terminal output, and by the answer of /ready."""
 
 import signal
-import socket
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import start_up
 from harness.start_watch import Mark, Start, Waymarks, watched
 
 from fd_core.cli.bench.compare.processes import EngineFailedError
+from tests.server.processes import free_port
 
 ENGINE = """
 import mmap, sys, time
@@ -43,8 +43,7 @@ WAYMARKS = Waymarks(
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    return free_port()
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["a pipe", "a terminal"])
@@ -57,7 +56,6 @@ def test_marks_are_in_order_with_the_time_of_each_process(port, tmp_path, termin
     assert [mark.name for mark in start.marks] == names
     assert [mark.wall_s for mark in start.marks] == sorted(mark.wall_s for mark in start.marks)
     assert start.ready.engine_cpu_s >= 0.29
-    assert start.ready.wall_s >= start.marks[0].wall_s + 0.29
 
 
 def test_server_that_exits_is_an_error_with_its_last_output(port):

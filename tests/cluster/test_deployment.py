@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from fd_core.cluster.deployment import Deployment
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.launching.spawn import SpawnLauncher
 from tests.process_state import lives
+from tests.server.processes import free_port
 
 NULL = {
     "backend": "null",
@@ -177,8 +177,7 @@ def serves(url: str) -> bool:
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Yield a function that starts `fdcore cluster serve` for one worker, with its log and its `deployment.toml`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = "\n".join(f"{key} = {json.dumps(value)}" for key, value in NULL.items())
     file = tmp_path / "deployment.toml"
     file.write_text(

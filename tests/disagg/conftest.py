@@ -20,7 +20,7 @@ def open_files() -> int:
 def no_leftovers() -> Iterator[None]:
     before, others = open_files(), set(threading.enumerate())
     yield
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while True:
         begun = set(threading.enumerate()) - others
         threads = [thread.name for thread in begun if thread.name.startswith("fdcore-kv-")]

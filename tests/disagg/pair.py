@@ -44,7 +44,7 @@ SIZE = SHAPE.block_size
 COMPATIBILITY = KVCompatibility(
     model="m" * 64, dtype="float32", block_size=SIZE, num_layers=1, num_kv_heads=1, head_dim=2
 )
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines."""
 
 
@@ -228,9 +228,9 @@ def _common(options: dict[str, Any]) -> tuple[BlockFormat, KVCompatibility, Enve
     return options.pop("block", BLOCK), options.pop("compatibility", COMPATIBILITY), options.pop("envelope", envelope)
 
 
-def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: float = PATIENCE) -> None:
+def pump(condition: Callable[[], bool], *sides: Computer | Fetches) -> None:
     """Run the loops of both engines until a condition holds."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until, "timed out"
         for side in sides:
@@ -266,8 +266,8 @@ class Pair:
     def fetch(self, tokens: int, **options) -> int:
         return self.decode.fetch(self.peer, tokens, **options)
 
-    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        pump(condition, self.prefill, self.decode, seconds=seconds)
+    def until(self, condition: Callable[[], bool]) -> None:
+        pump(condition, self.prefill, self.decode)
 
     def answers(self, numbers: Iterable[int]) -> list[Fetched]:
         wanted = set(numbers)

@@ -213,9 +213,9 @@ def test_decode_side_silent_after_open_times_out() -> None:
                     Open(PrefillJob(bytes(4 * 40), lease=LEASE), COMPATIBILITY, 1, 0.3, "frames", b"")
                 )
             )
-            pair.until(lambda: len(pair.prefill.pinned) > 3)
+            pair.until(lambda: pair.sender.stats().ended == {"expired": 1})
             pair.until(lambda: not pair.prefill.pinned)
-        assert pair.sender.stats().ended == {"expired": 1}
+        assert len(pair.prefill.free) == 64
 
 
 def test_decode_side_disconnect_frees_the_lease() -> None:
@@ -227,7 +227,7 @@ def test_decode_side_disconnect_frees_the_lease() -> None:
                 )
             )
             pair.until(lambda: len(pair.prefill.pinned) > 3)
-        pair.until(lambda: not pair.prefill.pinned, seconds=7)
+        pair.until(lambda: not pair.prefill.pinned)
         assert pair.sender.stats().ended == {"failed": 1}
 
 
@@ -265,12 +265,10 @@ class Other:
 
 
 @pytest.mark.parametrize(
-    "how, outcome, within",
-    [(signal.SIGKILL, "lost", 4.0), (signal.SIGSTOP, "expired", 10.0)],
-    ids=["killed", "stopped"],
+    "how, outcome", [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "expired")], ids=["killed", "stopped"]
 )
-def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, within: float) -> None:
-    idle_timeout = 8.0 if how is signal.SIGKILL else 0.5
+def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str) -> None:
+    idle_timeout = 30.0 if how is signal.SIGKILL else 2.0
     cache = ScriptedCache(200)
     receiver = make_receiver(cache, idle_timeout=idle_timeout, window=2)
     decode = Fetches(receiver, cache)
@@ -284,7 +282,7 @@ def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, wit
             numbers = [decode.fetch(peer, 4 * 60, salt=f"{number}") for number in range(3)]
             pump(lambda: receiver.stats().pieces > before + 5, decode)
             other.stop(how)
-            pump(lambda: len(decode.fetched) == 4, decode, seconds=within)
+            pump(lambda: len(decode.fetched) == 4, decode)
             assert {decode.fetched[number].outcome for number in numbers} == {outcome}
             if how is signal.SIGSTOP:
                 other.stop(signal.SIGCONT)
@@ -311,7 +309,7 @@ def test_decode_worker_lost_mid_transfer(how: signal.Signals, idle_timeout: floa
             other.stop(how)
             assert sender.stats().open_leases
             began = time.monotonic()
-            pump(lambda: not (sender.stats().open_leases or prefill.pinned), prefill, seconds=PATIENCE)
+            pump(lambda: not (sender.stats().open_leases or prefill.pinned), prefill)
             assert time.monotonic() - began < within
             assert len(prefill.free) == 200
             assert cache.broken_rules == []

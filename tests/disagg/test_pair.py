@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -24,6 +25,7 @@ from fd_core.ops.contract import KVCache, KVShape
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import ScriptedCache
+from tests.server.processes import free_port
 
 from .pair import (
     COMPATIBILITY,
@@ -55,12 +57,6 @@ class HeldCopy:
 
     def resume(self) -> None:
         self._gate.set()
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # Transfers --------------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ def test_several_prefill_workers_in_parallel() -> None:
 def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a quarter of the silence timeout, after which a lease would retransmit its first message by itself."""
     with Pair(receiver={"idle_timeout": 400.0}) as pair:
-        endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (closed_port(), closed_port(), pair.sender.port)]
+        endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (free_port(), free_port(), pair.sender.port)]
         lookups = []
 
         def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
@@ -244,9 +240,9 @@ def test_blocks_are_pinned_only_while_copied() -> None:
 
 
 def test_slow_import_does_not_delay_other_leases() -> None:
-    with Pair(receiver={"window": 2, "idle_timeout": 1.0}) as pair:
-        pair.decode_cache.between = lambda: time.sleep(0.02)
-        numbers = [pair.fetch(4 * 20), pair.fetch(4)]
+    with Pair(receiver={"window": 2, "idle_timeout": 30.0}) as pair:
+        pair.decode_cache.between = lambda: time.sleep(0.05)
+        numbers = [pair.fetch(4 * 40), pair.fetch(4)]
         pair.answer(numbers[1])
         assert numbers[0] not in pair.decode.fetched
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
@@ -370,8 +366,9 @@ def test_cancelled_fetch_ends_the_lease_on_both_sides(when: str) -> None:
         copy = HeldCopy(pair.decode_cache)
         if when != "copying":
             copy.resume()
+        goes_on, copies = threading.Event(), itertools.count(1)
         if when == "half":
-            pair.decode_cache.between = lambda: time.sleep(0.05)
+            pair.decode_cache.between = lambda: next(copies) > 4 and goes_on.wait(PATIENCE) and None
         number = pair.fetch(4 * 12)
         reached = {
             "at once": lambda: True,
@@ -385,6 +382,7 @@ def test_cancelled_fetch_ends_the_lease_on_both_sides(when: str) -> None:
         if when != "half":  # whether or not it is copying
             assert (number in pair.decode.fetched) == (when != "copying")
         copy.resume()
+        goes_on.set()
         assert pair.answer(number).outcome == "aborted"
         pair.idle()
         pair.until(lambda: len(pair.prefill.free) == 64)
@@ -553,7 +551,7 @@ def test_refused_connection_is_lost_immediately(host: str) -> None:
     receiver = make_receiver(cache, idle_timeout=60.0)
     decode = Fetches(receiver, cache)
     try:
-        numbers = [decode.fetch(f"{host}:{closed_port()}", 8) for _ in range(3)]
+        numbers = [decode.fetch(f"{host}:{free_port()}", 8) for _ in range(3)]
         pump(lambda: len(decode.fetched) == 3, decode)
         assert {decode.fetched[number].outcome for number in numbers} == {"lost"}
         assert receiver.stats().peers == 0
@@ -568,7 +566,7 @@ def test_unroutable_address_is_lost(peer: str) -> None:
     decode = Fetches(receiver, cache)
     try:
         number = decode.fetch(peer, 8)
-        pump(lambda: number in decode.fetched, decode, seconds=40)
+        pump(lambda: number in decode.fetched, decode)
         assert decode.fetched[number].outcome == "lost"
     finally:
         receiver.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from tests.documents.blocks import ROOT, Block
 from tests.documents.lent_servers import LentServers
 from tests.plugin_sites import installed
-from tests.server.processes import process
+from tests.server.processes import free_port, process
 from tests.server.redis_server import redis_server
 
 __all__ = ["Reader", "commands"]
@@ -248,14 +247,8 @@ class Reader:
 
     def _port(self, written: int) -> int:
         """Return the port that replaces one of the page; the next port is free, too."""
-        while written not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = int(probe.getsockname()[1])
-                try:
-                    socket.create_server(("127.0.0.1", port + 1)).close()
-                except OSError:
-                    continue
-                self._ports[written] = port
+        if written not in self._ports:
+            self._ports[written] = free_port()
         return self._ports[written]
 
     def _installs(self, words: list[str]) -> None:

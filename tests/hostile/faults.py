@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 import aiohttp
 
 from tests.hostile.page import PAGE, replace
-from tests.server.processes import GAUGES
+from tests.server.processes import GAUGES, free_port
 from tests.soak.cluster import Cluster, Node, cluster_of
 from tests.soak.watching import at_rest
 
@@ -345,8 +345,7 @@ async def _scene(fault: Fault, folder: Path) -> AsyncIterator[Scene]:
             clock = folder / "clock"
             (folder / "sitecustomize.py").write_text(_CLOCK)
             on.enter_context(_environment(PYTHONPATH=str(folder), FD_CLOCK=str(clock)))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         node = Node("server", "mixed", port, ["serve", *options], folder / "server.log")
         node.start()
         try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,8 +31,16 @@ GAUGES = (
 )
 
 
-_RANDOM = random.SystemRandom()
-"""Unseeded, because parallel processes must not choose equal ports."""
+def _ports() -> list[int]:
+    """Return every second port of this process, in random order: workers of a run side by side have different ones."""
+    number, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    share = (32_768 - 20_000) // int(count)
+    own = range(20_000 + int(number) * share, 20_000 + (int(number) + 1) * share, 2)
+    return random.SystemRandom().sample(own, len(own))
+
+
+_PORTS: Final = _ports()
+"""Ports that were not returned yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +105,15 @@ def process(
 
 
 def free_port() -> int:
-    """Return a free port.
+    """Return a free port, each once; the next one is free, too.
 
     The port is below the ephemeral range: an outgoing connection could otherwise take it before the server listens, or
     connect to itself.
     """
     while True:
-        port = _RANDOM.randrange(20_000, 32_768)
+        port = _PORTS.pop()
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            socket.create_server(("127.0.0.1", port + 1)).close()
             return port
 
 

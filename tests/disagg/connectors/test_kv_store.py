@@ -1,5 +1,4 @@
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -102,15 +101,19 @@ def test_full_store_is_an_error(tmp_path):
 
 
 def test_endpoint_waiting_for_peer_times_out(tmp_path):
+    waits, goes_on = threading.Event(), threading.Event()
+
     class Slow(DiskStore):
         def put(self, values, timeout):
-            time.sleep(0.5)
+            waits.set()
+            assert goes_on.wait(60)
             return super().put(values, 10)
 
     connector = connector_on(tmp_path / "kv", Slow, timeout=0.1)
     other = threading.Thread(target=lambda: connector.open_inbox(LEASE, pieces=range(4), **LIMITS))
     other.start()
-    time.sleep(0.1)
+    assert waits.wait(60)
     with pytest.raises(ConnectorError, match="timed out"):
         connector.open_inbox(LEASE[::-1], pieces=range(4), **LIMITS)
+    goes_on.set()
     other.join()

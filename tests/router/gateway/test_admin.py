@@ -37,11 +37,12 @@ async def test_worker_registers_serves_and_leaves() -> None:
         assert (await live.post())[0] == 200
         again = await post_admin(live, "register", {"url": worker.url, "role": "mixed", "instance": worker.instance})
         assert again[1]["incarnation"] == 1
-        worker.pause = 0.05
+        worker.goes_on.clear()
         running = asyncio.create_task(live.post())
         await eventually(lambda: worker.running == 1)
         assert (await post_admin(live, "deregister", {"url": worker.url}))[0] == 200
         assert (await live.post())[0] == 503
+        worker.goes_on.set()
         assert events((await running)[2])[-1] == "[DONE]", "its running request was not finished"
         await eventually(lambda: live.router.workers() == ())
         assert (await post_admin(live, "deregister", {"url": worker.url}))[0] == 404

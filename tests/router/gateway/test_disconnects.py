@@ -18,7 +18,6 @@ async def test_counters_return_to_zero_after_random_disconnects(policy: str) -> 
     rng = random.Random(7)
     total = 1000
     settings = {"policy": policy, "circuit_open_secs": 0.01, "circuit_max_open_secs": 0.02}
-    settings["health_check_timeout_secs"] = 10.0  # all of them share one busy event loop
     async with (
         FakeWorker("a") as a,
         FakeWorker("b") as b,
@@ -61,7 +60,7 @@ async def test_counters_return_to_zero_after_random_disconnects(policy: str) -> 
 @in_loop
 async def test_restarted_worker_starts_at_zero_while_old_requests_end() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
-        worker.pause, worker.chunks = 0.05, 20
+        worker.goes_on.clear()
         running = asyncio.create_task(live.post(CHAT))
         while not worker.running:
             await asyncio.sleep(0.01)
@@ -70,4 +69,5 @@ async def test_restarted_worker_starts_at_zero_while_old_requests_end() -> None:
             await asyncio.sleep(0.01)
         shown = live.router.snapshot()
         assert shown.workers[0].load.requests == 0 and shown.total.requests == 1
+        worker.goes_on.set()
         assert events((await running)[2])[-1] == "[DONE]"

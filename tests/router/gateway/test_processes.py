@@ -25,18 +25,18 @@ TURNS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def value(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def status(url: str) -> Any:
-    with urllib.request.urlopen(f"{url}/status.json", timeout=5) as page:
+    with urllib.request.urlopen(f"{url}/status.json", timeout=60) as page:
         return json.load(page)
 
 
-def until(condition: Callable[[], bool], log: Path, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + 120
     while True:
         try:
             if condition():
@@ -89,7 +89,7 @@ def test_router_with_two_servers(logs: Path) -> None:
         )
         next(iter(stream))
         stream.close()
-        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "route", 10)
+        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "route")
         for port in (first, second):
             until(lambda port=port: value(f"http://127.0.0.1:{port}", "fdcore_requests_running") == 0, logs / "route")
 
@@ -99,11 +99,11 @@ def test_router_with_two_servers(logs: Path) -> None:
         os.kill(servers[1].pid, signal.SIGSTOP)
         assert [streamed(client, seed) for seed in range(4)] == texts, "requests of a stopped server were lost"
         os.kill(servers[1].pid, signal.SIGCONT)
-        until(lambda: value(url, "fdcore_router_worker_healthy") == 2, logs / "route", 10)
+        until(lambda: value(url, "fdcore_router_worker_healthy") == 2, logs / "route")
         os.killpg(servers[1].pid, signal.SIGKILL)
         assert [streamed(client, seed) for seed in range(4)] == texts, "requests of a killed server were lost"
         servers[0].send_signal(signal.SIGINT)
-        assert servers[0].wait(30) in (0, 130)
+        assert servers[0].wait(60) in (0, 130)
         with pytest.raises(openai.InternalServerError, match="worker"):
             streamed(client, 0)
         workers = [each["worker"]["url"] for each in status(url)["workers"]]
@@ -143,12 +143,12 @@ def test_router_with_a_pair(logs: Path) -> None:
         changed: Any = client.post("/update_weights", body={"model_path": "trained"}, cast_to=object)
         assert changed["weight_version"] == "1" and streamed(client, 1) == text
         assert status(url)["transfers"] == {"transferred": 2, "held": 3}
-        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "r", 10)
+        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "r")
         roles = status(url)["roles"]
         assert (roles["prefill"]["served"], roles["prefill"]["unused"], roles["decode"]["served"]) == (2, 3, 5)
 
         os.killpg(prefill.pid, signal.SIGKILL)
-        until(lambda: {each["state"] for each in status(url)["workers"]} == {"healthy", "unhealthy"}, logs / "r", 10)
+        until(lambda: {each["state"] for each in status(url)["workers"]} == {"healthy", "unhealthy"}, logs / "r")
         assert streamed(client, 1) == text and status(url)["not_ready"] is None
         assert status(url)["modes"] == {"mixed": 0, "pd": 5, "alone": 1}
         assert "decode workers compute prompts themselves" in (logs / "r").read_text()

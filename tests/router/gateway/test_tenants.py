@@ -38,7 +38,7 @@ class Service:
             named.setdefault("Content-Type", "application/json")
         if key is not None:
             named["X-Api-Key"] = key
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), named)
             answer = connection.getresponse()
@@ -131,7 +131,7 @@ def hostile_aborts(service: Service) -> list[Any]:
     seen.append(service.running)
     service.hold(False)
     for each in threads:
-        each.join(10)
+        each.join(60)
         assert not each.is_alive()
     return seen
 

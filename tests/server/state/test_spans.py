@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from fd_core.http.spans import RequestSpans, open_spans
 from fd_core.types import PHASE_NAMES
 from tests.router.gateway.fakes import FakeWorker, in_loop, routed
 from tests.server.fakes import FakeClient, live
+from tests.server.processes import free_port
 
 SDK = pytest.mark.skipif(importlib.util.find_spec("opentelemetry.sdk") is None, reason="fd-core[otel] is not installed")
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -189,8 +189,7 @@ def test_dead_collector_is_logged_once_and_blocks_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.3")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with caplog.at_level(logging.DEBUG):
         spans = open_spans(f"http://127.0.0.1:{port}/v1/traces", "tests")
         began = time.monotonic()

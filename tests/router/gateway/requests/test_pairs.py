@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,13 +229,17 @@ async def test_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> None:
 
 @in_loop
 async def test_decode_workers_prefill_if_no_prefill_worker_is_available(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    circuit = {"circuit_failure_threshold": 1, "circuit_open_secs": 3600.0, "circuit_max_open_secs": 3600.0}
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[-1])
+    monkeypatch.setattr("fd_core.router.gateway.requests.forwarding.time", clock)
     caplog.set_level(logging.INFO, "fd_core.router.gateway.requests.state")
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("d", role="decode") as d,
-        routed(p, d, router={"circuit_failure_threshold": 1, "circuit_open_secs": 0.4}) as live,
+        routed(p, d, router=circuit) as live,
     ):
         d.outcome = "lost"
         await live.post()
@@ -241,7 +247,7 @@ async def test_decode_workers_prefill_if_no_prefill_worker_is_available(
         for _ in range(3):
             assert (await live.post())[0] == 200
         assert d.peers == ["127.0.0.1:7001"] and len(d.seen) == 4
-        await asyncio.sleep(0.5)
+        ahead.append(7200.0)
         d.outcome = "transferred"
         await live.post()
         assert d.peers == ["127.0.0.1:7001"] * 2

@@ -198,7 +198,7 @@ async def test_tokenizer_is_learned_from_a_worker(caplog: pytest.LogCaptureFixtu
         assert "bytes" in (await live.status())["prompts"]
     caplog.clear()
     async with FakeWorker(models=("bytes",)) as worker, routed(worker, learns=True) as live:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while "tokens of bytes" not in (await live.status())["prompts"]:
                 await asyncio.sleep(0.01)
         assert (await live.post(COMPLETIONS, {"prompt": "x"}))[0] == 200

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from tests.router.gateway.fakes import FakeWorker, Live, eventually, in_loop, routed
+from tests.router.gateway.fakes import QUICK, FakeWorker, Live, eventually, in_loop, routed
 
 
 def shown(live: Live) -> tuple[str, str]:
@@ -47,7 +47,7 @@ async def test_status_names_the_reason_of_an_unhealthy_worker() -> None:
 
 @in_loop
 async def test_silent_worker_is_reported_with_the_timeout() -> None:
-    async with FakeWorker() as worker, routed(worker) as live:
+    async with FakeWorker() as worker, routed(worker, router=QUICK) as live:
         worker.hangs = True
         await eventually(lambda: shown(live) == ("unhealthy", "no answer within 0.2 s"))
 
