@@ -12,6 +12,7 @@ import pytest
 
 from fd_core.cli.main import main
 from fd_core.config.logs import ACCESS_LOGGER
+from tests.engine.conftest import faults  # noqa: F401 - a fixture
 
 
 @pytest.fixture

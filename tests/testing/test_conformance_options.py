@@ -197,6 +197,6 @@ def test_terminated_run_leaves_no_process_behind(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.02)
     process.terminate()
-    assert process.wait(20) == 143
+    assert process.wait(60) == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int(seen.read_text()), 0)

@@ -231,7 +231,7 @@ class KeepsRequestsInItsClass(Counts):
 class LeavesAProcess(Counts):
     def __init__(self):
         super().__init__()
-        subprocess.Popen(["sleep", "5"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 class SearchesEveryRequest(Counts):

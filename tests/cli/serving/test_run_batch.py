@@ -14,6 +14,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
+from tests.engine.faults import Faults
 
 ENGINE = ("--model", "null", "--backend", "null", "--engine", "inproc", "--max-num-seqs", "4")
 
@@ -85,13 +86,29 @@ def test_results_of_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "'other'" in result.output
 
 
-def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(90)))
-    command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", "in", "-o", "out", *ENGINE]
+def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path, faults: Faults) -> None:
+    """It is killed while a step that computes a longer line, in the middle, is held."""
+    lengths = {45: 300}
+    lines = [line(number, max_tokens=lengths.get(number, 60), ignore_eos=True) for number in range(90)]
+    (tmp_path / "in").write_text("\n".join(lines))
+    command = [
+        sys.executable,
+        "-m",
+        "fd_core.cli",
+        "run-batch",
+        "-i",
+        "in",
+        "-o",
+        "out",
+        *ENGINE,
+        "--backend",
+        "faulty",
+    ]
+    faults.arm("hold", position=250)
     partial = tmp_path / "out.partial"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
-        while not (partial.exists() and partial.stat().st_size > 4000):
+        while not (faults.count and partial.exists() and partial.stat().st_size > 4000):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)

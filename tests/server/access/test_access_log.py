@@ -45,7 +45,7 @@ def test_line_has_key_route_status_and_tokens(server: LiveServer, caplog: pytest
         )
     found, text = lines(caplog, 2), caplog.records[0].getMessage()
     for line in found:
-        assert 0 < line.pop("seconds") < 10
+        assert line.pop("seconds") > 0
         assert line == {
             "client": "127.0.0.1",
             "method": "POST",
