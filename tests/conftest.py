@@ -40,9 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers inherit the environment
         config._tmp_path_factory.getbasetemp()  # not below the folder: pytest keeps the files of three runs
         # The name is short for the sake of socket paths.
-        folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fd")
-        tempfile.tempdir = None
+        folder, patch = tempfile.mkdtemp(prefix="fd"), pytest.MonkeyPatch()
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(patch.undo)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,10 +1,14 @@
-"""The default run has each kind of cases, each value of a matrix, and each row of a table."""
+"""The default run has each kind of cases, each value of a matrix, and each row of a table, and leaves no files."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import MANY
+
+ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ("pytester",)
 
@@ -40,3 +44,26 @@ def test_default_run_has_each_kind_value_and_row(pytester: pytest.Pytester, monk
     assert {case.rpartition("-")[0] for case in chosen["test_matrix"]} == {"a-1", "a-2", "b-1"}
     assert {case.rpartition("-")[2] for case in chosen["test_matrix"]} == {f"{number}" for number in range(9)}
     assert (len(chosen["test_table"]), len(chosen["test_few"])) == (20, 6)
+
+
+KILLED = """
+import subprocess, sys, tempfile
+from pathlib import Path
+
+def test_process_that_is_killed_leaves_a_folder():
+    code = "import os, signal, tempfile; tempfile.mkdtemp(); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code])
+    assert len(list(Path(tempfile.gettempdir()).iterdir())) == 1
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "workers"])
+def test_temporary_files_end_with_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(pytester.mkdir("temporary")))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeini("[pytest]")
+    file = pytester.makepyfile(KILLED)
+    pytester.runpytest_subprocess("-p", "tests.conftest", *workers, file).assert_outcomes(passed=1)
+    assert not list((pytester.path / "temporary").glob("fd*"))
