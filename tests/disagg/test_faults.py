@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,9 +281,12 @@ def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str) -> 
             pump(lambda: quick in decode.fetched, decode)
             assert decode.fetched[quick].outcome == "transferred"
             before = receiver.stats().pieces
+            goes_on, copies = threading.Event(), itertools.count(1)
+            cache.between = lambda: next(copies) > 6 and goes_on.wait(PATIENCE) and None
             numbers = [decode.fetch(peer, 4 * 60, salt=f"{number}") for number in range(3)]
             pump(lambda: receiver.stats().pieces > before + 5, decode)
             other.stop(how)
+            goes_on.set()
             pump(lambda: len(decode.fetched) == 4, decode)
             assert {decode.fetched[number].outcome for number in numbers} == {outcome}
             if how is signal.SIGSTOP:

@@ -22,7 +22,7 @@ def test_requests_of_a_real_engine_are_shown_and_aborted(tmp_path: Path, monkeyp
     with live(partial(null_client, "process")) as server:
         server.post("/v1/pause", None)
         running = [Background(server, name, prompt="hidden") for name in ("one", "two")]
-        eventually(lambda: len(server.get("/v1/requests").json["data"]) == 2, 5)
+        eventually(lambda: len(server.get("/v1/requests").json["data"]) == 2)
         shown = play(tmp_path, server.get("/").body, "server_requests", server.url)
         row = ["waiting", "the scheduler's rule", "6", "0"]
         assert sorted(each[:5] for each in shown["before"]) == [["one", *row], ["two", *row]]

@@ -20,6 +20,7 @@ from fd_core.errors import ConfigError
 from fd_core.http.connections.listening import bind_socket, warn_if_open
 from fd_core.server.serve import serve_http
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import Background, waiting
 
 
@@ -78,13 +79,13 @@ def test_public_server_without_a_key_warns(
 
 
 def test_drain_finishes_running_requests_and_rejects_others() -> None:
-    with live(drain_seconds=10.0) as server:
+    with live(drain_seconds=60.0) as server:
         assert server.get("/ready").json == {"status": "ok", "reason": None}
         server.client.held = True
         running = Background(server, "r", stream=True)
         waiting(server, 1)
         server.stop()
-        time.sleep(0.05)
+        eventually(lambda: server.get("/ready").status == 503)
         assert server.get("/health").status == 200
         ready = server.get("/ready")
         assert (ready.status, ready.json["reason"]) == (503, "the server is shutting down")

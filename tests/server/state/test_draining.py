@@ -11,7 +11,9 @@ import pytest
 
 from fd_core.http.draining import DRAINING_HEADER, Drain
 from tests.server.fakes import LiveServer, live
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import Background, waiting
+from tests.server.test_key_limits import state_of
 
 PATH = "/v1/completions"
 BODY = {"prompt": "b", "max_tokens": 4}
@@ -43,7 +45,7 @@ def test_shutdown_is_announced_and_requests_served_for_the_delay() -> None:
 
 
 def test_running_stream_is_the_last_answer_of_its_connection() -> None:
-    with live(drain_seconds=10.0) as server:
+    with live(drain_seconds=60.0) as server:
         server.client.held = True
         running = Background(server, "r", stream=True)
         waiting(server, 1)
@@ -60,13 +62,13 @@ def test_running_stream_is_the_last_answer_of_its_connection() -> None:
 
 def test_request_with_an_incomplete_body_is_awaited() -> None:
     body = json.dumps(BODY).encode()
-    with live(drain_seconds=10.0) as server:
+    with live(drain_seconds=60.0) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("POST", PATH)
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", str(len(body)))
         connection.endheaders(body[:5])
-        time.sleep(0.1)  # the headers have been read
+        eventually(lambda: state_of(server).drain.running == 1)
         left(server)
         while server.post(PATH, BODY).status != 503:
             time.sleep(0.005)
@@ -85,4 +87,4 @@ def test_second_signal_ends_delay_and_wait() -> None:
         assert drain.refusing
         await drain.wait(60.0, hurry)
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), 50))  # less than either wait
