@@ -36,6 +36,7 @@ from fd_core.effects.port import CompletionQueue
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import SECRET, SHAPE, ScriptedCache, content
 
@@ -230,9 +231,9 @@ def _common(options: dict[str, Any]) -> tuple[BlockFormat, KVCompatibility, Enve
 
 def pump(condition: Callable[[], bool], *sides: Computer | Fetches) -> None:
     """Run the loops of both engines until a condition holds."""
-    until = time.monotonic() + PATIENCE
+    limit = PolledTimeout(PATIENCE)
     while not condition():
-        assert time.monotonic() < until, "timed out"
+        assert not limit.expired(), "timed out"
         for side in sides:
             side.step()
         time.sleep(0.001)

@@ -19,6 +19,8 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from fd_core.ops.polled_timeout import PolledTimeout
+
 __all__ = ["GAUGES", "Server", "free_port", "process", "running", "serving"]
 
 GAUGES = (
@@ -72,9 +74,9 @@ def serving(log: Path, *arguments: str) -> Iterator[Server]:
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}")
     with running(log, "serve", *arguments, "--port", str(port)) as started:
-        deadline = time.monotonic() + 240
+        limit = PolledTimeout(240)
         while not _ready(server):
-            assert started.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert started.poll() is None and not limit.expired(), log.read_text()
             time.sleep(0.1)
         yield server
         assert started.poll() is None, log.read_text()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fd_core.ops.polled_timeout import PolledTimeout
 from tests.server.fakes import Answer, FakeClient, LiveServer, live
 
 KEYS = ("one", "two")
@@ -43,9 +44,9 @@ def begin(server: LiveServer, key: str, file_id: str, endpoint: str = "/v1/compl
 
 
 def ended(server: LiveServer, key: str, batch_id: str) -> dict[str, Any]:
-    until = time.monotonic() + 60
+    limit = PolledTimeout(60)
     while (batch := server.get(f"/v1/batches/{batch_id}", x_api_key=key).json)["status"] != "completed":
-        assert time.monotonic() < until, batch
+        assert not limit.expired(), batch
         time.sleep(0.01)
     assert "owner" not in batch
     return batch

@@ -22,6 +22,7 @@ from fd_core.disagg.ticket import KV_PORT_HEADER, OUTCOME_HEADER, ROLE_HEADER, T
 from fd_core.http.access.record import TENANT_HEADER, read_tenant
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import GatewayConfig, RouterConfig
 from fd_core.router.gateway.serving import serve_gateway
@@ -49,10 +50,11 @@ def in_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return test
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def eventually(condition: Callable[[], bool]) -> None:
+    limit = PolledTimeout(60)
+    while not condition():
+        assert not limit.expired(), "timed out"
+        await asyncio.sleep(0.005)
 
 
 class FakeWorker:

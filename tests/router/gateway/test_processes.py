@@ -16,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fd_core.ops.polled_timeout import PolledTimeout
 from tests.server.processes import free_port, running
 
 pytestmark = pytest.mark.slow
@@ -36,14 +37,14 @@ def status(url: str) -> Any:
 
 
 def until(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    limit = PolledTimeout(120)
     while True:
         try:
             if condition():
                 return
         except OSError:
             pass
-        assert time.monotonic() < deadline, log.read_text()
+        assert not limit.expired(), log.read_text()
         time.sleep(0.1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.server.batches import store
 from tests.server.batches.faulty_disk import FaultyDisk
 from tests.server.batches.test_routes import END, FORM, form, lines
@@ -36,9 +37,9 @@ def begin(server: LiveServer, key: str, content: bytes) -> str:
 
 
 def until(server: LiveServer, key: str, batch_id: str, *statuses: str) -> dict[str, Any]:
-    begun = time.monotonic()
+    limit = PolledTimeout(60)
     while (batch := server.get(f"/v1/batches/{batch_id}", x_api_key=key).json)["status"] not in statuses:
-        assert time.monotonic() - begun < 60, batch
+        assert not limit.expired(), batch
         time.sleep(0.01)
     return batch
 

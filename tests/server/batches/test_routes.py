@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.server.batches import store
 from tests.server.fakes import FakeClient, LiveServer, live
 
@@ -51,9 +52,9 @@ def begin(server: LiveServer, file_id: str, endpoint: str = END) -> str:
 
 
 def until(server: LiveServer, batch_id: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    begun = time.monotonic()
+    limit = PolledTimeout(60)
     while not holds(batch := server.get(f"/v1/batches/{batch_id}").json):
-        assert time.monotonic() - begun < 60, batch
+        assert not limit.expired(), batch
         time.sleep(0.01)
     return batch
 

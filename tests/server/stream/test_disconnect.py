@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.server.stream.response_format import UntilDisconnect
 from tests.server.fakes import FakeClient, LiveServer, live, samples
 
@@ -18,9 +19,9 @@ PATH = "/v1/completions"
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Wait until `condition` holds; the limit only ends a test that hangs."""
-    start = time.monotonic()
+    limit = PolledTimeout(60)
     while not condition():
-        assert time.monotonic() - start < 60, "timed out"
+        assert not limit.expired(), "timed out"
         time.sleep(0.005)
 
 
