@@ -78,7 +78,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
+    from fd_core.cli.serving.startup import check_folders, choose_parsers, find_model, running_engine, startup_bars
     from fd_core.server.app import create_app
     from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
     from fd_core.server.batches.running import AsgiAnswer, BatchProgress, ask, run_requests
@@ -97,6 +97,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         _check_resumable(requests, answers)
         names = (server.tool_call_parser, server.reasoning_parser)
         choose_parsers(*names, template=None, architecture="")
+        check_folders(settings)
         done = list(answers.known.values())
         progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
         with startup_bars(console) as bars:

@@ -100,7 +100,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
         from rich.console import Console
 
-        from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
+        from fd_core.cli.serving.startup import check_folders, choose_parsers, find_model, running_engine, startup_bars
         from fd_core.cli.serving.summary import brief, show_brief, show_summary, summary
         from fd_core.http.connections.listening import settle
         from fd_core.http.connections.tls import ServingTls
@@ -112,6 +112,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         HostRules(server.host, server.allowed_hosts, server.allowed_origins)
         names = (server.tool_call_parser, server.reasoning_parser)
         choose_parsers(*names, template=None, architecture="")
+        check_folders(settings)
         closing = stack.enter_context(contextlib.ExitStack())
         spans = opened_spans(server.otlp_traces_endpoint, "fdcore-serve", closing)
         console = Console(stderr=True)

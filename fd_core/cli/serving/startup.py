@@ -13,8 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from fd_core.cli.settings.flags import ENGINE_FLAGS, SERVER_FLAGS
 from fd_core.config import EngineConfig
 from fd_core.engine.building.assets import find_assets
+from fd_core.errors import ConfigError
 from fd_core.models.families.image_processor import ImageProcessor
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
@@ -22,6 +24,7 @@ from fd_core.text.parsing.answer import Parsers, parsers_for
 from fd_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from fd_core.cli.settings.settings import Settings
     from fd_core.engine.clients.client import EngineClient
     from fd_core.engine.process.engine_process import EngineProcess
 
@@ -134,6 +137,18 @@ class ChosenParsers:
     parsers: Parsers
     tools: str
     reasoning: str
+
+
+def check_folders(settings: Settings) -> None:
+    """Raise `ConfigError` for a folder that does not exist, before a model is loaded."""
+    for flag in (*ENGINE_FLAGS, *SERVER_FLAGS):
+        place = getattr(settings.engine, flag.field, None) or getattr(settings.server, flag.field, None)
+        if flag.value != "FOLDER" or place is None or Path(place).is_dir():
+            continue
+        if Path(place).exists():
+            raise ConfigError(f"{place} is not a folder", field=flag.flag)
+        if flag.field != "batch_store":  # which the server creates
+            raise ConfigError(f"there is no folder {place}", field=flag.flag, hint="create it, or omit the flag")
 
 
 def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, architecture: str) -> ChosenParsers:

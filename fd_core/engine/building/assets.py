@@ -12,8 +12,10 @@ from fd_core import plugins
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.config.generation import GenerationDefaults
 from fd_core.config.paths import user_path
+from fd_core.disagg.keys import transfer_key
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
+from fd_core.kv.stores.secret import load_secret
 from fd_core.models.catalog import ResolvedModel, resolve_model
 from fd_core.models.fallback.choice import choose_implementation
 from fd_core.models.families.image_processor import ImageProcessor
@@ -45,9 +47,9 @@ class Assets(msgspec.Struct, frozen=True):
 def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
     """Find the configured model, fetching it if necessary, and read its tokenizer.
 
-    A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins that `config` names
-    are looked up first, so that nothing is fetched for an invalid configuration. Raises `ConfigError`, `ModelError` or
-    `PluginError`.
+    A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins and secrets that
+    `config` names are looked up first, so that nothing is fetched for an invalid configuration. Raises `ConfigError`,
+    `ModelError` or `PluginError`.
     """
     known = plugins.installed_plugins()
     known.load(plugins.SCHEDULER, config.scheduler)
@@ -58,6 +60,9 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
             known.find(kind, name)  # imported where the engine runs, with its framework
     if config.kv_store is not None:
         known.find(plugins.STORE, parse_location(config.kv_store).scheme)
+        load_secret(config.kv_store_secret_file)
+    if config.role != "mixed":
+        transfer_key(config.transfer_secret_file)
     if config.speculative is not None:
         check_drafter(known.load(plugins.DRAFTER, config.speculative.method), config.speculative)
     if config.backend != "auto" and not known.choose_backend(config.backend).cls.needs_checkpoint:
