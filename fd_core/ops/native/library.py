@@ -132,6 +132,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_arena_free": (None, (c_void_p,)),
     "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
     "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "fd_linear_squeeze": (c_int, (c_void_p, c_void_p, c_void_p)),
     "fd_packed_new": (c_void_p, (c_void_p, c_int, c_int, c_int, POINTER(PackedForm), c_int)),
     "fd_packed_pack": (None, (c_void_p, c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_void_p)),
     "fd_linear_biased": (c_void_p, (c_void_p, c_void_p)),

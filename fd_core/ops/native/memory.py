@@ -50,6 +50,8 @@ class NativeLinear:
     arena: Arena
     format: str | None = None
     """Format of its first part, if its values stay packed."""
+    squeezed: bool = False
+    """True if values of bfloat16 take 12 bits, without loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,18 @@ def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDA
 
 
 def pack(
-    runtime: Runtime, arena: Arena, parts: Sequence[Weight], biases: Sequence[RawTensor] | None, *, gated: bool
+    runtime: Runtime,
+    arena: Arena,
+    parts: Sequence[Weight],
+    biases: Sequence[RawTensor] | None,
+    *,
+    gated: bool,
+    squeeze: bool = False,
 ) -> NativeLinear:
-    """Copy weights [out_i, in] and biases [out_i] into the kernels' layout."""
+    """Copy weights [out_i, in] and biases [out_i] into the kernels' layout.
+
+    With `squeeze`, values of bfloat16 are stored in 12 bits if they allow it; see `csrc/linear/squeezed.h`.
+    """
     library = runtime.library
     inputs = parts[0].shape[1]
     width = parts[0].shape[0] if gated else sum(part.shape[0] for part in parts)
@@ -138,8 +149,9 @@ def pack(
                 code = _TYPE_CODES[whole.dtype]
                 library.fd_linear_pack(handle, side, column, data.ctypes.data, code, len(data), runtime.team)
             column += block.shape[0]
+    squeezed = squeeze and form is None and bool(library.fd_linear_squeeze(arena.handle, handle, runtime.team))
     kept = parts[0].format if form is not None and isinstance(parts[0], PackedTensor) else None
-    return NativeLinear(handle, width, inputs, arena=arena, format=kept)
+    return NativeLinear(handle, width, inputs, arena=arena, format=kept, squeezed=squeezed)
 
 
 def with_bias(runtime: Runtime, linear: NativeLinear, bias: RawTensor | None) -> NativeLinear:

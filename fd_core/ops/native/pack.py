@@ -167,7 +167,7 @@ class NativeOps(NumpyOps):
         differ, and the finest group. They are dequantized if one is not packed, or a group is not 16, a multiple of 32
         or a row.
         """
-        return pack(self.runtime, self._arena, parts, biases=biases, gated=gated)
+        return pack(self.runtime, self._arena, parts, biases=biases, gated=gated, squeeze=True)
 
     @contextmanager
     def replaceable_weights(self) -> Iterator[None]:

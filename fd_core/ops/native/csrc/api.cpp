@@ -2,6 +2,7 @@
 // function returns null or 0; where an index or a size is out of bounds, kRefused, and `fd_refusal` has the text.
 
 #include "linear/moe.h"
+#include "linear/squeezed.h"
 #include "recurrent.h"
 #include "sampling.h"
 
@@ -174,8 +175,8 @@ void* fd_linear_new(void* arena, int n, int k, int gated, int type, int has_bias
         w->padded_k = round_up(k, wide ? TileShape<float>::kAlign : TileShape<bf16>::kAlign);
         w->vecs = round_up(n, kLanes) / kLanes * (gated ? 2 : 1);
         const size_t elements = size_t(w->vecs) * kLanes * w->padded_k;
-        w->data = static_cast<Arena*>(arena)->allocate(elements * (wide ? 4 : 2));
         w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
+        w->data = static_cast<Arena*>(arena)->allocate(elements * (wide ? 4 : 2));  // the latest, which may shrink
         return w;
     });
 }
@@ -190,6 +191,16 @@ void fd_linear_pack(void* linear, int part, int first_column, const void* source
             pack_rows<float>(w, part, first_column, source, Type(type), mine);
         else
             pack_rows<bf16>(w, part, first_column, source, Type(type), mine);
+    });
+}
+
+/// Store the arena's latest linear, of which all rows are packed, in fewer bytes if its values allow; 1 if they did.
+int fd_linear_squeeze(void* arena, void* linear, void* team) {
+    return guarded([&] {
+        Linear& w = *static_cast<Linear*>(linear);
+        const size_t bytes = squeeze(w, *static_cast<Team*>(team));
+        if (bytes) static_cast<Arena*>(arena)->shrink(w.data, bytes);
+        return int(bytes > 0);
     });
 }
 

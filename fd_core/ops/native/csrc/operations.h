@@ -3,6 +3,7 @@
 
 #include "attention/attention.h"
 #include "linear/packed.h"
+#include "linear/squeezed.h"
 
 namespace fd {
 
@@ -24,7 +25,9 @@ void table_row(const Linear& table, int row, Take&& take) {
         put(&x, value);
         take(i, to_float(x));
     };
-    if (!table.packed()) {
+    if (table.squeezed) {
+        unsqueeze_column(table, row, take);
+    } else if (!table.packed()) {
         constexpr int S = Product<E>::kStep;
         const Panel<E> panel(table, row / kLanes);
         const E* from = panel.b + row % kLanes * S;
@@ -311,6 +314,10 @@ inline Following first_panel(const Linear* w, int thread, int threads) {
     const Range vecs = column_share(*w, thread, threads);
     if (vecs.begin == vecs.end) return {nullptr, 0};
     if (w->packed()) return {packed_panel(*w, vecs.begin), packed_panel_bytes(*w)};
+    if (w->squeezed) {
+        const SqueezedPanel panel(*w, vecs.begin);
+        return {reinterpret_cast<const char*>(panel.units), panel.bytes};
+    }
     auto of = [&](const auto& panel) { return Following{(const char*)panel.b, panel.bytes}; };
     return w->type == Type::f32 ? of(Panel<float>(*w, vecs.begin)) : of(Panel<bf16>(*w, vecs.begin));
 }

@@ -68,6 +68,16 @@ class Arena {
         return p;
     }
 
+    /// Take back the end of the latest allocation, of which `bytes` remain.
+    void shrink(void* latest, size_t bytes) {
+#if !defined(__SANITIZE_ADDRESS__)
+        char* const end = static_cast<char*>(latest) + (bytes + kAlign - 1) / kAlign * kAlign;
+        std::memset(end, 0, next_ - end);
+        left_ += next_ - end;
+        next_ = end;
+#endif
+    }
+
    private:
     static constexpr size_t kAlign = 256, kMapping = size_t(64) << 20;
     std::vector<Mapping*> mappings_;

@@ -16,6 +16,16 @@ enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4, u6 = 5 };
 enum class Scales : int { f32 = 0, f16 = 1, multiples = 2 };
 constexpr int kUnitSpan = 256;
 
+/// How weights of bf16 in 12 bits are to be read; see squeezed.h.
+struct Squeezed {
+    uint8_t upper[16];      // the table
+    const int* starts;      // of each panel, and of one more: its first exception; null for weights that are stored whole
+    const int* exceptions;  // their units in their panels
+    const bf16* whole;      // [exceptions, kUnitValues]
+
+    explicit operator bool() const { return starts != nullptr; }
+};
+
 /// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up. Those of type
 /// u4, u6 and u8 are packed as packed.h says.
 struct Linear {
@@ -32,6 +42,7 @@ struct Linear {
     bool minima;  // of packed weights
     Scales scales;  // of packed weights: of minima, too
     bool fp4;     // of type u4: values are codes of kFp4
+    Squeezed squeezed;  // of type bf16
 
     bool packed() const { return type == Type::u4 || type == Type::u6 || type == Type::u8; }
 };
@@ -88,7 +99,7 @@ struct Panel {
 
 /// Columns of a matmul for one thread, in vectors; a gate stays with its up.
 inline Range column_share(const Linear& w, int thread, int threads) {
-    const int unit = w.gated || w.packed() ? 2 : 1;
+    const int unit = w.gated || w.packed() || w.squeezed ? 2 : 1;
     Range r = share(w.vecs / unit, thread, threads);
     return {r.begin * unit, r.end * unit};
 }
@@ -108,13 +119,13 @@ const Row<E>* multiplied(const E* x, size_t stride, int rows, int k) {
     }
 }
 
-/// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
+/// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block; w is neither packed nor squeezed.
 ///
 /// `epilogue(block)` takes each block when it is computed. Each panel is read once for a group of rows, and while it is
 /// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are. A panel of more than
 /// kPartBytes is multiplied part by part, and a group's sums wait in between.
 template <class E, class Epilogue>
-void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
+void whole_matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
     using A = Row<E>;
     using S = TileShape<A>;
     static_assert(S::kVecs == TileShape<E>::kVecs, "a panel is as wide as a tile");

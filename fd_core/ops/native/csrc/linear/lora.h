@@ -5,7 +5,7 @@
 // bits as in a step without adapters.
 #pragma once
 
-#include "linear/linear.h"
+#include "linear/squeezed.h"
 
 namespace fd {
 

@@ -1,0 +1,195 @@
+#include "linear/squeezed.h"
+
+#include <array>
+#include <numeric>
+#include <utility>
+
+namespace fd {
+
+#if defined(FD_SQUEEZES)
+
+namespace {
+
+constexpr int kFewestBetween = 16;   // units of which one may be an exception, else weights stay whole
+constexpr int kStepValues = kUnitValues / 2;
+constexpr uint8_t kNowhere = 16;     // place of an upper byte that the table lacks
+using Places = std::array<uint8_t, 256>;
+
+uint8_t upper_of(bf16 x) { return uint8_t(x.bits >> 8); }
+
+bool is_exception(const bf16* unit, const Places& places) {
+    uint8_t all = 0;
+    for (int i = 0; i < kUnitValues; i++) all |= places[upper_of(unit[i])];
+    return all & kNowhere;
+}
+
+void squeeze_unit(const bf16* unit, const Places& places, uint8_t* to) {
+    std::memset(to, 0, kUnitBytes);
+    for (int step = 0; step < 2; step++)
+        for (int vec = 0; vec < kSqueezedVecs; vec++)
+            for (int i = 0; i < 2 * kLanes; i++, unit++) {
+                to[lower_byte(step, vec, i)] = uint8_t(unit->bits);
+                to[place_byte(vec, i)] |= (places[upper_of(*unit)] & 15) << 4 * step;
+            }
+}
+
+/// The bytes of the table, four times the same 16, at places of 4 bits, above which there are others.
+inline __m512i entries(__m512i table, __m512i places) {
+#if defined(__AVX512VBMI__)
+    return _mm512_permutexvar_epi8(places, table);
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(places, _mm512_set1_epi8(15)));
+#endif
+}
+
+/// The values of two vectors, whose bytes alternate: those of the first are chosen by a mask.
+inline void join(__m512i lower, __m512i upper, __m512i (&columns)[kSqueezedVecs]) {
+    columns[0] = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x00ff), lower, upper, 0xca);
+#if defined(__AVX512VBMI2__)
+    columns[1] = _mm512_shldi_epi16(upper, lower, 8);
+#else
+    columns[1] = _mm512_or_si512(_mm512_slli_epi16(upper, 8), _mm512_srli_epi16(lower, 8));
+#endif
+}
+
+template <int R>
+[[gnu::flatten]] void tile_of(const Squeezed& squeezed, const SqueezedPanel& panel, const SqueezedCall& call) {
+    using P = Product<bf16>;
+    constexpr int N = kSqueezedVecs;
+    V acc[R * N];
+    unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
+    const bf16* a = call.a;
+    const size_t stride = call.a_stride;
+    auto multiply = [&](const P::Operand(&columns)[N]) {
+        unroll<R>([&](int r) {
+            const P::Operand x = P::broadcast(a + r * stride);
+            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
+        });
+        a += P::kStep;
+    };
+
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)squeezed.upper));
+    const uint8_t* b = panel.units;
+    const bf16* whole = panel.whole;
+    const char* ahead = call.ahead;
+    const int* next = panel.exceptions;
+    P::Operand columns[N];
+    for (int unit = 0;; unit++, b += kUnitBytes) {
+        for (const int until = next < panel.end ? *next : call.units; unit < until; unit++, b += kUnitBytes) {
+            for (int i = 0; i < call.ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+            const __m512i places = _mm512_loadu_si512(b + 2 * kPairBytes);
+            join(_mm512_loadu_si512(b), entries(table, places), columns);
+            multiply(columns);
+            join(_mm512_loadu_si512(b + kPairBytes), entries(table, _mm512_srli_epi16(places, 4)), columns);
+            multiply(columns);
+        }
+        if (unit == call.units) break;
+        for (int step = 0; step < 2; step++) {
+            unroll<N>([&](int v) { columns[v] = P::load(whole + v * 2 * kLanes); });
+            multiply(columns);
+            whole += N * 2 * kLanes;
+        }
+        next++;
+    }
+    unroll<R * N>([&](int i) { vstore(call.c + i * kLanes, acc[i]); });
+}
+
+template <size_t... I>
+constexpr auto kernels_of(std::index_sequence<I...>) {
+    return std::array<void (*)(const Squeezed&, const SqueezedPanel&, const SqueezedCall&), sizeof...(I)>{tile_of<I + 1>...};
+}
+
+}  // namespace
+
+void squeezed_tile(const Squeezed& squeezed, const SqueezedPanel& panel, int rows, const SqueezedCall& call) {
+    static constexpr auto kernels = kernels_of(std::make_index_sequence<kSqueezedRows>{});
+    kernels[rows - 1](squeezed, panel, call);
+}
+
+size_t squeeze(Linear& w, Team& team) {
+    constexpr int kHalves = TileShape<bf16>::kVecs / kSqueezedVecs;
+    if (w.type != Type::bf16 || w.vecs % TileShape<bf16>::kVecs || w.padded_k % kUnitK || !w.vecs || !w.k) return 0;
+    const int panels = w.vecs / kSqueezedVecs, wholes = panels / kHalves, units = w.padded_k / kUnitK;
+    const size_t panel_values = size_t(units) * kUnitValues, panel_bytes = size_t(units) * kUnitBytes;
+    const auto* values = static_cast<const bf16*>(w.data);
+
+    std::vector<std::array<size_t, 256>> counts(team.size());
+    team.run([&](int thread) {
+        const Range mine = share(panels, thread, team.size());
+        auto& found = counts[thread];
+        for (size_t i = mine.begin * panel_values; i < mine.end * panel_values; i++) found[upper_of(values[i])]++;
+    });
+    for (int thread = 1; thread < team.size(); thread++)
+        for (int i = 0; i < 256; i++) counts[0][i] += counts[thread][i];
+    std::array<int, 256> by_count;
+    std::iota(by_count.begin(), by_count.end(), 0);
+    std::stable_sort(by_count.begin(), by_count.end(), [&](int a, int b) { return counts[0][a] > counts[0][b]; });
+    Squeezed squeezed{};
+    Places places;
+    places.fill(kNowhere);
+    for (int i = 0; i < 16; i++) places[squeezed.upper[i] = uint8_t(by_count[i])] = uint8_t(i);
+
+    // A panel that is stored whole is cut into halves, each of its steps beside the next one.
+    auto each_unit = [&](int panel, auto&& take) {
+        const bf16* step = values + panel / kHalves * kHalves * panel_values + panel % kHalves * kStepValues;
+        for (int unit = 0; unit < units; unit++) {
+            bf16 both[kUnitValues];
+            for (int i = 0; i < 2; i++, step += kHalves * kStepValues)
+                std::copy_n(step, kStepValues, both + i * kStepValues);
+            take(unit, both);
+        }
+    };
+    std::vector<int> starts(panels + 1);
+    team.run([&](int thread) {
+        const Range mine = share(panels, thread, team.size());
+        for (int p = mine.begin; p < mine.end; p++)
+            each_unit(p, [&](int, const bf16* unit) { starts[p + 1] += is_exception(unit, places); });
+    });
+    std::partial_sum(starts.begin(), starts.end(), starts.begin());
+    const size_t count = starts[panels];
+    if (count * kFewestBetween > size_t(panels) * units) return 0;
+    std::vector<int> exceptions(count);
+    std::vector<bf16> kept(count * kUnitValues);
+
+    // In place, a whole panel of each thread at a time: where one writes, all have read.
+    std::vector<uint8_t> written(team.size() * kHalves * panel_bytes);
+    team.run([&](int thread) {
+        uint8_t* const bytes = &written[thread * kHalves * panel_bytes];
+        for (int first = 0; first < wholes; first += team.size()) {
+            const Range mine{std::min(wholes, first + thread) * kHalves, std::min(wholes, first + thread + 1) * kHalves};
+            for (int p = mine.begin; p < mine.end; p++) {
+                int exception = starts[p];
+                each_unit(p, [&](int unit, const bf16* both) {
+                    squeeze_unit(both, places, bytes + (p - mine.begin) * panel_bytes + size_t(unit) * kUnitBytes);
+                    if (!is_exception(both, places)) return;
+                    std::copy_n(both, kUnitValues, &kept[size_t(exception) * kUnitValues]);
+                    exceptions[exception++] = unit;
+                });
+            }
+            team.wait_for_all();
+            std::memcpy(static_cast<char*>(w.data) + mine.begin * panel_bytes, bytes, (mine.end - mine.begin) * panel_bytes);
+            team.wait_for_all();
+        }
+    });
+    // Behind them, where the last quarter was.
+    char* to = static_cast<char*>(w.data) + panels * panel_bytes;
+    auto moved = [&](const auto& from) {
+        const size_t bytes = from.size() * sizeof from[0];
+        std::memcpy((void*)to, (const void*)from.data(), bytes);
+        return std::exchange(to, to + bytes);
+    };
+    squeezed.whole = reinterpret_cast<const bf16*>(moved(kept));
+    squeezed.exceptions = reinterpret_cast<const int*>(moved(exceptions));
+    squeezed.starts = reinterpret_cast<const int*>(moved(starts));
+    w.squeezed = squeezed;
+    return to - static_cast<char*>(w.data);
+}
+
+#else
+
+size_t squeeze(Linear&, Team&) { return 0; }
+void squeezed_tile(const Squeezed&, const SqueezedPanel&, int, const SqueezedCall&) {}
+
+#endif
+
+}  // namespace fd
