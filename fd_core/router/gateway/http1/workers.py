@@ -77,7 +77,7 @@ class WorkerAnswer:
         """Bytes that were received and not read."""
         self.ended = False
         self.direct: Callable[[bytes], bool] | None = None
-        """Takes a part of the body while the reader waits, without waking it; False if it cannot take the part now."""
+        """Takes what was read while the reader waits, without waking it; False if it cannot take it now."""
         self.waits_since: float | None = None
         """Time since which the worker is awaited, by the loop's clock; None while it is not."""
         self.parts: list[bytes] = []
@@ -116,6 +116,15 @@ class WorkerAnswer:
         loop = self.connection.loop
         self._waiter, self.waits_since = loop.create_future(), loop.time()
         return self._waiter
+
+    def arrived(self) -> None:
+        """Hand over what has arrived: directly, unless the answer has ended, or by waking the reader."""
+        direct = None if self.waits_since is None or self.ended else self.direct
+        if direct is not None and self.parts and direct(b"".join(self.parts)):
+            self.parts.clear()
+            self.unread, self.waits_since = 0, self.connection.loop.time()
+        else:
+            self.wake()
 
     def wake(self) -> None:
         """Continue the reader."""
@@ -370,9 +379,9 @@ class WorkerConnection(asyncio.Protocol):
             self._fail("the head of the worker's answer is too large")
         if answer is not None and self._has_news:
             self._has_news = False
+            answer.arrived()
             if answer.unread > _PAUSE_BYTES:
                 self.regulate(answer)
-            answer.wake()
 
     def _fail(self, reason: str) -> None:
         if self.answer is not None:
@@ -412,11 +421,7 @@ class WorkerConnection(asyncio.Protocol):
         """Process a part of the body."""
         self._unreported = 0
         answer = self.answer
-        if answer is None:
-            return
-        if answer.direct and answer.waits_since is not None and not answer.parts and answer.direct(part):
-            answer.waits_since = self.loop.time()
-        else:
+        if answer is not None:
             answer.parts.append(part)
             answer.unread += len(part)
             self._has_news = True

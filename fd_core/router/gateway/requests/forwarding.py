@@ -319,20 +319,21 @@ class Exchange(msgspec.Struct, eq=False):
             request.put(piece if meter is None else meter.piece(piece))
             return True
 
-        await request.write(first if meter is None else meter.piece(first))
-        response.direct = relay
+        response.direct, piece = relay, first
         try:
-            while piece := await answer.more():
-                await request.write(piece if meter is None else meter.piece(piece))
+            while True:
+                last = answer.complete
+                await request.write(piece if meter is None else meter.piece(piece), last=last)
+                if last:
+                    break
+                piece = await answer.more()
         except relaying.WorkerLost:
             self.attempts.lost(time.monotonic())
             self.state.metrics.counts.streams_broken += 1
             if not answer.is_stream:
                 request.abort()
                 return relayed
-            if not answer.error_forwarded:
-                await request.write(error_event(lost(), request.path))
+            await request.write(b"" if answer.error_forwarded else error_event(lost(), request.path), last=True)
         else:
             self.attempts.ended(response.status, time.monotonic())
-        request.end()
         return relayed

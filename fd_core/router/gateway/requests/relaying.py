@@ -120,6 +120,11 @@ class UpstreamAnswer:
         self._ended = False
 
     @property
+    def complete(self) -> bool:
+        """True if all of the answer was returned, and nothing is missing."""
+        return self._ended and (not self._ends_with_done or self._cutter is None or self._cutter.done)
+
+    @property
     def error_forwarded(self) -> bool:
         """True if the answer ended with an error event of the worker."""
         return self._cutter is not None and self._cutter.error_forwarded
@@ -128,14 +133,13 @@ class UpstreamAnswer:
         """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and `UPSTREAM_ERRORS`."""
         response = self._response
         if self._cutter is not None:
-            while chunk := await response.readany():
-                if ready := self._cutter.push(chunk):
-                    return ready
-            self._ended = True
-            ready = self._cutter.rest()
-            if self._ends_with_done and not self._cutter.done:
+            ready = b""
+            while not ready and not self._ended:
+                ready = self._cut(await response.readany())
+            rest = self._rest()
+            if not ready and not self.complete:
                 raise WorkerLost
-            return ready
+            return ready + rest
         if self._kind != "application/json":
             first = await response.readany()
             self._ended = self.whole = not first
@@ -146,20 +150,26 @@ class UpstreamAnswer:
 
     async def more(self) -> bytes:
         """Return the next bytes, none at the end. Raises `WorkerLost` if the answer is incomplete."""
-        cutter = self._cutter
         while not self._ended:
             try:
                 chunk = await self._response.readany()
             except UPSTREAM_ERRORS as error:
-                if cutter is not None and self._ends_with_done and cutter.done:
-                    return b""  # only the end of the connection is missing
+                if self._ends_with_done and self._cutter is not None and self._cutter.done:
+                    self._ended = True  # only the end of the connection is missing
+                    return b""
                 raise WorkerLost from error
-            self._ended = not chunk
-            if ready := self.cut(chunk) if chunk or cutter is None else cutter.rest():
+            if ready := self._cut(chunk) + self._rest():
                 return ready
-        if self._ends_with_done and cutter is not None and not cutter.done:
+        if not self.complete:
             raise WorkerLost
         return b""
+
+    def _cut(self, chunk: bytes) -> bytes:
+        self._ended = self._response.ended
+        return self.cut(chunk) if chunk else b""
+
+    def _rest(self) -> bytes:
+        return b"" if self._cutter is None or not self._ended else self._cutter.rest()
 
 
 def _index_after(data: bytes, mark: bytes) -> int:

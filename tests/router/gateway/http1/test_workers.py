@@ -82,10 +82,11 @@ async def test_parts_taken_directly_wake_no_reader_and_end_its_silence() -> None
         await asyncio.sleep(0.01)
         since = answer.waits_since
         answer.connection.on_body(b"b")
+        answer.arrived()
         assert since is not None and answer.waits_since is not None and answer.waits_since > since
         for part in (b"c", b"d"):
             answer.connection.on_body(part)
-        answer.wake()
+            answer.arrived()
         assert (await reading, taken) == (b"cd", [b"b"])
         answer.close()
 
