@@ -475,12 +475,19 @@ class PrefixHash(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the first candidate in the prefix's order that has room."""
         head = context.tokens[: self.config.cache_block_size * self.config.prefix_hash_blocks]
-        prefix = _hash(np.ascontiguousarray(head, "<i4").tobytes())
-        urls, loads = context.candidates.once(_hashes_of_urls), context.candidates.requests
-        room = math.ceil((1 + self.config.prefix_hash_slack) * (int(loads.sum()) + 1) / len(loads))
+        prefix, seen = _hash(head.astype("<i4", copy=False).tobytes()), context.candidates
+        whole, slack = seen._whole, 1 + self.config.prefix_hash_slack
         # At least one has room: the one with the fewest requests.
-        weights = np.where(loads < room, _mixed(urls ^ np.uint64(prefix)), np.uint64(0))
-        return context.candidates[int(weights.argmax())]
+        if whole is None:
+            loads = seen.requests
+            room = math.ceil(slack * (int(loads.sum()) + 1) / len(loads))
+            weights = np.where(loads < room, _mixed(seen.once(_hashes_of_urls) ^ np.uint64(prefix)), np.uint64(0))
+            return seen[int(weights.argmax())]
+        counts = [one.load.requests for one in whole]
+        room = math.ceil(slack * (sum(counts) + 1) / len(counts))
+        hashes = zip(seen.once(_hash_of_each_url), counts, strict=True)
+        ranks = [_mixed(url ^ prefix) if count < room else 0 for url, count in hashes]
+        return whole[ranks.index(max(ranks))]
 
 
 class SessionAffinity(RouterPolicy):
@@ -512,8 +519,12 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+def _hash_of_each_url(workers: tuple[RouterWorker, ...]) -> list[int]:
+    return [_hash_of_url(worker.url) for worker in workers]
+
+
 def _hashes_of_urls(workers: tuple[RouterWorker, ...]) -> npt.NDArray[np.uint64]:
-    return np.array([_hash_of_url(worker.url) for worker in workers], np.uint64)
+    return np.array(_hash_of_each_url(workers), np.uint64)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -525,8 +536,11 @@ def _positions_of_urls(workers: tuple[RouterWorker, ...]) -> dict[str, int]:
     return {worker.url: position for position, worker in enumerate(workers)}
 
 
-def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return mixed numbers: each bit depends on all bits of the input (SplitMix64, Steele and others 2014)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-    return numbers ^ (numbers >> np.uint64(31))
+def _mixed(numbers: Any) -> Any:
+    """Return mixed 64-bit numbers, one or an array: each bit depends on all bits of the input.
+
+    SplitMix64 (Steele and others 2014).
+    """
+    numbers = (numbers ^ (numbers >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    numbers = (numbers ^ (numbers >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return numbers ^ (numbers >> 31)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router import policies
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RoundRobin, RouterPolicy, RoutingContext, least, lowest
 from fd_core.router.selection import WorkerLoad
@@ -37,9 +36,14 @@ def context(
     tokens: tuple[int, ...] = (1,),
     blocks: int = 0,
     session: str | None = None,
+    columns: bool = False,
 ) -> RoutingContext:
     keys = tuple(bytes([block]) for block in range(blocks))
-    return RoutingContext(Candidates.of(candidates), np.array(tokens, np.int32), keys, session, random, now)
+    seen = Candidates.of(candidates)
+    if columns:
+        loads = np.array([seen.requests, seen.waiting, seen.prefill_tokens])
+        seen = Candidates(seen.workers, loads, seen.hits.copy(), expected_hits=seen.expected_hits.copy())
+    return RoutingContext(seen, np.array(tokens, np.int32), keys, session, random, now)
 
 
 def number(chosen: Candidate) -> int:
@@ -47,11 +51,10 @@ def number(chosen: Candidate) -> int:
 
 
 @pytest.mark.parametrize("name", ["random", "request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
-@pytest.mark.parametrize("few", [0, 16])
-def test_random_number_breaks_ties(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "FEW", few)
+@pytest.mark.parametrize("columns", [False, True])
+def test_random_number_breaks_ties(name: str, columns: bool) -> None:
     equals = [candidate(index) for index in range(4)]
-    counted = Counter(number(policy(name).choose(context(*equals, random=draw))) for draw in DRAWS)
+    counted = Counter(number(policy(name).choose(context(*equals, random=draw, columns=columns))) for draw in DRAWS)
     assert set(counted) == {0, 1, 2, 3} and max(counted.values()) - min(counted.values()) <= 1
 
 
@@ -241,7 +244,9 @@ def test_derived_data_is_cached_while_workers_are_unchanged() -> None:
     assert [each.once(work_out) for each in seen] == [2, 2, 3] and worked == [2, 3]
 
 
-@pytest.mark.parametrize("name", ["request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
+@pytest.mark.parametrize(
+    "name", ["request_num", "process_tokens", "metrics_score", "cache_aware", "prefix_hash", "session"]
+)
 @given(
     st.lists(st.tuples(*[st.integers(0, 40)] * 3, st.integers(0, 4)), min_size=2, max_size=9),
     st.floats(0, 1, exclude_max=True),
@@ -253,9 +258,5 @@ def test_choice_is_the_same_from_numbers_and_from_columns(
         candidate(index, requests + waiting, tokens, hits, waiting)
         for index, (requests, waiting, tokens, hits) in enumerate(loads)
     ]
-    chosen = []
-    for few in (0, 16):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policies, "FEW", few)
-            chosen.append(number(policy(name).choose(context(*these, random=random))))
-    assert chosen[0] == chosen[1]
+    seen = [context(*these, random=random, tokens=(len(loads), 1), columns=columns) for columns in (False, True)]
+    assert len({number(policy(name).choose(each)) for each in seen}) == 1
