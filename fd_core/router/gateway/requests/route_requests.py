@@ -106,13 +106,17 @@ def _described(message: Any) -> Any:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if isinstance(images, list):
         parts = [*({"type": "image", "source": {"data": data}} for data in images), *parts]
-    if not any(isinstance(part, dict) and part.get("type") in _IMAGES for part in parts):
+    if not any(map(_is_image, parts)):
         return message
     return {**message, "content": [_described_part(part) for part in parts], "images": None}
 
 
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in _IMAGES
+
+
 def _described_part(part: Any) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in _IMAGES:
+    if not _is_image(part):
         return part
     given = part.get("image_url") or part.get("source")
     if isinstance(given, dict):

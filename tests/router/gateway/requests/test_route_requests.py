@@ -125,6 +125,7 @@ def test_system_of_the_messages_api_is_rendered_first() -> None:
         *({"messages": []}, {"messages": ["x"]}, {"messages": [{"role": 1}]}, {"messages": "x"}),
         *({"prompt": [2**40]}, {"prompt": [-1]}, {"prompt": [True]}, {"prompt": "\ud800"}),
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": ["image"]}]}]},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}},
         {"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "x"}], "prompt_token_ids": None},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages_": 1, "self": 2}},
