@@ -301,10 +301,10 @@ class WatchedProtocol(asyncio.Protocol):
 
     def without_upgrade(self, data: bytes) -> bytes:
         """Return input in which a head requests no other protocol: the parser would drop the body of such a request."""
-        if b"pgrade:" not in data or self._waits_for == "body":
+        if self._waits_for == "body":
             return data
         head, end, rest = data.partition(b"\r\n\r\n")
-        return _UPGRADE.sub(b"x-upgrade:", head) + end + rest
+        return _UPGRADE.sub(b"x-upgrade:", head) + end + rest if b"pgrade:" in head else data
 
     def not_http(self) -> ApiError:
         """Log input that is not HTTP, and return the error for it."""

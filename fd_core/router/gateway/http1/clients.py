@@ -315,7 +315,7 @@ class ClientConnection(WatchedProtocol):
             return
         self._unreported += len(data)
         try:
-            self._parser.feed_data(self.without_upgrade(data) if b"pgrade:" in data else data)
+            self._parser.feed_data(self.without_upgrade(data))
         except httptools.HttpParserError as error:
             self._refuse(error.__context__ if isinstance(error.__context__, ApiError) else None)
         else:
