@@ -21,31 +21,42 @@ from fd_core.cli.plugins.conformance import _print as print_report
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes import latent, layers, parts, pools, products, recurrent, routing, sampling
-from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS, SIZES
-from fd_core.testing.report.doctor.examine import copy_bandwidth, examine, examine_cases
+from fd_core.testing.report.doctor.checks import CHECKS
+from fd_core.testing.report.doctor.examine import copy_bandwidth, examine
 from fd_core.testing.report.doctor.runs import DoctorReport, OpFinding
 from tests.ops.packs import PACKS
 from tests.plugin_sites import GOOD, Site
 
 ROOT = Path(__file__).parents[2]
-SMALL = SIZES[0]
 T = TypeVar("T")
 
 
-def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, read_output=str) -> dict[str, OpFinding]:
-    """Return the findings of one operation at the smallest size, by case."""
-    chosen = [check for check in CHECKS if check.primitive == primitive]
-    return {check.case: examine(ops, check, SMALL, limits or {}, None, read_output) for check in chosen}
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch):
+    """Examine the large cases and one more."""
+    monkeypatch.setattr("fd_core.testing.report.doctor.examine._SECONDS_OF_A_PART", 0.0)
+    monkeypatch.setattr(parts, "_REDUCED", set())
 
 
-def test_oracle_has_no_findings():
-    for check in CHECKS:
-        found = examine(NumpyOps(), check, SMALL, {}, None)
-        assert (found.outcome, found.fell_back) == ("ok", ""), found
+def findings(ops: Ops, operation: str, limits: dict[str, str] | None = None, **others) -> dict[str, OpFinding]:
+    """Return the findings of the checks that have an operation, by operation."""
+    chosen = [check for check in CHECKS if operation in check.operations]
+    return {
+        found.primitive: found for check in chosen for found in examine(ops, check, limits or {}, "mychip", **others)
+    }
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.operations[0])
+def test_oracle_has_no_findings_and_every_operation_is_timed(check):
+    found = examine(NumpyOps(), check, {}, "numpy")
+    assert {each.primitive: (each.outcome, each.fell_back) for each in found} == dict.fromkeys(
+        check.operations, ("ok", "")
+    )
+    assert not [each.primitive for each in found if each.seconds is None]
 
 
 def test_every_operation_of_the_contract_is_examined():
-    examined = {name for check in (*CHECKS, *PART_CHECKS) for name in check.primitive.split(", ")}
+    examined = {name for check in CHECKS for name in check.operations}
     needed_by_others = {"prepare_vector", "prepare_embedding", "prepare_linear", "prepare_experts"}
     needed_by_others |= {"prepare_lora", "place_loras", "prepare_heads", "absorb", "expand", "latent_inputs"}
     needed_by_others |= {"stream_linear"}  # draft heads, which engines load with a model
@@ -67,11 +78,20 @@ class WithoutInt32(NumpyOps):
         return super().add_at(x, rows, ids, values)
 
 
-def test_kernel_missing_for_one_dtype_is_reported_with_the_dtype():
-    found = findings(WithoutInt32(), "add_at")
-    assert found["float32"].outcome == "ok"
-    assert found["int32"].outcome == "missing"
-    assert found["int32"].reason == "NotImplementedError: no kernel for int32 at 0x1f"
+def test_missing_kernel_is_reported_with_its_error():
+    found = findings(WithoutInt32(), "add_at")["add_at"]
+    assert (found.outcome, found.reason) == ("missing", "NotImplementedError: no kernel for int32 at 0x1f")
+
+
+class WithoutPagedAttention(NumpyOps):
+    attention = Ops.attention
+
+    def paged_attention(self, q, layer, heads, step):
+        raise NotImplementedError("no kernel")
+
+
+def test_operation_that_a_composition_lacks_is_named():
+    assert [*findings(WithoutPagedAttention(), "attention")] == ["paged_attention"]
 
 
 class WrongInOne(NumpyOps):
@@ -87,15 +107,21 @@ class WrongInOne(NumpyOps):
 
 
 def test_deviation_from_the_oracle_is_reported_with_its_size():
-    assert "off by" in findings(WrongInOne(), "rms_norm")[""].reason
-    sampled = findings(WrongInOne(), "sample")
-    assert {case: found.outcome for case, found in sampled.items()} == {
-        "greedy": "ok",
-        "drawn": "wrong",
-        "filters": "wrong",
-    }
-    assert findings(WrongInOne(), "verify")[""].reason == "expected shape (5,), got (5, 1)"
-    assert findings(WrongInOne(), "add")[""].outcome == "ok"
+    found = findings(WrongInOne(), "rms_norm")["rms_norm"]
+    assert found.outcome == "wrong"
+    assert "off by" in found.reason
+    assert findings(WrongInOne(), "sample")["sample"].outcome == "wrong"
+    assert findings(WrongInOne(), "verify")["verify"].outcome == "wrong"
+    assert findings(WrongInOne(), "add")["add"].outcome == "ok"
+
+
+@pytest.mark.parametrize("name", ["add_at", "write_rows", "mlp_inputs", "paged_attention", "attention", "gate_up"])
+def test_first_operation_with_another_result_is_named(name):
+    def wrong(self, *arguments):
+        return getattr(NumpyOps, name)(self, *arguments) + 1
+
+    ops = type("Wrong", (NumpyOps,), {name: wrong})()
+    assert {each.primitive for each in findings(ops, name).values() if each.bad} == {name}
 
 
 class RanksLargeVocabulariesWrong(NumpyOps):
@@ -103,22 +129,17 @@ class RanksLargeVocabulariesWrong(NumpyOps):
         return super().ranks(logits, tokens) + (logits.shape[1] > 60_000)
 
 
-def test_operation_is_examined_in_cases_of_the_kit(monkeypatch):
-    monkeypatch.setattr(parts, "_REDUCED", set())
-    [check] = [check for check in PART_CHECKS if check.primitive == "logprobs"]
-    with monkeypatch.context() as patched:
-        patched.setattr("fd_core.testing.report.doctor.examine._SECONDS_OF_A_PART", 60.0)  # also on a busy machine
-        found = examine_cases(RanksLargeVocabulariesWrong(), check, {}, "mychip")
-    assert (found.primitive, found.case, found.outcome) == ("logprobs", "cases", "wrong")
+def test_failing_case_is_reduced():
+    found = findings(RanksLargeVocabulariesWrong(), "ranks")["ranks"]
+    assert found.outcome == "wrong"
     assert "repeat: fdcore conformance mychip --case logprobs:vocabulary=" in found.reason
-    assert examine_cases(NumpyOps(), check, {}, "mychip").outcome == "ok"
 
 
 def test_every_operation_of_the_kit_has_cases_in_the_doctor():
     modules = (latent, layers, pools, products, recurrent, routing, sampling)
     found = {part.name for module in modules for part in vars(module).values() if isinstance(part, parts.Part)}
     # These need large memory, or are the operations of other parts.
-    assert found - {"pool", "table", "elements", "many_experts"} == {check.part.name for check in PART_CHECKS}
+    assert found - {"pool", "table", "elements", "many_experts"} == {check.part.name for check in CHECKS}
 
 
 class OnDevice(np.ndarray):
@@ -150,18 +171,17 @@ class PartlyOnTheHost(NumpyOps):
 
 def test_host_fallback_is_detected_by_array_location_or_warning():
     ops = PartlyOnTheHost()
-    assert findings(ops, "embedding")[""].fell_back == ""
-    assert "expected a result on chip:0, got" in findings(ops, "add")[""].fell_back
-    assert "falling back" in findings(ops, "rms_norm")[""].fell_back
-    lines = iter(["noise of the start", "W0101 missing XPU kernel: matmul, fallback to CPU one!\n"])
-    assert "matmul" in findings(ops, "linear", read_output=lambda: next(lines, ""))[""].fell_back
-    assert all(found.outcome == "ok" for found in findings(ops, "add").values())
+    assert findings(ops, "embedding")["embedding"].fell_back == ""
+    assert "expected a result on chip:0, got" in findings(ops, "add")["add"].fell_back
+    assert "falling back" in findings(ops, "rms_norm")["rms_norm"].fell_back
+    words = "W0101 missing XPU kernel: matmul, fallback to CPU one!\n"
+    assert "matmul" in findings(ops, "linear", read_output=lambda: words)["linear"].fell_back
 
 
 def test_declared_limit_is_not_a_fault():
-    found = findings(NumpyOps(), "moe", {"moe": "the chip has no experts"})[""]
+    found = findings(NumpyOps(), "moe", {"moe": "the chip has no experts"})["moe"]
     assert (found.outcome, found.reason) == ("limit", "moe: the chip has no experts")
-    assert findings(NumpyOps(), "add", {"primitives": "graphs only"})[""].outcome == "limit"
+    assert findings(NumpyOps(), "add", {"primitives": "graphs only"})["add"].outcome == "limit"
 
 
 class CoarseKV(NumpyOps):
@@ -171,28 +191,27 @@ class CoarseKV(NumpyOps):
             layer[..., :-4] &= -16
 
 
-class WideKV(NumpyOps):
+class CoarseKVThatIsNotOffered(CoarseKV):
     kv_dtypes = ()
 
 
-def test_8_bit_kv_is_examined_if_the_pack_supports_it():
-    kept = findings(CoarseKV(), "write_kv")
-    assert (kept[""].outcome, kept["int8"].outcome) == ("ok", "wrong")
-    lacking = findings(WideKV(), "paged_attention")
-    assert (lacking[""].outcome, lacking["int8"].outcome) == ("ok", "limit")
-    assert lacking["int8"].reason == "no KV in int8"
+def test_8_bit_kv_is_examined_if_the_pack_supports_it(monkeypatch):
+    monkeypatch.setattr("fd_core.testing.report.doctor.examine._SECONDS_OF_A_PART", 60.0)
+    [found] = findings(CoarseKV(), "write_kv").values()
+    assert found.outcome == "wrong"
+    assert "kv_dtype=int8" in found.reason
+    assert findings(CoarseKVThatIsNotOffered(), "write_kv")["write_kv"].outcome == "ok"
 
 
-def test_largest_size_is_timed_with_its_memory_traffic():
+def test_largest_case_is_timed_with_its_memory_traffic():
     ops = NumpyOps()
     bandwidth = copy_bandwidth(ops)
     assert bandwidth is not None
-    check = next(check for check in CHECKS if check.primitive == "gather_rows")
-    found = examine(ops, check, SIZES[-1], {}, bandwidth)
-    assert found.floor_seconds == pytest.approx(2 * 64 * 70_001 * 4 / bandwidth)
+    found = findings(ops, "rms_norm", bandwidth=bandwidth)["rms_norm"]
+    assert found.floor_seconds == pytest.approx((2 * 64 * 1024 * 4 + 1024 * 4) / bandwidth)
     assert found.ratio == pytest.approx(found.seconds / found.floor_seconds)
-    assert OpFinding(primitive="x", dtype="float32", size="large", outcome="ok", seconds=0.5, ratio=11).slow
-    assert not OpFinding(primitive="x", dtype="float32", size="large", outcome="ok", seconds=1e-6, ratio=11).slow
+    assert OpFinding(primitive="x", dtype="float32", outcome="ok", seconds=0.5, ratio=11).slow
+    assert not OpFinding(primitive="x", dtype="float32", outcome="ok", seconds=1e-6, ratio=11).slow
 
 
 PARTS = """
@@ -233,11 +252,7 @@ class Chip(Backend):
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
 def test_composed_operations_are_named_with_their_calls(framework):
     ops = PACKS[framework]()
-    found = {}
-    for name in ("rms_norm", "linear", "gather_rows"):
-        check = next(check for check in CHECKS if check.primitive == name)
-        found[name] = examine(ops, check, SIZES[-1], {}, None)
-        assert examine(ops, check, SMALL, {}, None).calls is None
+    found = {name: findings(ops, name)[name] for name in ("rms_norm", "linear", "gather_rows")}
     assert found["rms_norm"].composed
     assert {"mean", "rsqrt"} <= set(found["rms_norm"].calls)
     assert not found["linear"].composed
@@ -245,15 +260,14 @@ def test_composed_operations_are_named_with_their_calls(framework):
 
 
 def test_composed_operations_are_listed_the_most_calls_first(capsys):
-    def finding(primitive: str, count: int, case: str = "") -> OpFinding:
-        calls = ("matmul",) * count
-        return OpFinding(primitive=primitive, case=case, dtype="float32", size="large", outcome="ok", calls=calls)
+    def finding(primitive: str, count: int) -> OpFinding:
+        return OpFinding(primitive=primitive, dtype="float32", outcome="ok", calls=("matmul",) * count)
 
-    findings = [finding("add", 1), finding("moe", 5), finding("sample", 9, "drawn"), finding("linear", 3)]
+    findings = [finding("add", 1), finding("moe", 5), finding("sample", 9), finding("linear", 3)]
     report = DoctorReport(fd_core="1", machine="m", backend="chip", packs=[], findings=findings)
     print_report(report, Console(width=200))
     lines = capsys.readouterr().out.splitlines()
-    assert "composed of several framework calls, and therefore slow on a device: sample drawn (9), moe (5)" in lines
+    assert "composed of several framework calls, and therefore slow on a device: sample (9), moe (5)" in lines
     print_report(msgspec.structs.replace(report, findings=findings[:1]), Console(width=200))
     assert "composed" not in capsys.readouterr().out
 
@@ -285,17 +299,15 @@ def test_command_reports_faulty_operations_despite_crashes(tmp_path):
     run = doctor(tmp_path, "chip", *ONLY, "--json", "found.json")
     assert run.returncode == 4, run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
-    assert "chip: missing or wrong: rms_norm, add, write_rows, verify, make_ops" in run.stdout
+    assert "chip: missing or wrong: rms_norm, verify, write_rows, make_ops" in run.stdout
     found = json.loads((tmp_path / "found.json").read_text())["findings"]
-    outcomes = {(each["primitive"], each["dtype"], each["size"]): each["outcome"] for each in found}
-    assert [outcomes[name, "float32", "small"] for name in ("rms_norm", "add", "gather_rows", "verify")] == [
-        "missing",
-        "wrong",
-        "ok",
-        "crash",
-    ]
-    assert [outcomes["write_rows", "float32", size.name] for size in SIZES] == ["hang"] * len(SIZES)
-    assert outcomes["make_ops", "bfloat16", ""] == "missing"
+    outcomes = {(each["primitive"], each["dtype"]): each["outcome"] for each in found}
+    assert outcomes == {
+        ("rms_norm", "float32"): "missing",
+        ("verify", "float32"): "crash",
+        ("write_rows", "float32"): "hang",
+        ("make_ops", "bfloat16"): "missing",
+    }
     assert "signal 11" in run.stdout
     assert "libchip.so: cannot open" in run.stdout
     assert not [*(tmp_path / "temporary").glob("fdcore-*")]  # of processes that crashed or were killed
@@ -338,10 +350,10 @@ def running(pid: int) -> bool:
 
 
 def test_healthy_backend_exits_with_0(tmp_path):
-    run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows", "--only", "from_host, to_host")
+    run = doctor(tmp_path, "reference", "--only", "verify", "--only", "to_host")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all operations are present and correct" in run.stdout
-    assert "from_host, to_host" in run.stdout
+    assert "to_host" in run.stdout
 
 
 @pytest.mark.parametrize(

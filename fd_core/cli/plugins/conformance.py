@@ -209,11 +209,11 @@ def doctor(
 ) -> None:
     """Test each operation of a backend by itself, and report operations that are missing, wrong, slow or on the host.
 
-    Every operation is computed in each dtype that the backend offers, in two sizes and in cases of the conformance kit,
-    and compared with numpy; a failing case is reduced to the values that matter. The largest size is timed against a
-    floor: the bytes that must move, at the bandwidth of a copy on the same device. It runs in a separate process, so an
-    operation that ends the process is reported like any other. The exit code is 0 if all operations pass, and 4 if one
-    is missing or wrong.
+    Every operation is computed in each dtype that the backend offers, in cases of the conformance kit, and compared
+    with numpy; a failing case is reduced to the values that matter. Large cases are timed against a floor: the bytes
+    that must move, at the bandwidth of a copy on the same device. It runs in a separate process, so an operation that
+    ends the process is reported like any other. The exit code is 0 if all operations pass, and 4 if one is missing or
+    wrong.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -254,52 +254,45 @@ def _print(report: DoctorReport, console: Console) -> None:
     table.add_column("Calls", justify="right")
     table.add_column("Time", justify="right")
     table.add_column("Ratio to floor", justify="right")
-    groups: dict[tuple[str, str, str], list[OpFinding]] = {}
     for finding in report.findings:
-        groups.setdefault((finding.primitive, finding.case, finding.dtype), []).append(finding)
-    for (primitive, case, dtype), findings in groups.items():
-        _add_row(table, f"{primitive} {case}".rstrip(), dtype, findings=findings)
+        _add_row(table, finding)
     console.print(table)
     for pack in report.packs:
         speed = "not measured" if pack.bandwidth is None else f"{pack.bandwidth / 1e9:,.1f} GB/s"
         console.print(Text(f"{pack.dtype}: {plain(pack.device)}; copy bandwidth {speed}"))
         if pack.emulated:
             console.print(Text("  emulated: it did not run on its target hardware", "bold yellow"))
-    composed = {finding.label: len(finding.calls or ()) for finding in report.findings if finding.composed}
+    composed = {finding.primitive: len(finding.calls or ()) for finding in report.findings if finding.composed}
     if composed:
         parts = [f"{name} ({count})" for name, count in sorted(composed.items(), key=lambda each: -each[1])]
         text = f"composed of several framework calls, and therefore slow on a device: {', '.join(parts)}"
         console.print(Text(text, "yellow"), soft_wrap=True)
     bad = [finding for finding in report.findings if finding.bad]
     for finding in bad:
-        where = " ".join(filter(None, (finding.primitive, finding.case, finding.dtype, finding.size)))
+        where = " ".join(filter(None, (finding.primitive, finding.dtype)))
         console.print(Text(f"{where}: {finding.outcome}: {plain(finding.reason)}", "red"), soft_wrap=True)
     for reason in dict.fromkeys(finding.reason for finding in report.findings if finding.outcome == "limit"):
         console.print(Text(f"skipped: {plain(reason)}", "yellow"), soft_wrap=True)
-    names = dict.fromkeys(finding.label for finding in bad)
+    names = dict.fromkeys(finding.primitive for finding in bad)
     verdict = f"missing or wrong: {', '.join(names)}" if names else "all operations are present and correct"
     if not names and not report.well:
         verdict = "nothing could be tested"
     console.print(Text(f"{report.backend}: {verdict}", "bold green" if report.well else "bold red"), soft_wrap=True)
 
 
-def _add_row(table: Table, name: str, dtype: str, findings: list[OpFinding]) -> None:
+def _add_row(table: Table, finding: OpFinding) -> None:
     from rich.text import Text
 
-    state, style = "right", "green"
-    if bad := [finding for finding in findings if finding.bad]:
-        outcomes = dict.fromkeys(finding.outcome for finding in bad)
-        state, style = f"{', '.join(outcomes)} ({', '.join(finding.size or 'all' for finding in bad)})", "bold red"
-    elif all(finding.outcome == "limit" for finding in findings):
-        state, style = "skipped", "yellow"
+    state, style = {"ok": ("right", "green"), "limit": ("skipped", "yellow")}.get(
+        finding.outcome, (finding.outcome, "bold red")
+    )
     is_so: Text = Text(state, style)
-    if fell_back := next((finding.fell_back for finding in findings if finding.fell_back), ""):
-        is_so.append(f"\non the host: {plain(fell_back)}", "yellow")
-    timed = next((finding for finding in findings if finding.seconds is not None), None)
+    if finding.fell_back:
+        is_so.append(f"\non the host: {plain(finding.fell_back)}", "yellow")
     time = ratio = Text("")
-    if timed is not None and timed.seconds is not None:
-        time = Text(f"{timed.seconds * 1e3:,.3f} ms")
-        if timed.ratio is not None:
-            ratio = Text(f"{timed.ratio:,.1f}{' slow' if timed.slow else ''}", "yellow" if timed.slow else "")
-    calls = next((str(len(finding.calls)) for finding in findings if finding.calls is not None), "")
-    table.add_row(name, dtype, is_so, calls, time, ratio)
+    if finding.seconds is not None:
+        time = Text(f"{finding.seconds * 1e3:,.3f} ms")
+        if finding.ratio is not None:
+            ratio = Text(f"{finding.ratio:,.1f}{' slow' if finding.slow else ''}", "yellow" if finding.slow else "")
+    calls = "" if finding.calls is None else str(len(finding.calls))
+    table.add_row(finding.primitive, finding.dtype, is_so, calls, time, ratio)

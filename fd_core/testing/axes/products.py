@@ -184,6 +184,43 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
 )
 
 
+# Gates of attention ---------------------------------------------------------------------------------------------------
+
+_GATE: Final = (
+    Axis("rows", _ROWS),
+    Axis("width", _WIDTHS),
+    Axis("fused", (False, True)),
+    Axis("size", (1.0, 1e-3, 30.0)),
+)
+"""`size` is that of the gates: the largest close or open."""
+
+
+def check_gate(ops: Ops, case: Case) -> None:
+    """Multiply outputs of heads by the sigmoid of gates, which a linear computes of the layer's inputs if fused."""
+    rows, width, inputs = int_of(case, "rows"), int_of(case, "width"), 64
+    make, size = Values(rows), float(case["size"] or 0)
+    a, gates, x = make(rows, width), make(rows, width, scale=size), make(rows, inputs)
+    weight, scale = raw(make(width, inputs, scale=size * inputs**-0.5)), 1 + make(inputs, scale=0.1)
+    results = []
+    for pack in (ops, ORACLE):
+        outputs = activations(pack, a)
+        if case["fused"]:
+            norm = Norm(pack.prepare_vector(scale), 1e-5)
+            found = pack.gated_attention(outputs, activations(pack, x), norm, pack.prepare_linear([weight]))
+        else:
+            found = pack.gate_heads(outputs, activations(pack, gates))
+        results.append(found)
+    assert_near(ops, results[0], np.asarray(results[1]))
+
+
+def _gate_fits(case: Case) -> bool:
+    # A pack rounds large gates that it computes.
+    return int_of(case, "rows") * int_of(case, "width") < _MAX_ELEMENTS and not (case["fused"] and case["size"] == 30.0)
+
+
+GATE: Final[Part[Ops]] = operation_part("gate", _GATE, check_gate, _gate_fits, _ACTIVATE_EDGES)
+
+
 # More than 2^24 elements ---------------------------------------------------------------------------------------------
 
 _OPERATIONS: Final = ("activate", "norm", "add", "linear", "gather")
@@ -473,7 +510,7 @@ TRANSFER: Final[Part[Ops]] = operation_part(
     ),
 )
 
-PARTS: Final = (TRANSFER, EMBEDDING, NORM, ACTIVATE, LINEAR, HEAD)
+PARTS: Final = (TRANSFER, EMBEDDING, NORM, ACTIVATE, GATE, LINEAR, HEAD)
 """In the order of the contract."""
 
 

@@ -72,6 +72,12 @@ def test_activation(target: Target, require: Require, case: KitCase) -> None:
     check(target, case)
 
 
+@pytest.mark.fd_cases(products.GATE)
+def test_gates_of_attention(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "recurs")
+    check(target, case)
+
+
 @pytest.mark.fd_cases(products.LINEAR)
 def test_linear(target: Target, require: Require, case: KitCase) -> None:
     require("primitives")

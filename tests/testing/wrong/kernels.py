@@ -1867,6 +1867,20 @@ class IgnoresTheGateOfSharedExperts(NumpyOps):
         return y
 
 
+@shown_by("gate", size=1.0)
+class ApproximatesGates(NumpyOps):
+    def gate_heads(self, x, gate):
+        return x * np.clip(0.5 + gate / 4, 0, 1)
+
+
+@shown_by("gate", fused=True)
+class GatesWithTheInputs(NumpyOps):
+    """Gates are computed of inputs that are not normalized."""
+
+    def gated_attention(self, a, x, norm, gate):
+        return super().gated_attention(a, x, None, gate)
+
+
 @shown_by("activate", activation="relu2")
 class ForgetsToSquare(NumpyOps):
     def activate(self, x, activation):

@@ -17,7 +17,7 @@ from fd_core.errors import ConfigError
 from fd_core.launching.child import child_command
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
-from fd_core.testing.report.doctor.checks import CHECKS, PART_CHECKS
+from fd_core.testing.report.doctor.checks import CHECKS
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that are examined; the last one only if a backend has none of the others."""
@@ -35,13 +35,10 @@ declared limit of the backend, or an unsupported dtype."""
 
 
 class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
-    """One operation in one dtype and one size."""
+    """One operation in one dtype."""
 
     primitive: str
-    case: str = ""
-    """Variant of the operation, such as `gelu`; empty for the whole operation."""
     dtype: str
-    size: str
     outcome: Outcome
     reason: str = ""
     """Exception or size of the deviation; empty if the check passed."""
@@ -56,11 +53,6 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
 
     ratio: float | None = None
     """Time as a multiple of the floor."""
-
-    @property
-    def label(self) -> str:
-        """Operation and variant, for users."""
-        return f"{self.primitive} {self.case}".removesuffix("cases").rstrip()
 
     @property
     def slow(self) -> bool:
@@ -97,18 +89,22 @@ class PackRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class ProbeBegun(msgspec.Struct, frozen=True, tag="begun"):
-    """A check began. If no event follows, it crashed the process."""
+    """A check began, or one of its operations. If no event follows, it crashed the process."""
 
     number: int
     primitive: str
-    case: str
-    size: str
+
+
+class ProbeEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """A check ended."""
+
+    number: int
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """Findings of `fdcore doctor`."""
 
-    schema: int = 1
+    schema: int = 2
     fd_core: str
     machine: str
     backend: str
@@ -121,7 +117,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(each.outcome == "ok" for each in self.findings) and not any(each.bad for each in self.findings)
 
 
-DoctorEvent = PackDescribed | PackRefused | ProbeBegun | OpFinding
+DoctorEvent = PackDescribed | PackRefused | ProbeBegun | ProbeEnded | OpFinding
 DoctorProgress = Callable[[str, int, int], None]
 """Called with (operation and dtype, checks done, total checks)."""
 
@@ -132,7 +128,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
     `only` names operations; none for all. Raises `PluginError` if the backend is missing or cannot run here, and
     `ConfigError` for an unknown field or operation.
     """
-    known = dict.fromkeys([each.primitive for each in CHECKS] + [each.primitive for each in PART_CHECKS])
+    known = dict.fromkeys(name for check in CHECKS for name in check.operations)
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(f"{unknown[0]!r} is not one of {', '.join(known)}", field="--only")
     found: list[PackDescribed | OpFinding] = []
@@ -182,12 +178,13 @@ def _examine(
                     yield _of_pack(dtype, "limit" if event.by_config else "missing", event.reason)
                     return
                 case ProbeBegun():
+                    if running is None:
+                        progress(f"{event.primitive} {dtype}", event.number, 0 if about is None else about.checks)
                     running = event
-                    what = " ".join(filter(None, (event.primitive, event.case, dtype)))
-                    progress(what, event.number, 0 if about is None else about.checks)
+                case ProbeEnded(number):
+                    running, examined = None, number + 1
                 case OpFinding():
                     yield event
-                    running, examined = None, examined + 1
                 case RunEnd(_, silent=True):
                     ended = f"hangs: no event for {_PATIENCE:.0f} s"
                 case RunEnd(code) if code:
@@ -200,9 +197,7 @@ def _examine(
             return
         yield OpFinding(
             primitive=running.primitive,
-            case=running.case,
             dtype=dtype,
-            size=running.size,
             outcome="hang" if "hang" in ended else "crash",
             reason=f"the process {ended}",
         )
@@ -210,4 +205,4 @@ def _examine(
 
 
 def _of_pack(dtype: str, outcome: Outcome, reason: str) -> OpFinding:
-    return OpFinding(primitive="make_ops", dtype=dtype, size="", outcome=outcome, reason=reason)
+    return OpFinding(primitive="make_ops", dtype=dtype, outcome=outcome, reason=reason)
