@@ -142,7 +142,7 @@ def test_intact_store_passes(test, arguments, tmp_path):
     ("test", "arguments"),
     [
         *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
-        *[(HISTORY, {"seed": seed}) for seed in range(4)],
+        *[(HISTORY, {"seed": seed}) for seed in range(6)],
         ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
         ("test_statistics_do_not_count_deleted_values", {}),
     ],

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
@@ -25,6 +25,9 @@ from fd_core.testing.stores.values import (
     parts_of,
     value_of,
 )
+
+if TYPE_CHECKING:
+    from fd_core.testing.stores.suite import BackDoor
 
 AXES: Final = (
     Axis("keys", tuple(KEYS), ("KVStore.put.values", "KVStore.delete.keys")),
@@ -74,19 +77,6 @@ _MAX_BYTES: Final = 6e6
 _LIMITS: Final = {"ample": 1 << 28, "zero": 0, "2^31": 1 << 31, "2^32": 1 << 32}
 
 
-class BackDoorLike(Protocol):
-    """The part of `fd_core.testing.stores.BackDoor` that a case needs."""
-
-    def read(self, key: bytes) -> bytes | None:
-        """Return the value under `key`."""
-
-    def write(self, key: bytes, value: bytes) -> None:
-        """Put `value` under `key`."""
-
-    def delete(self, key: bytes) -> None:
-        """Remove the value under `key`, if there is one."""
-
-
 @dataclass(frozen=True, slots=True)
 class StorePlace:
     """A store, other objects of its location, and a way around it."""
@@ -96,7 +86,7 @@ class StorePlace:
     """Makes another store of the location, or of the location that is passed; the caller closes none of them."""
     elsewhere: str | None
     """Another location, whose values are separate; None if there is none."""
-    door: BackDoorLike
+    door: BackDoor
 
 
 def supported(place: StorePlace, shares: bool, persists: bool) -> Callable[[Axis, Any], bool]:

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import logging
 import math
+import random
 import statistics
 import threading
 import time
@@ -138,8 +139,18 @@ _KEY_SECONDS: Final = 1e-4
 """Likewise, of each of many keys that a call looks up."""
 _LARGE: Final = 16 << 20
 """Bytes of a value that a limit of 2,000 bytes excludes."""
-_CALLS: Final = ("put", "put", "put", "get", "get", "delete", "delete and put", "time out")
+_CALLS: Final = ("put", "put", "put alike", "put alike", "get", "get", "delete", "delete and put", "time out")
 _FROM_OUTSIDE: Final = ("lose", "write from outside", "reopen", "restart")
+_AT_ANY_LINE: Final = (
+    ("put", "read"),
+    ("put", "delete from outside"),
+    ("get", "delete"),
+    ("get", "shorten from outside"),
+    ("longest_prefix", "delete from outside"),
+    ("delete", "delete from outside"),
+    ("stats", "delete from outside"),
+)
+"""A call, and what happens at each of its lines in turn."""
 _LINES: Final = 100
 """Most lines of a call at which a value changes."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
@@ -181,6 +192,22 @@ def _without_time(call: Callable[[float], object]) -> None:
         call(0.0)
     except StoreError as error:
         assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
+
+
+def _alike(value: bytes, former: bytes | None, draw: random.Random) -> bytes:
+    """Return a value that a store may take for another one: the former one, or one of its length that differs in part.
+
+    No store can compress it.
+    """
+    kind = draw.choice(("former", "one byte", "end", "checksum"))
+    if kind == "former" and former is not None:
+        return former
+    if len(value) < 16:
+        return value
+    place = draw.randrange(len(value))
+    if kind == "checksum":
+        return of_one_checksum(value, 1 + draw.randrange(1 << 16))
+    return changed(value, place, 1) if kind != "end" else value[:place] + value_of(value[-16:], len(value) - place)
 
 
 class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
@@ -338,44 +365,6 @@ class StoreSuite:
                 STORES.case(f"value_bytes={size},count=1").check(place, "pytest", option="--fd-case")
         case.with_only(can).check(place, "pytest", option="--fd-case")
 
-    @pytest.mark.law("5.2", "5.4")
-    def test_put_replaces_a_value_of_which_any_part_differs(self, store: KVStore, back_door: BackDoor) -> None:
-        """Put over values with another byte at an end or a drawn place, with zeros, or with the same checksum."""
-        draw = draws(1)
-        for size in (16, 5_000, LIMIT):
-            value = draw.randbytes(size)
-            places = [0, size // 2, size - 1, *draw.sample(range(size), 3)]
-            earlier = [changed(value, place, 1 << draw.randrange(8)) for place in places]
-            earlier += [of_one_checksum(value, 1), value[: size // 2] + bytes(size // 4) + value[size * 3 // 4 :]]
-            held = {key_of(number): each for number, each in enumerate(earlier)}
-            for write in (lambda key, each: store.put([(key, [each])], TIMEOUT), back_door.write):
-                for key, each in held.items():
-                    write(key, each)
-                assert as_bytes(store.get([*held], LIMIT, TIMEOUT)) == earlier
-                assert store.put([(key, [value]) for key in held], TIMEOUT) == len(held)
-                for key, found in zip(held, store.get([*held], LIMIT, TIMEOUT), strict=True):
-                    assert_value("a value that was put over another one", found, value)
-                    assert_value("the stored value that replaced another one", back_door.read(key), value)
-
-    @pytest.mark.law("8")
-    def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
-        others = [key_of(number) for number in range(4, 100)]
-        store.put([(A, [value_of(A, LIMIT)]), *((key, [value_of(key)]) for key in others)], TIMEOUT)
-        [held] = store.get([A], LIMIT, TIMEOUT)
-        several = store.get(others[:3], LIMIT, TIMEOUT)
-        back_door.write(A, value_of(B, LIMIT))
-        store.put([(A, [value_of(C, LIMIT)])], TIMEOUT)
-        for key in others:  # more reads than a store has buffers
-            store.get([key], LIMIT, TIMEOUT)
-            store.get([A], LIMIT, TIMEOUT)
-        store.delete([A, *others], TIMEOUT)
-        assert held is not None
-        assert bytes(held) == value_of(A, LIMIT)
-        assert as_bytes(several) == [value_of(key) for key in others[:3]]
-        store.put([(A, [value_of(A)])], TIMEOUT)
-        several = store.get([A], LIMIT, TIMEOUT)
-        store.close()  # as an engine that ends during a read
-
     @pytest.mark.law("5.4")
     def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(B, [value_of(B)])], TIMEOUT)
@@ -523,37 +512,58 @@ class StoreSuite:
                 values.go_on.set()
         assert writer.result() == 7
 
-    @pytest.mark.law("5.2")
-    def test_a_reader_and_a_writer_share_no_buffer(self, store: KVStore) -> None:
-        """Read at each line of a put."""
-        store.put([(A, [value_of(A)])], TIMEOUT)
-
-        def read() -> None:
-            assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A)], "a put changed what another thread read"
-
-        parts = [value_of(B)[:600], value_of(B)[600:]]
-        interleaved(lambda: store.put([(B, parts)], TIMEOUT), read, type(store).__module__.partition(".")[0])
-        assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)], "a read changed what another thread put"
-
-    @pytest.mark.law("5.2")
-    def test_a_value_may_be_deleted_at_any_line_of_a_get(self, store: KVStore) -> None:
-        results = self._at_each_line(
-            store, lambda: store.get([A, B, A], LIMIT, TIMEOUT), lambda: store.delete([A], TIMEOUT)
-        )
-        for line, found in results:
-            first, second, third = as_bytes(found)
-            assert {first, third} <= {None, value_of(A)}, f"deleted at line {line}, a value is another one"
-            assert second == value_of(B), f"a value was deleted at line {line}, and another one of the get is wrong"
-
-    @pytest.mark.law("5.4")
-    def test_another_program_may_shorten_a_value_at_any_line_of_a_get(
-        self, store: KVStore, back_door: BackDoor
+    @pytest.mark.law("5.2", "5.4", "5.5")
+    @pytest.mark.parametrize(("name", "change"), _AT_ANY_LINE)
+    def test_a_value_may_change_or_be_read_at_any_line_of_a_call(
+        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, name: str, change: str
     ) -> None:
-        """The caller detects a torn value; other values of the get are whole."""
-        self.sharing.require()
-        shorten = functools.partial(back_door.write, A, value_of(A, 10))
-        for line, found in self._at_each_line(store, lambda: store.get([A, B], LIMIT, TIMEOUT), shorten):
-            assert as_bytes(found)[1:] == [value_of(B)], f"shortened at line {line}, another value is wrong"
+        """The call returns what it does before or after the change; the caller detects a torn value.
+
+        A put evicts other values, if the location can be capped.
+        """
+        if "outside" in change:
+            self.sharing.require()
+            if name == "put" and self.size_cap.reason is None:
+                store = make_store(with_parameter(location, "max_bytes=10000"))  # two values
+        changes: dict[str, Callable[[], object]] = {
+            "read": lambda: self._is_one_of(store.get([A], LIMIT, TIMEOUT)[0], A, f"read during a {name}"),
+            "delete": lambda: store.delete([A], TIMEOUT),
+            "delete from outside": lambda: back_door.delete(A),
+            "shorten from outside": lambda: back_door.write(A, value_of(A, 10)),
+        }
+        calls: dict[str, Callable[[], Any]] = {
+            "put": lambda: store.put([(C, [value_of(C)[:600], value_of(C)[600:]])], TIMEOUT),
+            "get": lambda: store.get([A, B, A], LIMIT, TIMEOUT),
+            "longest_prefix": lambda: store.longest_prefix([B, A], LIMIT, TIMEOUT),
+            "delete": lambda: store.delete([B], TIMEOUT),
+            "stats": lambda: store.stats(TIMEOUT).values,
+        }
+        right = {"put": (1,), "longest_prefix": (1, 2), "delete": (1,), "stats": (None, 1, 2)}
+        for line in range(_LINES):
+            store.put([(A, [value_of(A)]), (B, [value_of(B)])], TIMEOUT)
+            lines, where = itertools.count(), f"{change} at line {line} of a {name}"
+
+            def change_once(line: int = line, lines: Iterator[int] = lines) -> None:
+                if next(lines) == line:
+                    changes[change]()
+
+            found = interleaved(calls[name], change_once, type(store).__module__.partition(".")[0], patience=0.05)
+            if name == "get":
+                assert_value(f"another value, {where}", found[1], value_of(B))
+                for value in found[::2] if "shorten" not in change else ():
+                    self._is_one_of(value, A, where)
+            else:
+                assert found in right[name], f"{where}: expected one of {right[name]}, got {found}"
+            if name == "put":
+                assert_value(f"the new value, {where}", store.get([C], LIMIT, TIMEOUT)[0], value_of(C))
+            if next(lines) <= line:
+                return
+
+    @staticmethod
+    def _is_one_of(value: Bytes | None, key: bytes, where: str) -> None:
+        """Raise `AssertionError` if a value is neither absent nor that of its key."""
+        if value is not None:
+            assert_value(where, value, value_of(key))
 
     @pytest.mark.law("5.4")
     def test_a_value_over_the_limit_is_not_read_into_memory(self, store: KVStore, back_door: BackDoor) -> None:
@@ -576,27 +586,6 @@ class StoreSuite:
             assert peak < _LARGE // 2, f"{name} took {peak:,} bytes of memory for a value over its limit of 2000 bytes"
 
     @pytest.mark.law("5.5")
-    def test_another_program_may_delete_a_value_at_any_line_of_stats(self, store: KVStore, back_door: BackDoor) -> None:
-        self.sharing.require()
-        delete = functools.partial(back_door.delete, A)
-        for line, found in self._at_each_line(store, lambda: store.stats(TIMEOUT), delete):
-            assert found.values in (None, 1, 2), (
-                f"deleted at line {line}, one of two values: stats count {found.values}"
-            )
-
-    @pytest.mark.law("5.5")
-    def test_another_engine_may_evict_a_value_at_any_line_of_a_put_that_evicts(
-        self, location: str, make_store: MakeStore, back_door: BackDoor
-    ) -> None:
-        self.sharing.require()
-        self.size_cap.require()
-        store = make_store(with_parameter(location, "max_bytes=10000"))  # two values
-        delete = functools.partial(back_door.delete, A)
-        for line, stored in self._at_each_line(store, lambda: store.put([(C, [value_of(C)])], TIMEOUT), delete):
-            assert stored == 1, f"a value was deleted at line {line}: put of another one returned {stored}"
-            assert as_bytes(store.get([C], LIMIT, TIMEOUT)) == [value_of(C)], f"deleted at line {line}: a put is lost"
-
-    @pytest.mark.law("5.5")
     def test_other_files_at_the_location_stay(self, location: str, make_store: MakeStore) -> None:
         """Open, fill up, empty and close stores in a folder in which a user keeps other files."""
         folder = Path(location.partition(":")[2].partition("?")[0])
@@ -617,23 +606,6 @@ class StoreSuite:
             each.close()
         gone = [str(file) for file in files if not file.exists() or file.read_text() != f"notes in {file.name}"]
         assert not gone, f"files that are not of the store were removed or changed: {gone}; delete only your own"
-
-    def _at_each_line(
-        self, store: KVStore, call: Callable[[], Any], change: Callable[[], object]
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the number of a line and the result of a call for two values that change before that line."""
-        for line in range(_LINES):
-            store.put([(A, [value_of(A)]), (B, [value_of(B)])], TIMEOUT)
-            lines = itertools.count()
-
-            def change_once(line: int = line, lines: Iterator[int] = lines) -> None:
-                if next(lines) == line:
-                    change()
-
-            package = type(store).__module__.partition(".")[0]
-            yield line, interleaved(call, change_once, package, patience=0.05)
-            if next(lines) <= line:
-                return
 
     @pytest.mark.law("5.5")
     def test_a_timeout_is_of_the_whole_call(self, store: KVStore) -> None:
@@ -838,18 +810,6 @@ class StoreSuite:
             for each in running:
                 each.result()
 
-    @pytest.mark.law("5.5")
-    def test_a_store_goes_on_after_a_restart(self, store: KVStore, back_door: BackDoor) -> None:
-        store.put([(A, [value_of(A)])], TIMEOUT)
-        back_door.restart()
-        usable_again(store)
-        kept = as_bytes(store.get([A], LIMIT, TIMEOUT))
-        assert kept in ([value_of(A)], [None])
-        assert store.put([(B, [value_of(B)])], TIMEOUT) == 1
-        assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
-        self.survives_restart.require()
-        assert kept == [value_of(A)]
-
     def _capped(self, max_bytes: int, location: str, make_store: MakeStore) -> Any:
         """Return a store with a limit; if the location is shared, it is several objects."""
         self.size_cap.require()
@@ -857,7 +817,7 @@ class StoreSuite:
         return _OneOf([make_store(text) for _ in range(3 if self.sharing.reason is None else 1)])
 
     @pytest.mark.law("5.2", "5.5")
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(6))
     def test_it_answers_like_a_dict_up_to_its_limit(
         self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, seed: int
     ) -> None:
@@ -866,18 +826,22 @@ class StoreSuite:
         Only with a limit values may go: those that were put or read last stay if they fill at most 3/4 of it, with
         blocks of a file system and, during a put, those that it replaces.
         """
-        draw, shares, capped = draws(seed), self.sharing.reason is None, seed > 0
+        draw, shares, capped = draws(seed), self.sharing.reason is None, seed > 1
         cap = round(10 ** draw.uniform(5.0, 6.1)) if capped else 1 << 40
         objects = _OneOf([store, *(make_store() for _ in range(2 * shares))])
         tested: Any = self._capped(cap, location, make_store) if capped else objects
         keys, most = [key_of(number) for number in range(40)], math.log2(min(cap / 2, LIMIT))
         batches: list[dict[bytes, bytes]] = []  # of calls that used them, the last one first
         there: dict[bytes, bytes] = {}
-        for at in range(120):
+        former: dict[bytes, bytes] = {}
+        in_hand: list[tuple[Bytes | None, bytes | None]] = []
+        for at in range(160):
             call = draw.choice((*_CALLS, *(("put one too long",) if capped else _FROM_OUTSIDE)))
-            chosen = draw.choices(keys, k=draw.randrange(1, 4))
+            chosen = draw.choices([*there] if call == "put alike" and there else keys, k=draw.randrange(1, 4))
             sizes = [int(2 ** draw.uniform(0.0, most)) - 1 for _ in range(4)]
             new = {key: value_of(bytes([at]) + key, size) for key, size in zip(chosen, sizes, strict=False)}
+            if call == "put alike":
+                new = {key: _alike(there[key], former.get(key), draw) if key in there else new[key] for key in new}
             values, what = [(key, [new[key]]) for key in chosen], f"call {at}, {call}"
             replaced = sum(_room(new[key]) for key in chosen) * (1 + (call == "time out"))
             if call == "get":
@@ -886,7 +850,8 @@ class StoreSuite:
                 first = right.index(None) if None in right else len(right)
                 counted = tested.longest_prefix(chosen, limit, TIMEOUT)
                 assert counted == first, f"{what}: expected a longest_prefix of {first}, got {counted}"
-                for value, expected in zip(tested.get(chosen, limit, TIMEOUT), right, strict=True):
+                in_hand += zip(tested.get(chosen, limit, TIMEOUT), right, strict=True)
+                for value, expected in in_hand[len(in_hand) - len(chosen) :]:
                     assert_value(what, value, expected)
                 new = {key: value for key, value in zip(chosen, right, strict=True) if value is not None}
                 chosen = [*new]
@@ -898,7 +863,7 @@ class StoreSuite:
             if call == "time out":
                 with contextlib.suppress(StoreError):
                     tested.put(values, 0.0)
-            if call in ("put", "delete and put", "time out", "put one too long"):
+            if call in ("put", "put alike", "delete and put", "time out", "put one too long"):
                 too_long = [(key, [value_of(key, cap + 1)]) for key in chosen[:1] if call == "put one too long"]
                 stored = tested.put([*too_long, *values], TIMEOUT)
                 assert stored == len(values), (
@@ -922,6 +887,7 @@ class StoreSuite:
                 chosen, new = [], {}
             replaced += sum(_room(batch.pop(key)) for batch in batches for key in chosen if key in batch)
             batches.insert(0, new)
+            former |= {key: there[key] for key in new if key in there and there[key] != new[key]}
             known = {key: value for batch in batches[::-1] for key, value in batch.items()}
             if shares or not capped:
                 there = {key: value for key in keys if (value := back_door.read(key)) is not None}
@@ -953,6 +919,14 @@ class StoreSuite:
             assert reopened.put([(key_of(99), [value_of(key_of(99))])], TIMEOUT) == 1
             held = sum(len(value) for value in reopened.get(keys, LIMIT, TIMEOUT) if value is not None)
             assert held + 1000 <= cap, f"with values from outside, the store holds {held + 1000:,} bytes of {cap:,}"
+        for each in tested.stores:
+            each.close()  # as an engine that ends while values are in use
+            each.close()
+            for refused in _calls(TIMEOUT):
+                with pytest.raises(StoreError):
+                    refused(each)
+        for value, expected in in_hand:
+            assert_value("a value in hand at the end", value, expected)
 
     @pytest.mark.law("5.5")
     def test_what_was_used_stays_among_more_values_than_sixteen_bits_count(
@@ -1057,14 +1031,6 @@ class StoreSuite:
         assert back_door.read(B) in (None, value_of(B, LIMIT))
         assert store.put([(B, [value_of(B, LIMIT)]), (C, [value_of(C)])], TIMEOUT) == 2
         assert as_bytes(store.get([B, C], LIMIT, TIMEOUT)) == [value_of(B, LIMIT), value_of(C)]
-
-    @pytest.mark.law("5.5")
-    def test_a_closed_store_refuses_everything(self, store: KVStore) -> None:
-        store.close()
-        store.close()
-        for call in _calls(TIMEOUT):
-            with pytest.raises(StoreError):
-                call(store)
 
     @pytest.mark.law("5.5")
     def test_statistics_do_not_count_deleted_values(self, store: KVStore, back_door: BackDoor) -> None:

@@ -24,6 +24,7 @@ from fd_core.kv.stores.disk import DiskReservations, DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
+ANY_LINE = "test_a_value_may_change_or_be_read_at_any_line_of_a_call"
 HISTORY = "test_it_answers_like_a_dict_up_to_its_limit"
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
@@ -390,7 +391,7 @@ class HidesAValueInItsError(MemoryStore):
         raise KeyError("prompt")
 
 
-@found_by("test_a_closed_store_refuses_everything")
+@found_by(HISTORY, seed=0)
 class WorksAfterClose(MemoryStore):
     def close(self):
         pass
@@ -429,7 +430,7 @@ class EmptiesItselfWhenItIsOpened(DiskStore):
         return super().open(timeout)
 
 
-@found_by("test_a_value_in_hand_does_not_change")
+@found_by(HISTORY, seed=0)
 class ReadsIntoTwoBuffersInTurn(DiskStore):
     def get(self, keys, limit, timeout):
         found = super().get(keys, limit, timeout)
@@ -559,7 +560,7 @@ class ReadsPlainNumbers(MemoryStore):
         self.limit_bytes = int(limit or self.limit_bytes)
 
 
-@found_by("test_a_reader_and_a_writer_share_no_buffer")
+@found_by(ANY_LINE, name="put", change="read")
 class SharesABuffer(MemoryStore):
     buffer = bytearray()
 
@@ -616,7 +617,7 @@ class KeepsThePlaceOfReplacedValues(MemoryStore):
         return stored
 
 
-@found_by("test_a_value_may_be_deleted_at_any_line_of_a_get")
+@found_by(ANY_LINE, name="get", change="delete")
 class ReadsWithoutALock(MemoryStore):
     """Another thread may delete a value between the two look-ups."""
 
@@ -1066,7 +1067,7 @@ class GivesUpAfterAFailedLookup(GivesUpWriting):
             raise
 
 
-@found_by("test_another_program_may_shorten_a_value_at_any_line_of_a_get")
+@found_by(ANY_LINE, name="get", change="shorten from outside")
 class BelievesTheSizeOfAFile(DiskStore):
     """Reads as many bytes as the file had before."""
 
@@ -1087,7 +1088,7 @@ class ReadsBeforeItLooksAtTheLimit(DiskStore):
         return [None if value is None or len(value) > limit else value for value in found]
 
 
-@found_by("test_another_program_may_delete_a_value_at_any_line_of_stats")
+@found_by(ANY_LINE, name="stats", change="delete from outside")
 class CountsFilesByPath(DiskStore):
     def stats(self, timeout):
         size = 0
@@ -1268,7 +1269,7 @@ class DecodesItsPath(DiskStore):
         self.path = Path(unquote(str(self.path)))
 
 
-@found_by("test_a_value_in_hand_does_not_change")
+@found_by(HISTORY, seed=0)
 class CannotCloseWhatIsInUse(DiskStore):
     def get(self, keys, limit, timeout):
         self.maps = self.__dict__.get("maps", [])[-8:]
@@ -1301,7 +1302,7 @@ class StoresEqualValuesOnce(MemoryStore):
         return count
 
 
-@found_by("test_another_engine_may_evict_a_value_at_any_line_of_a_put_that_evicts")
+@found_by(ANY_LINE, name="put", change="delete from outside")
 class ExpectsNoOtherEngine(DiskStore):
     """A value that another engine evicts while this one looks for the oldest is an error of the file system."""
 
@@ -1330,9 +1331,6 @@ class CountsByTheLastSize(MemoryStore):
         return stored
 
 
-REPLACES = "test_put_replaces_a_value_of_which_any_part_differs"
-
-
 class KeepsWhatItTakesForEqual(DiskStore):
     """Writes no value that equals the stored one, of which it compares a part."""
 
@@ -1347,20 +1345,20 @@ class KeepsWhatItTakesForEqual(DiskStore):
         raise NotImplementedError
 
 
-@found_by(REPLACES)
+@found_by(HISTORY, seed=0)
 class ComparesBothEnds(KeepsWhatItTakesForEqual):
     def equal(self, key, held, value):
         ends = slice(4096), slice(-4096, None)
         return held is not None and len(held) == len(value) and all(held[end] == value[end] for end in ends)
 
 
-@found_by(REPLACES)
+@found_by(HISTORY, seed=0)
 class ComparesChecksums(KeepsWhatItTakesForEqual):
     def equal(self, key, held, value):
         return held is not None and len(held) == len(value) and zlib.crc32(held) == zlib.crc32(value)
 
 
-@found_by(REPLACES)
+@found_by(HISTORY, seed=1)
 class ComparesWithItsLastPut(KeepsWhatItTakesForEqual):
     """Another program has changed the value since."""
 
