@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -46,6 +47,8 @@ from fd_core.types import FinishReason
 
 _MAX_ENGINES: Final = 1024
 """Largest `--data-parallel-size`."""
+_MAX_RANKS, _MAX_PLACED = 16, 128
+"""Largest number of ranks, and of those of all engines."""
 _NEW_ROWS: Final = range(2, 22)
 _STALL_SECONDS: Final = 0.02
 _THREAD_SECONDS: Final = 5.0
@@ -96,26 +99,39 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
         assert (dtype, refused.field) == ("float16", "--dtype"), refused
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_engines_share_no_device(target: Target, ranks: int) -> None:
-    """Check every number of engines up to the first one that is too large."""
-    for count in range(1, _MAX_ENGINES + 1):
+def test_engines_share_no_device(target: Target) -> None:
+    """Check every number of engines, of each number of ranks, up to the first one that is too large.
+
+    The ranks of an engine are placed by its process, whose environment is that of its assignment.
+    """
+    for ranks in range(1, _MAX_RANKS + 1):
+        for count in range(1, (_MAX_ENGINES if ranks == 1 else _MAX_PLACED // ranks) + 1):
+            try:
+                found = target.cls.device_assignments(count, ranks)
+                several = ranks > 1 and any(target.cls.rank_environments(ranks))
+            except ConfigError:  # too few devices
+                break
+            assert len(found) == len({each.name for each in found}) == count, (
+                f"expected {count} assignments, got {found}"
+            )
+            require_separate([each.environment for each in found], [core for each in found for core in each.cores])
+            placed = Counter[frozenset[tuple[str, str]]]()
+            for each in found if several else ():
+                with mock.patch.dict(os.environ, each.environment):
+                    environments = target.cls.rank_environments(ranks)
+                placed.update(frozenset({**each.environment, **own}.items()) for own in environments)
+            same = [dict(own) for own, times in placed.items() if times > 1]
+            assert not same, f"of {count} engines with {ranks} ranks, several ranks are placed at {same[0]}"
+
+
+def test_ranks_share_no_device(target: Target) -> None:
+    for size in range(2, _MAX_RANKS + 1):
         try:
-            found = target.cls.device_assignments(count, ranks)
+            found = target.cls.rank_environments(size)
         except ConfigError:  # too few devices
             return
-        assert len(found) == len({each.name for each in found}) == count, f"expected {count} assignments, got {found}"
-        require_separate([each.environment for each in found], [core for each in found for core in each.cores])
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_share_no_device(target: Target, size: int) -> None:
-    try:
-        found = target.cls.rank_environments(size)
-    except ConfigError:  # too few devices
-        return
-    assert len(found) == size, f"expected {size} environments, got {found}"
-    require_separate([own for own in found if own])  # the first rank may see all devices
+        assert len(found) == size, f"expected {size} environments, got {found}"
+        require_separate([own for own in found if own])  # the first rank may see all devices
 
 
 def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[int] = ()) -> None:
@@ -126,7 +142,7 @@ def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[
             chosen = [{key: own[key] for key in own if key != name} for own in chosen]  # such as a number of threads
     used = [("core", str(core)) for core in cores]
     used += [(name, one) for own in chosen for name, value in own.items() for one in value.split(",")]
-    shared = sorted({each for each in used if used.count(each) > 1})
+    shared = sorted(each for each, times in Counter(used).items() if times > 1)
     assert not shared, f"{len(environments)} processes share a device: {shared}"
     assert used or not any(environments), f"processes have the same devices: {environments}"
 

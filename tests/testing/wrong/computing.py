@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from fd_core.backends.cpu import ReferenceBackend
-from fd_core.backends.device_assignment import DeviceAssignment
+from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_devices
 from fd_core.errors import ConfigError
 from fd_core.models import build
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
@@ -422,16 +422,41 @@ class LoadsShortFactors:
 
 
 @classmethod
-def _assign_by_engine(cls, count, ranks=1):
+def _assign_from_a_board(cls, count, ranks=1):
+    if count * ranks > 8:
+        raise ConfigError("too few devices")
+    each = min(ranks, 2)
     return [
-        DeviceAssignment(f"engine {at}", environment={"VISIBLE": ",".join(map(str, range(at, at + ranks)))})
+        DeviceAssignment(
+            f"engine {at}", environment={"VISIBLE": ",".join(map(str, range(at * each, at * each + ranks)))}
+        )
         for at in range(count)
     ]
 
 
-@wrong("reference", "lifetime:test_engines_share_no_device*", device_assignments=_assign_by_engine)
-class AssignsDevicesByEngine:
-    """The ranks of an engine begin at the device of its number, so that two engines share one."""
+@wrong("reference", "lifetime:test_engines_share_no_device", device_assignments=_assign_from_a_board)
+class AssignsDevicesFromABoard:
+    """The ranks of an engine begin at a board of two devices, so that engines of three and more ranks share some."""
+
+
+@classmethod
+def _assign_in_order(cls, count, ranks=1):
+    return assignments_on_devices("VISIBLE", 8, count, ranks)
+
+
+@classmethod
+def _place_on_the_first(cls, size):
+    return [{"VISIBLE": str(at)} for at in range(size)]
+
+
+@wrong(
+    "reference",
+    "lifetime:test_engines_share_no_device",
+    device_assignments=_assign_in_order,
+    rank_environments=_place_on_the_first,
+)
+class PlacesRanksOnTheFirstDevices:
+    """The ranks of each engine have the first devices of the machine, not those of the engine."""
 
 
 @classmethod
@@ -444,7 +469,7 @@ def _assign_cores_again(cls, count, ranks=1):
     return [DeviceAssignment(f"engine {index}", tuple(cores[at] for at in own)) for index, own in enumerate(taken)]
 
 
-@wrong("reference", "lifetime:test_engines_share_no_device*", device_assignments=_assign_cores_again)
+@wrong("reference", "lifetime:test_engines_share_no_device", device_assignments=_assign_cores_again)
 class AssignsCoresAgain:
     """With more engines than cores it begins with the first core again."""
 

@@ -405,13 +405,13 @@ class AttendsToAllWithASecondImplementation:
     """One of its implementations of attention ignores the window."""
 
 
-def _first_device(cls, size):
-    return [{"CUDA_VISIBLE_DEVICES": "0"}] * size
+def _one_of_four(cls, size):
+    return [{"CUDA_VISIBLE_DEVICES": str(at % 4)} for at in range(size)]
 
 
-@wrong("reference", "lifetime:test_ranks_share_no_device*", rank_environments=classmethod(_first_device))
-class GivesRanksOneDevice:
-    """Every rank of a model sees the first device."""
+@wrong("reference", "lifetime:test_ranks_share_no_device", rank_environments=classmethod(_one_of_four))
+class GivesRanksOneOfFourDevices:
+    """The fifth rank of a model has the device of the first one."""
 
 
 _GREEDY_DRAFTS = "drafter=model,drafts=5,wrong_drafts=0.0,max_tokens=33,ends=last first"
