@@ -30,6 +30,9 @@ ROUNDS: Final = (1, 2, 4, 8)
 _SLEEPS: Final = {time.sleep: "time.sleep", os.fsync: "os.fsync", os.fdatasync: "os.fdatasync", os.sync: "os.sync"}
 _STALLS: Final = ("gc.collect", "open", "socket.connect", "sqlite3.connect", "subprocess.Popen")
 """Events of a process that take long, whatever they are for."""
+_CALLS: Final = 1100
+_SECONDS: Final = 1.0
+"""Calls of which none may stall, such as each thousandth: so many, or those that fit into so much CPU time."""
 _IDLE_SECONDS: Final = 0.25
 _IDLE_SHARE: Final = 0.1
 """Part of a processor that a plugin may take while nothing is to be done."""
@@ -71,9 +74,12 @@ def require_bounded(
             more = f"{held - before:,} bytes more than after half of them"
             broken(rule, f"after {calls:,} {what} the process holds {more}")
     if not may_wait:
-        require_no_stall(
-            lambda: [use(number) for number in itertools.islice(numbers, count)], f"one of the {what}", rule
-        )
+        end = time.process_time() + _SECONDS
+        with require_no_stall(f"one of the {what}", rule):
+            for done, number in enumerate(itertools.islice(numbers, max(count, _CALLS))):
+                use(number)
+                if done >= count and time.process_time() > end:
+                    break
 
 
 @contextmanager
@@ -132,7 +138,8 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
     return clock() - start
 
 
-def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
+@contextmanager
+def require_no_stall(what: str, rule: str) -> Iterator[None]:
     """Fail if a call of a step collects garbage, sleeps, or uses a file or a process, which takes as long in any step.
 
     What other threads do meanwhile is not counted.
@@ -164,7 +171,7 @@ def require_no_stall(call: Callable[[], object], what: str, rule: str) -> None:
             for function, name in _SLEEPS.items():
                 for module, attribute in _imported(function):
                     patch.setattr(module, attribute, noted(name, function))
-            call()
+            yield
     finally:
         gc.callbacks.remove(collected)
         if was_enabled:

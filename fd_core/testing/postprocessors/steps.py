@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.hooks.purity import count_from, counts_of
+from fd_core.testing.kit.growth import require_no_stall
 from fd_core.testing.kit.law import broken
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows
 from fd_core.types import IntArray
@@ -83,16 +84,14 @@ _HELD: Final = 16 + MAX_QUEUED + 1
 """Further steps after which a matrix is compared: up to 16 in flight, those in an observer's queue, and one."""
 _LEVELS: Final = 300
 """Most steps of different sizes."""
-_WARM: Final = 1200
-"""Steps before memory is compared."""
 _MAX_ARRAYS: Final = 2
-"""Arrays that may remain after the second half of many steps."""
+"""Arrays that may remain after the second half of the steps."""
 _PERIOD: Final = 61
 """Steps after which the same rows follow, a prime number."""
 _MAX_CELLS: Final = 1e6
 """Cells of all matrices of a case."""
 _MAX_BLOCKS_PER_STEP: Final = 0.02
-"""Most objects that may remain after the steps, created by other threads."""
+"""Most objects that may remain after the second half of many steps, created by other threads."""
 _REJECTED: Final = {"empty": (-1, 0), "released": (PREEMPTED_TOKEN_ID, PREEMPTED_TOKEN_ID + 1), "lowest": (-(2**31), 9)}
 
 
@@ -237,26 +236,28 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
     ours = _Instance(target, case)
     others = {"in-turn": (same, smaller), "threads": (same,)}.get(str(case["instances"]), ())
     more = [_Instance(target, each) for each in others]
-    blocks, arrays, half = 0, 0, max(2 * _HELD, int_of(case, "steps") // 2)
-    for step in range(int_of(case, "steps")):
-        if step == 1 and case["counted"]:
-            numbers = {path: value for path, (*_, value) in counts_of(ours.matrices.postprocess).items()}
-        if step == 2 and case["counted"]:
-            count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
-        if step == _WARM:
-            blocks = sys.getallocatedblocks()
-        if step == half:
-            arrays = ours.count_arrays()
-        if case["instances"] == "threads":
-            ours.step(more[0].step)
-            continue
-        for instance in (ours, *more):
-            instance.step()
-    left, counted = sys.getallocatedblocks() - blocks, int_of(case, "steps") - _WARM
-    if counted > _LEVELS and left > counted * _MAX_BLOCKS_PER_STEP:
-        broken("1", f"{left} objects remain after {counted} steps; a step must retain none")
-    if (since := int_of(case, "steps") - half) > 0 and (left := ours.count_arrays() - arrays) > _MAX_ARRAYS:
-        broken("1", f"{left} arrays of {since} steps are still referenced; a step must retain none")
+    arrays, blocks, steps = 0, 0, int_of(case, "steps")
+    half = min(steps, max(2 * _HELD, steps // 2))
+    for part in (range(half), range(half, steps)):
+        if part.start:
+            arrays, blocks = ours.count_arrays(), sys.getallocatedblocks()
+        with require_no_stall("a step", "1") if steps >= _LEVELS else nullcontext():
+            for step in part:
+                if step == 1 and case["counted"]:
+                    numbers = {path: value for path, (*_, value) in counts_of(ours.matrices.postprocess).items()}
+                if step == 2 and case["counted"]:
+                    count_from(ours.matrices.postprocess, numbers, int_of(case, "counted"))
+                if case["instances"] == "threads":
+                    ours.step(more[0].step)
+                    continue
+                for instance in (ours, *more):
+                    instance.step()
+    if since := steps - half:
+        arrays, blocks = ours.count_arrays() - arrays, sys.getallocatedblocks() - blocks
+        if since > _LEVELS and blocks > since * _MAX_BLOCKS_PER_STEP:
+            broken("1", f"{blocks} objects remain after {since} steps; a step must retain none")
+        if arrays > _MAX_ARRAYS:
+            broken("1", f"{arrays} arrays of {since} steps are still referenced; a step must retain none")
     for instance in (ours, *more):
         instance.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import random
@@ -52,12 +53,22 @@ def test_only_the_thread_of_a_call_stalls_it() -> None:
     other = threading.Thread(target=sleep)
     other.start()
     try:
-        require_no_stall(lambda: stop.wait(0.05), "a step", "1")
+        with require_no_stall("a step", "1"):
+            stop.wait(0.05)
     finally:
         stop.set()
         other.join()
-    with pytest.raises(InvariantViolated, match=r"a step calls time\.sleep"):
-        require_no_stall(lambda: time.sleep(0.001), "a step", "1")
+    with pytest.raises(InvariantViolated, match=r"a step calls time\.sleep"), require_no_stall("a step", "1"):
+        time.sleep(0.001)
+
+
+def test_a_stall_of_each_thousandth_call_is_noticed() -> None:
+    def use(number: int) -> None:
+        if number % 1000 == 999:
+            gc.collect()
+
+    with pytest.raises(InvariantViolated, match=r"one of the requests calls gc\.collect"):
+        require_bounded(use, 50, "requests")
 
 
 def test_threads_that_overlap_leave_clocks_and_generators_as_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -420,6 +421,17 @@ class LogsLengths(Shortest):
 
     def admit(self, slot, tokens):
         self._lengths.append(min(len(tokens), 200))
+        super().admit(slot, tokens)
+
+
+@noticed("test_calls_beyond_sixteen_bits_are_right")
+class CollectsGarbageOfManyRequests(Shortest):
+    admitted = 0
+
+    def admit(self, slot, tokens):
+        self.admitted += 1
+        if self.admitted % 10_000 == 0:
+            gc.collect()
         super().admit(slot, tokens)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -873,6 +875,28 @@ class CollectsGarbageInEachStep(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         gc.collect()
         return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+class _Saves(NumpyPostprocess):
+    """Writes the number of steps to a file now and then."""
+
+    steps, every = 0, 1000
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self.steps += 1
+        if self.steps % self.every == 0:
+            Path(os.devnull).write_text(str(self.steps))
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "flight:test_nothing_remains_of_many_different_steps[16]")
+class SavesEachThousandthStep(_Saves):
+    pass
+
+
+@breaks("1", MANY)
+class SavesEachTwentyThousandthStep(_Saves):
+    every = 20_000
 
 
 @breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
