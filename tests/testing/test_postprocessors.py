@@ -78,7 +78,7 @@ def test_wrong_plugin_fails_the_case_that_names_its_fault(name, monkeypatch):
             CASES[wrong.noticed_by].run(target=target)
         _, _, text = wrong.noticed_by.partition(":")
         for case in [MATRICES.case(text)] if text else MATRIX:
-            case.check(target, "")
+            over_cases(target, case)
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():
