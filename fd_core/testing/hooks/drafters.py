@@ -50,6 +50,8 @@ _ADMISSION_SECONDS: Final = 0.5
 """CPU time of the admission of a text of `_LONG` tokens, for which all requests wait; those of the core take 0.15."""
 _MANY_SLOTS: Final = 128
 _MANY_IDS: Final = 33_000
+_TOKEN_BYTES: Final = 1024
+"""Twice those of the core's drafters in a text without repetitions."""
 _SLACK: Final = 3.0
 _REPEATED: Final = 64
 """Tokens of a text that repeats its beginning, of which the last ones are to be drafted."""
@@ -224,7 +226,8 @@ class DrafterSuite(DrafterChoice):
     def test_a_step_takes_memory_for_its_rows_alone(self) -> None:
         """Compare the steps of one row among few slots and ids with those among many: an upper bound of copies.
 
-        A new drafter has no large table of each id in each slot, nor one of pairs of ids.
+        A new drafter has no large table of each id in each slot, nor one of pairs of ids. A text takes some hundreds of
+        bytes for each token, with those of its slot in a new drafter, as of a draft model's KV cache.
         """
 
         def peaks(slots: int, vocab_size: int) -> tuple[int, int]:
@@ -251,6 +254,10 @@ class DrafterSuite(DrafterChoice):
         what = f"a step of one row takes {few:,} bytes of memory with one slot, and {many:,} with {sizes}"
         # A draft model has logits of its row, in a few copies.
         require(many < few + 64 * _MANY_IDS, "8", what)
+        held = [_held_by(self.subject(), length) for length in (8, _SHORT, 9 * _SHORT)]
+        each = (held[2] - held[1]) / (8 * _SHORT)
+        text = f"each token of a text takes {each:,.0f} bytes of memory, expected at most {_TOKEN_BYTES:,}"
+        require(each <= _TOKEN_BYTES, "8", f"{text}: a batch has millions")
         what = f"a new drafter takes {new:,} bytes of memory with {sizes}, {without_ids:,} with 257 ids"
         # A draft model may have logits of each slot.
         require(new < without_ids + (64 + 8 * _MANY_SLOTS) * _MANY_IDS, "8", what)
@@ -344,6 +351,19 @@ def _drafts_of_texts(subject: DrafterUnderTest) -> tuple[int, ...]:
             found += [-1, *tokens[0, : counts[0]].tolist()]
             drafter.extend(slot, np.array([[token]], np.int32), np.ones(1, np.int32))
     return tuple(found)
+
+
+def _held_by(subject: DrafterUnderTest, length: int) -> int:
+    """Return the bytes of a drafter for one text of random tokens, for whose length it is made."""
+    text = np.random.default_rng(1).integers(0, _MANY_IDS, length).astype(np.int32)
+    tracemalloc.start()
+    try:
+        drafter = subject.new(1, 4, vocab_size=_MANY_IDS, max_model_len=length + 64)
+        drafter.admit(0, text)
+        drafter.propose(np.zeros(1, np.int32), 4)
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 def _first_drafts(drafter: Drafter, slot: int, text: Sequence[int]) -> list[int]:

@@ -435,6 +435,15 @@ class CollectsGarbageOfManyRequests(Shortest):
         super().admit(slot, tokens)
 
 
+@noticed("test_a_step_takes_memory_for_its_rows_alone")
+class HasRoomForContinuations(Shortest):
+    """The 256 tokens after each position, ready to be copied."""
+
+    def admit(self, slot, tokens):
+        self._continuations = np.zeros((len(tokens), 256), np.int32)
+        super().admit(slot, tokens)
+
+
 @noticed("test_memory_of_past_requests_is_freed")
 class LogsAcceptedDrafts(Shortest):
     def __init__(self, context):
