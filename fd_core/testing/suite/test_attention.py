@@ -15,6 +15,7 @@ from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.kit.growth import count_elements, cpu_seconds
+from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import (
     TOLERANCE,
     Floats,
@@ -35,6 +36,8 @@ REQUIRES = ("primitives", "kv_transfer")
 Require = Callable[..., None]
 _BELOW_FINITE_MASKS = -14_336
 """Exact in every dtype with its factors."""
+_LONG = 16_400
+"""Tokens of a context that packs divide."""
 _WIDE = 4000
 """Blocks for which a table has places, without use."""
 
@@ -79,13 +82,15 @@ def attend(
     kv_dtype: str = "auto",
     offset: float = 0.0,
     first: bool = False,
+    needles: Sequence[int] = (),
     **changes: Any,
 ) -> None:
     """Compare attention over scattered blocks with its definition.
 
     The scores of every second head, or those with the first key, have an `offset`; it alternates from token to token.
+    With `needles`, 16 positions for each row, each head has the value of one of them.
     """
-    block_size, q_heads, kv_heads, d = 4, 6, 2, 8
+    block_size, q_heads, kv_heads, d = 4, 16 if needles else 6, 2, 8
     width = -(-max(context for _, context in rows) // block_size)
     shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
     tables = shuffled[: len(rows) * width].reshape(len(rows), width).astype(np.int32)
@@ -96,6 +101,10 @@ def attend(
         q[..., 0] = 16.0 * ((np.arange(len(q))[:, None] + np.arange(q_heads)) % 2)
         for each in keys:
             each[: 1 if first else None, :, 0] = offset / 4
+    if needles:
+        q[:] = 8.0 * (np.arange(q_heads)[:, None] % d == np.arange(d))
+        for each, own in zip(keys, np.reshape(needles, (len(rows), kv_heads, d)), strict=True):
+            each[own, np.arange(kv_heads)[:, None], np.arange(d)] = 64.0
     heads = Heads(q_heads, kv_heads, d, scale=0.25, rope=no_rope(ops), **changes)
     earlier = step_input([(context, context) for _, context in rows], block_size, tables)
     used = -(-np.array([context for _, context in rows]) // block_size)
@@ -124,6 +133,18 @@ def attend_at_all_sizes(ops: Ops, values: Values, rows: list[tuple[int, int]], *
     for kv_dtype in ("auto", *ops.kv_dtypes):
         for offset, first in ((0, False), (128, False), (-128, False), (128, True), (_BELOW_FINITE_MASKS, True)):
             attend(ops, values, rows, kv_dtype=kv_dtype, offset=offset, first=first, **changes)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_attention_finds_a_single_key(target: Target, ops: Ops, values: Values, require: Require, tokens: int) -> None:
+    """No tolerance hides one that is left out, such as at the edge of a tile, as it does among thousands of equals."""
+    require(*REQUIRES)
+    for context in (_LONG // 15, _LONG):
+        if not target.cls.envelope.exceeded({"max_model_len": context}):
+            edges = {at for power in range(15) for at in (2**power - 1, 2**power) if at < context - tokens}
+            others = np.random.default_rng(context).permutation(context - tokens).tolist()
+            needles = [*dict.fromkeys((context - tokens, *sorted(edges), *others))][:32]
+            attend(ops, values, [(tokens, context), (tokens, context)], needles=needles)
 
 
 @pytest.mark.parametrize("rows", ROWS)

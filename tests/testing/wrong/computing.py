@@ -622,6 +622,21 @@ class GathersTheWholeTable:
         return super().paged_attention(q, layer, heads, step)
 
 
+@wrong("reference", "attention:test_attention_finds_a_single_key*")
+class LosesAKeyOfALongContext:
+    """In two parts, of which the second one begins a key too late."""
+
+    def paged_attention(self, q, layer, heads, step):
+        if step.max_context <= 8192:
+            return super().paged_attention(q, layer, heads, step)
+        places = 0, step.block_tables[:, 4095 // layer.shape[2]], 4095 % layer.shape[2]
+        kept = layer[places].copy()
+        layer[places] = 0
+        out = super().paged_attention(q, layer, heads, step)
+        layer[places] = kept
+        return out
+
+
 @wrong("reference", "scale:test_memory_of_a_rising_context_is_linear")
 class KeepsPositionsOfEachLength:
     """Keeps the positions of the keys by their number."""
