@@ -136,6 +136,27 @@ class ImportsTheWholeCache:
         return _KVCacheOfWholeCopies(shape, num_blocks)
 
 
+class _PolledCache(NumpyKVCache):
+    lock = threading.Lock()
+
+    def export_blocks(self, blocks):
+        with self.lock:
+            time.sleep(0.01)
+            return super().export_blocks(blocks)
+
+
+@wrong("reference", "kv:test_no_write_waits_while_a_copy_sleeps*")
+class PollsCopiesUnderALock:
+    """Steps wait for the end of a copy to the host."""
+
+    def allocate_kv(self, shape, num_blocks):
+        return _PolledCache(shape, num_blocks)
+
+    def write_kv(self, layer, k, v, kv_slots):
+        with _PolledCache.lock:
+            super().write_kv(layer, k, v, kv_slots)
+
+
 class _CacheWithScratch(NullCache):
     def layer(self, index):
         self.hashes[-1] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -75,6 +76,37 @@ def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., Non
     again.join(20.0)
     assert not again.is_alive(), "an import after one that was refused does not end"
     assert_same(cache.export_blocks(blocks(0, 1)), np.concatenate([held, np.ones_like(held)]))
+
+
+@pytest.mark.parametrize("copied", ["export", "import"])
+def test_no_write_waits_while_a_copy_sleeps(
+    ops: Ops, require: Callable[..., None], monkeypatch: pytest.MonkeyPatch, copied: str
+) -> None:
+    """A copy engine may be polled on the thread of the copy, but under no lock that each layer of a step needs."""
+    require("primitives")
+    cache, sleep, waited = ops.allocate_kv(SHAPE, 7), time.sleep, list[bool]()
+    k, v = (heads_on(ops, np.ones((1, SHAPE.num_kv_heads, SHAPE.head_dim), np.float32))[1] for _ in range(2))
+    write = partial(ops.write_kv, cache.layer(0), k, v, ops.from_host(blocks(5 * SHAPE.block_size)))
+    held, copying = cache.export_blocks(blocks(1, 3)), threading.get_ident()
+    write()
+
+    def polled(seconds: float) -> None:
+        if threading.get_ident() == copying:
+            writer = threading.Thread(target=write, daemon=True)
+            writer.start()
+            writer.join(1.0)
+            waited.append(writer.is_alive())
+        sleep(seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", polled)
+        if copied == "export":
+            cache.export_blocks(blocks(1, 3))
+        else:
+            cache.import_blocks(blocks(1, 3), held)
+    assert not any(waited), (
+        f"`write_kv` waits while the {copied} of two blocks sleeps, which holds a lock of all blocks"
+    )
 
 
 _SMALL, _LARGE = 16, 24_000
