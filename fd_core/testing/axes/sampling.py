@@ -34,6 +34,8 @@ _EDGES: Final = tuple(
     {"vocabulary": vocabulary}
     for vocabulary in (1, 2, 31, 64, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, 151_936, 262_208)
 )
+_BATCH: Final = {"rows": 129, "vocabulary": 151_936}
+"""More than 2^24 logits, as of a large batch of a large model."""
 _MAX_LOGITS: Final = 1_400_000
 """Logits of a case, which numpy sorts in about 0.1 seconds."""
 _LOGITS: Final = (
@@ -191,7 +193,7 @@ SAMPLE: Final[Part[Ops]] = operation_part("sample", _SAMPLE, check_sample, _smal
 
 _FACTORS: Final = (0.0, 0.3, -0.1, 2.0, -2.0, MIXED)
 _PENALIZE: Final = (
-    Axis("rows", _ROWS),
+    Axis("rows", _ROWS, rare=(_BATCH,)),
     Axis("penalized", ("all", "half", 1, 0), ("PenaltyInput.rows",)),
     Axis("vocabulary", _VOCABULARIES, rare=_EDGES),
     Axis("logits", _LOGITS),
@@ -263,7 +265,7 @@ PENALIZE: Final[Part[Ops]] = operation_part(
 # Masks ---------------------------------------------------------------------------------------------------------------
 
 _MASK: Final = (
-    Axis("rows", _ROWS),
+    Axis("rows", _ROWS, rare=(_BATCH,)),
     Axis("masked", ("all", "half", 1, 0)),
     Axis("vocabulary", _VOCABULARIES, rare=_EDGES),
     Axis("logits", _LOGITS),
@@ -307,7 +309,7 @@ MASK: Final[Part[Ops]] = operation_part("mask_logits", _MASK, check_mask, _small
 # Log-probabilities ---------------------------------------------------------------------------------------------------
 
 _SCORES: Final = (
-    Axis("rows", _ROWS),
+    Axis("rows", _ROWS, rare=(_BATCH,)),
     Axis("vocabulary", _VOCABULARIES, rare=_EDGES),
     Axis("logits", _LOGITS),
     Axis("tokens", ("random", "first", "last", "best", "worst")),
@@ -391,7 +393,7 @@ VERIFY: Final[Part[Ops]] = operation_part("verify", _VERIFY, check_verify)
 
 _CELLS: Final = (
     Axis("array", ("counts", "logits", "activations")),
-    Axis("rows", (5, 1, 2, 31, 33, 64, 65, 129, 256, 257, 1025)),
+    Axis("rows", (5, 1, 2, 31, 33, 64, 65, 129, 256, 257, 1025), rare=({"rows": 129, "width": 151_936},)),
     Axis("width", _VOCABULARIES),
     Axis("base", (0, 255, 2**15, 2**16, 2**24, 2**30)),
     Axis("cells", (7, 0, 1, 255, 257, 6000, 70_000)),

@@ -871,6 +871,15 @@ class FindsStrangeLogitsOfOneRow(NumpyOps):
         return tokens, peaks
 
 
+@shown_by("mask_logits", rows=129, vocabulary=151_936)
+class UnpacksMasksToAScratch(NumpyOps):
+    """Of a byte for each logit, in which the rows of a large batch do not fit."""
+
+    def mask_logits(self, logits, rows, bits):
+        fit = 2**24 // logits.shape[1]
+        return super().mask_logits(logits, rows[:fit], bits[:fit])
+
+
 @shown_by("mask_logits", vocabulary=65_537)
 class MasksWholeWordsOf64(NumpyOps):
     def mask_logits(self, logits, rows, bits):
