@@ -8,7 +8,7 @@ import numpy as np
 
 from fd_core.config.layer_groups import LayerGroups
 from fd_core.models.families.spec import DecoderSpec
-from fd_core.ops.contract import KV_TYPES, KVShape, Norm, Ops, Recurrent
+from fd_core.ops.contract import KV_TYPES, MAX_JOURNAL, KVShape, Norm, Ops, Recurrent
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
@@ -39,7 +39,7 @@ _AXES: Final = (
     Axis("rows", (2, 1, 5, 33)),
     Axis("prompt", (9, 1, 33, 65), rare=({"prompt": 33_000, "rule": "gate", "rows": 1, "taps": 2},)),
     Axis("chunk", (1, 5, 40, 129), rare=tuple({"chunk": 8193, **rule} for rule in ({}, {"rule": "gate"}, _SCAN))),
-    Axis("rejected", (0, 2), ("KVShape.journal",)),
+    Axis("rejected", (0, 2, 1, 5, MAX_JOURNAL), ("KVShape.journal",)),
     Axis("key_heads", (1, 2), ("Recurrent.key_heads",)),
     Axis("shared", (2, 1, 5), ("Recurrent.value_heads",)),
     Axis(
@@ -67,7 +67,8 @@ of some rows follow, `moved` to another cache after the prompts. `blocks` is the
 state; `options` are those of `scan`; `again` computes with other values first, not twice, for a step changes the states
 that it reads."""
 _HIDDEN: Final = 38
-_MOST_DRAFTS: Final = 4
+_USUAL_DRAFTS: Final = 4
+"""Drafts that a journal has room for, unless a case rejects more."""
 _DECODES: Final = 7
 """Steps after the first two."""
 _MOST_FORKS: Final = 24
@@ -99,7 +100,7 @@ class _RecurrentOn:
         self.inputs = ops.prepare_linear([raw(make(self.recurrent.inputs, _HIDDEN, scale=_HIDDEN**-0.5))])
         state, journal = self.recurrent.sizes
         shape = KVShape(2, 4, 64, 1, str(case["kv_dtype"]), groups=LayerGroups(1, 1, 2), state=state, journal=journal)
-        least = shape.least_block_size(ITEM_BYTES[ops.dtype], _MOST_DRAFTS)
+        least = shape.least_block_size(ITEM_BYTES[ops.dtype], max(_USUAL_DRAFTS, int_of(case, "rejected")))
         self.size = -(-least // 16) * 16 * int_of(case, "blocks")
         self.longest = _longest(case)
         each = -(-self.longest // self.size)
@@ -196,7 +197,8 @@ def _check_steps(ops: Ops, case: Case) -> None:
 
 def _allowed(case: Case) -> bool:
     matrix = int_of(case, "key_heads") * int_of(case, "shared") * int_of(case, "key_dim") * int_of(case, "value_dim")
-    tokens = int_of(case, "rows") * (int_of(case, "prompt") + int_of(case, "chunk"))
+    drafts = int_of(case, "rejected") if int_of(case, "rejected") > 2 else 0
+    tokens = int_of(case, "rows") * (int_of(case, "prompt") + int_of(case, "chunk") + _DECODES * drafts)
     return matrix <= 4000 and tokens <= 800
 
 

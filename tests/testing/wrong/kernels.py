@@ -272,6 +272,15 @@ class WritesStatesOfPaddedRows(NumpyOps):
         return y
 
 
+@shown_by("recurrent", rejected=5)
+class JournalsFourTokens(NumpyOps):
+    """Of more drafts, the first ones are consumed before they are verified."""
+
+    def recur(self, x, recurrent, layer, step):
+        with mock.patch.object(recurrence, "MAX_JOURNAL", 4):
+            return super().recur(x, recurrent, layer, step)
+
+
 @shown_by("recurrent", rejected=2, rule="delta")
 class ConsumesRejectedTokens(NumpyOps):
     """The state is that after the last token of a row, which may be a draft."""
