@@ -267,11 +267,19 @@ class LayerOn:
         self.written: npt.NDArray[Any] | None = None
 
     def _share_blocks(self, tables: IntArray, rows: Sequence[tuple[int, int]]) -> None:
-        """Let rows begin with the same blocks, as requests with a common prefix do."""
+        """Let rows begin with the same blocks, as requests with a common prefix do.
+
+        A third of them, but neither the first nor the last one, share half of it with the others and more with each
+        other, as those with another document after a system prompt.
+        """
         full = np.array([(context - count) // self.g.block_size for count, context in rows])
-        first = int(full.argmax())
-        for row, blocks in enumerate(np.minimum(full, self.g.shared_blocks)):
-            tables[row, :blocks] = tables[first, :blocks]
+        shared, first = np.minimum(full, self.g.shared_blocks), int(full.argmax())
+        others = [row for row in range(len(rows) - 1) if row % 3 == 1 + len(rows) % 2 and row != first]
+        second, half = max(others, key=full.__getitem__, default=first), int(shared.max()) // 2
+        for row, blocks in enumerate(shared):
+            common = min(half, blocks) if row in others else blocks
+            tables[row, :common] = tables[first, :common]
+            tables[row, common:blocks] = tables[second, common:blocks]
 
     def _parts(
         self,

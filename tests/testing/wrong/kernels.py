@@ -546,6 +546,21 @@ class ReadsSharedBlocksOnce(NumpyOps):
         return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
 
 
+@shown_by("layer", shared_blocks=20, chunk=0)
+class MeasuresThePrefixOfTheFirstAndLastRow(NumpyOps):
+    """The blocks that both have in common are read for all rows that begin with the same block."""
+
+    def paged_attention(self, q, layer, heads, step):
+        tables, size = step.block_tables, layer.shape[2]
+        if (tables[:, 0] == tables[0, 0]).all():
+            whole = int((step.context_len - np.diff(step.query_start)).min()) // size
+            same = tables[0, :whole] == tables[-1, :whole]
+            common = whole if same.all() else int(same.argmin())
+            tables = tables.copy()
+            tables[:, :common] = tables[0, :common]
+        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
+
+
 @shown_by("layer", uniform=True, drafts=3)
 class TakesUniformStepsForSingleTokens(NumpyOps):
     """Uniform steps are replayed with one token per row."""
