@@ -14,6 +14,7 @@ from fd_core.testing.models.cases import cases_of
 from fd_core.testing.suite import test_attention, test_cases, test_lifetime, test_models, test_ranks
 from fd_core.testing.suite.kv import test_kv
 from fd_core.testing.suite.scale.test_memory import test_memory_of_a_rising_context_is_linear as check_memory
+from fd_core.testing.suite.scale.test_memory import test_nothing_remains_of_an_operation as check_operation
 from tests.testing.witnesses import check_of
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
@@ -100,3 +101,9 @@ def test_memory_that_is_kept_for_each_length_is_found(folder):
     with pytest.raises(AssertionError, match="contexts of 1 to 200 tokens leave"):
         check_memory(parse_target("wrong_keeps_positions_of_each_length", folder))
     check_memory(parse_target("reference", folder))
+
+
+def test_masks_that_are_kept_are_found(folder):
+    with pytest.raises(AssertionError, match="calls of mask_logits the process holds"):
+        check_operation(parse_target("wrong_keeps_masks", folder), lambda *_: None, "mask")
+    check_operation(parse_target("reference", folder), lambda *_: None, "mask")

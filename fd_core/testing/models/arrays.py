@@ -35,9 +35,9 @@ _SERIES: Final = ContextVar("series", default=0)
 
 
 @contextmanager
-def other_values() -> Iterator[None]:
-    """Replace all random values of a check by others of the same shapes."""
-    token = _SERIES.set(1)
+def other_values(series: int = 1) -> Iterator[None]:
+    """Replace all random values of a check by others of the same shapes, in each series."""
+    token = _SERIES.set(series)
     try:
         yield
     finally:

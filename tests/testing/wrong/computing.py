@@ -648,3 +648,15 @@ class KeepsPositionsOfEachLength:
         longest = step.max_context
         self.places.setdefault(longest, np.arange(longest))
         return super().paged_attention(q, layer, heads, step)
+
+
+@wrong("reference", "scale:test_nothing_remains_of_an_operation[mask]")
+class KeepsMasks:
+    """Keeps what it unpacked of each mask."""
+
+    masks = None
+
+    def mask_logits(self, logits, rows, bits):
+        self.masks = self.masks or {}
+        self.masks.setdefault(bits.tobytes(), np.unpackbits(bits.view(np.uint8)))
+        return super().mask_logits(logits, rows, bits)
