@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import threading
@@ -869,13 +868,6 @@ class StampsRowsInAClosure(NumpyPostprocess):
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         return self._step(super().token_matrix(sampled, accepted, slots, revoked), np.concatenate([slots, revoked]))
-
-
-@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
-class CollectsGarbageInEachStep(NumpyPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        gc.collect()
-        return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 class _Saves(NumpyPostprocess):
