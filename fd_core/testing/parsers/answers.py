@@ -80,6 +80,9 @@ _FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "anything": lambda kind, value: {"type": kind} if kind == "string" and _is_json(value) else True,
     "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
     "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
+    "definition": lambda kind, value: {"$ref": f"#/definitions/{kind}"},
+    "far_ref": lambda kind, value: {"$ref": f"#/$defs/a~1b~0c%20%24d/{kind}"},
+    "additional": lambda kind, value: {"type": kind},
 }
 """Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
 _NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64, "name", "arguments")
@@ -292,11 +295,14 @@ def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     found = {name: _described(form, value) for name, value in described.items()}
     if "ref" in form:
         found["next"] = {"$ref": "#/$defs/Node"}
-    return {
-        "type": "object",
-        "properties": found,
-        "$defs": {"Node": _NODE, **{kind: {"type": kind} for kind in _TYPES.values()}},
-    }
+    types = {kind: {"type": kind} for kind in _TYPES.values()}
+    again = {kind: {"$ref": f"#/definitions/{kind}"} for kind in types}
+    defined = {"$defs": {"Node": _NODE, **types, "a/b~c $d": again}, "definitions": types}
+    if form == "additional":
+        more = found[key]
+        named = {name: each for name, each in found.items() if each != more}
+        return {"type": "object", "properties": named, "additionalProperties": more}
+    return {"type": "object", "properties": found, **defined}
 
 
 def _described(form: str, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 KINDS: Final = frozenset({"string", "number", "boolean", "null", "array", "object"})
 """Types of JSON; integers are numbers."""
@@ -28,7 +29,7 @@ def referred(schema: Any, root: Any) -> Any:
     for _ in range(_MAX_PARTS):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        path = schema["$ref"].split("/")
+        path = unquote(schema["$ref"]).split("/")
         schema = root if path.pop(0) == "#" else {}
         for step in path:
             step = step.replace("~1", "/").replace("~0", "~")

@@ -1330,3 +1330,40 @@ class StripsLineBreaks(ChangesStrings):
 class StripsTheLastLineBreaks(ChangesStrings):
     def changed(self, value):
         return value.rstrip("\n")
+
+
+class DropsSchemas(QwenCoderTools):
+    """Assumes any type where a part of a schema is of an unknown form."""
+
+    def __init__(self, tools):
+        super().__init__({name: self.known(dict(schema)) for name, schema in tools.items()})
+
+    def known(self, part):
+        if isinstance(part, dict):
+            known = {name: self.known(value) for name, value in part.items()}
+            return {} if self.is_unknown(known) else known
+        return [self.known(each) for each in part] if isinstance(part, list) else part
+
+    def is_unknown(self, part):
+        raise NotImplementedError
+
+
+@breaks("8.3", "calls:value=word,schema=definition")
+class KnowsDefsOnly(DropsSchemas):
+    """Reads numbers where clients write `definitions`, as in drafts up to 7 of JSON Schema."""
+
+    def is_unknown(self, part):
+        return not str(part.get("$ref", "#/$defs/")).startswith("#/$defs/")
+
+
+@breaks("8.3", "calls:value=word,schema=far_ref")
+class KnowsPlainPointersOnly(DropsSchemas):
+    def is_unknown(self, part):
+        return any(mark in str(part.get("$ref")) for mark in "~%")
+
+
+@breaks("8.3", "calls:value=word,schema=additional")
+class IgnoresAdditionalProperties(DropsSchemas):
+    def is_unknown(self, part):
+        part.pop("additionalProperties", None)
+        return False
