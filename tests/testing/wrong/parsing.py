@@ -1367,3 +1367,24 @@ class IgnoresAdditionalProperties(DropsSchemas):
     def is_unknown(self, part):
         part.pop("additionalProperties", None)
         return False
+
+
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+class KeepsTheToolsOfRequests(QwenCoderTools):
+    """Works out each list of tools once, for as long as the server runs."""
+
+    ready: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, tools):
+        super().__init__(tools)
+        self.tools = self.ready.setdefault(json.dumps(tools), tools)
+
+
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+class KeepsTheFormsOfCalls(HermesTools):
+    form = staticmethod(cache(HermesTools.form))
+
+
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+class KeepsTheBeginningsOfAnswers(QwenReasoning):
+    begins_reasoning = staticmethod(cache(QwenReasoning.begins_reasoning))

@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 
+from fd_core.plugins import TOOL_PARSER
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.parsers.target import ParserTarget, meaning_of, text_of
+from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of, text_of
 from fd_core.text.parsing.contract import OutputParser
 
 
@@ -62,12 +63,19 @@ def test_a_parser_is_freed_with_its_answer(target: ParserTarget) -> None:
 @pytest.mark.law("8.4")
 @pytest.mark.fd_alone
 def test_nothing_remains_of_many_answers(target: ParserTarget) -> None:
-    """Read answers, each once, to one end or another or none."""
+    """Read answers, each once, to one end or another or none; tools, their schemas and prompts are others each time."""
 
     def use(number: int) -> None:
+        shown, key = f"{SHOWN.tool}{number}", f"key{number}"
+        schema = {"type": "object", "properties": {key: {"enum": [f"value {number}"]}}}
+        target.form(shown)
         for answer in target.answers():
-            parser = target.new(answer.tools)
-            parser.push(f"{number} {answer.text} {number}")
+            tools = {shown: schema, **{name: {**schema, "title": f"{number}"} for name in answer.tools}}
+            prompt = f"{number} {answer.text} {number}"
+            parser = target.new(tools, prompt)
+            if target.kind is not TOOL_PARSER:
+                target.cls.begins_reasoning(prompt, True)
+            parser.push(prompt)
             (parser.flush, parser.finish, tuple)[number % 3]()
 
     require_bounded(use, 100, "answers", "8.4")
