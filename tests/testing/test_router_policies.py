@@ -669,6 +669,13 @@ class HashesTheLastBlock(HashesWholePrompts):
         return context.tokens[-self.config.cache_block_size :].tobytes()
 
 
+class HashesFullChunks(HashesWholePrompts):
+    """Conversations move with each 1,024 tokens."""
+
+    def key(self, context):
+        return context.tokens[: len(context.tokens) // 1024 * 1024].tobytes()
+
+
 class HashesTheLength(HashesWholePrompts):
     def key(self, context):
         return f"{len(context.tokens)} {context.session}".encode()
@@ -733,6 +740,7 @@ def without_shrinking(monkeypatch):
         (NumbersSessions, STAY, (True,)),
         (NumbersPrompts, STAY, (False,)),
         *[(wrong, GROW, (False,)) for wrong in (HashesWholePrompts, HashesTheLastBlock, HashesToAWorkerWithRoom)],
+        (HashesFullChunks, GROW, (False,)),
         (HashesTheLength, GROW, (True,)),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),

@@ -256,18 +256,20 @@ class RouterPolicySuite:
 
         Each turn of a conversation begins with all turns before, which another worker would compute again.
         """
-        policy, homes = self.new_policy(), list[list[RouterWorker]]()
-        shown = self.shown([(_worker(at, at), IDLE, 0) for at in range(8)])
-        for turn in range(4):
+        policy, homes, draw = self.new_policy(), list[list[RouterWorker]](), draws(_RETURNING)
+        shown, size = self.shown([(_worker(at, at), IDLE, 0) for at in range(8)]), policy.config.cache_block_size
+        lengths = [size * _CONVERSATION + number for number in range(_RETURNING)]
+        for turn in range(8):
+            if turn > 1:
+                lengths = [length + int(2 ** draw.uniform(6.0, 14.0)) for length in lengths]
             prompts = [
-                self._prompt(number, policy.uses_prefix, _CONVERSATION + max(0, turn - 1))
-                for number in range(_RETURNING)
+                self._prompt(number, policy.uses_prefix, 1 + most // size) for number, most in enumerate(lengths)
             ]
             contexts = [
                 replace_fields(
                     shown,
-                    tokens=tokens,
-                    keys=keys,
+                    tokens=tokens[: lengths[number]],
+                    keys=keys[:-1],
                     session=f"session {number}" if named else None,
                     random=(37 * number + 11 * turn) % 64 / 64,
                     now=float(turn),
