@@ -119,6 +119,13 @@ BROKEN = {
         "__import__('time').sleep(0.06)",
         "take_little_time",
     ),
+    "numbers the pieces of a lease with ten bits": (
+        TCP,
+        "import itertools; numbers, done = itertools.count(), set(); "
+        "o.put = lambda n, parts: whole.put(n, parts)._replace(reference=(next(numbers) % 1024).to_bytes(2)); "
+        "i.take = lambda n, r, f: 1 / (r not in done) and whole.take(n, b'', f); i.done = lambda n, r: done.add(r)",
+        "beyond_sixteen_bits",
+    ),
     "has another port for each lease": (
         TCP,
         "self.port = getattr(self, 'port', 50_000) + 1; 1 / (self.port < 65_536)",

@@ -62,9 +62,9 @@ _WARM = pytest.StashKey[set[str]]()
 
 OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 
-_LEASES = 66_000
+_NUMBERS = 66_000
 _SECONDS = 2.0
-"""CPU time after which a slow connector has served enough leases; waiting, it has ten times as long."""
+"""CPU time after which a slow connector has served enough of them; waiting, it has ten times as long."""
 _PIECES = 2048
 _MOST_FILES = 32
 """Files that a connector may have made, whatever the number of leases."""
@@ -293,23 +293,32 @@ class ConnectorSuite:
             assert bytes(inbox.take(index, *each)) == value_of(index, VALUE_BYTES)
 
     @pytest.mark.law("6.1")
-    def test_leases_beyond_sixteen_bits_are_served(self, recipe: Recipe) -> None:
-        """Open and close more than 2^16 leases, as many as there is time for, while the first one stays open."""
+    @pytest.mark.parametrize("what", ["leases", "pieces"])
+    def test_numbers_beyond_sixteen_bits_are_served(self, recipe: Recipe, what: str) -> None:
+        """Open and close more than 2^16 leases, as many as there is time for, or move as many pieces of one lease.
+
+        Meanwhile the first lease stays open, and its first piece is not taken.
+        """
         decode, prefill = recipe.make(), recipe.make()
-        inbox, outbox = _opened(decode, prefill, value_bytes=100)
+        inbox, outbox = _opened(decode, prefill, value_bytes=100, pieces=range(3, 3 + _NUMBERS))
         first, began, start = put(outbox, 3, value_of(3, 100)), time.thread_time(), time.monotonic()
-        for number in range(1, _LEASES):
+        for number in range(1, _NUMBERS):
             try:
-                for end in reversed(_opened(decode, prefill, lease=f"{number:032x}", value_bytes=100)):
-                    end.close()
+                if what == "pieces":
+                    there = put(outbox, 3 + number, b"piece")
+                    inbox.take(3 + number, *there)
+                    inbox.done(3 + number, there.reference)
+                else:
+                    for end in reversed(_opened(decode, prefill, lease=f"{number:032x}", value_bytes=100)):
+                        end.close()
             except ConnectorError as error:
                 raise AssertionError(
-                    f"after {number:,} leases, of which one is open, no other can be: {error}"
+                    f"after {number:,} {what}, of which one is open, no other can be: {error}"
                 ) from error
             if time.thread_time() - began > _SECONDS or time.monotonic() - start > 10 * _SECONDS:
                 break
         found = inbox.take(3, *first)
-        values.assert_value(f"piece 3 of a lease that was open while {number:,} others were", found, value_of(3, 100))
+        values.assert_value(f"piece 3 of a lease that was open during {number:,} {what}", found, value_of(3, 100))
         for each in (outbox, inbox, prefill, decode):
             each.close()
 
@@ -596,11 +605,16 @@ def _move(inbox: KVInbox, outbox: KVOutbox, pieces: Sequence[int]) -> None:
 
 
 def _opened(
-    decode: Connector, prefill: Connector, *, lease: str | None = None, value_bytes: int = VALUE_BYTES
+    decode: Connector,
+    prefill: Connector,
+    *,
+    lease: str | None = None,
+    value_bytes: int = VALUE_BYTES,
+    pieces: range = PIECES,
 ) -> tuple[KVInbox, KVOutbox]:
     lease = lease or new_lease()
     decode, prefill = (cast(Connector, TimedEnd(each, each.settings.timeout)) for each in (decode, prefill))
-    inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=value_bytes)
+    inbox = decode.open_inbox(lease, pieces=pieces, window=WINDOW, value_bytes=value_bytes)
     outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=value_bytes)
     timeout = decode.settings.timeout
     return cast(KVInbox, TimedEnd(inbox, timeout)), cast(KVOutbox, TimedEnd(outbox, timeout))
