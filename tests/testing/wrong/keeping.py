@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -325,6 +326,29 @@ class HoldsALockWhileItWrites(MemoryStore):
     def get(self, keys, limit, timeout):
         with self._whole:
             return super().get(keys, limit, timeout)
+
+
+def in_turn(name):
+    method = getattr(MemoryStore, name)
+
+    def call(self, *arguments):
+        try:
+            return self.worker.submit(method, self, *arguments).result(arguments[-1])
+        except TimeoutError:
+            raise StoreError(FailureReason.TIMEOUT, "the KV store call timed out") from None
+
+    return call
+
+
+@found_by("test_a_reader_does_not_wait_for_a_slow_writer")
+class HasOneWorker(MemoryStore):
+    """Makes all calls in one thread, and ends those in time that wait for another one."""
+
+    get, put, longest_prefix = map(in_turn, ("get", "put", "longest_prefix"))
+
+    def __init__(self, location):
+        super().__init__(location)
+        self.worker = ThreadPoolExecutor(1)
 
 
 @found_by("test_the_time_of_a_call_does_not_grow_with_the_values")
