@@ -271,6 +271,10 @@ class BackDoor(abc.ABC):
         """Put data that is not a value under `key`, such as another type or a folder."""
         lacks(f"{type(self).__name__} can only put values under a key")
 
+    def write_zeros(self, key: bytes, length: int) -> None:
+        """Put a value of zeros under `key`, which takes no space; by default, an empty one."""
+        self.write(key, b"")
+
     def restart(self) -> None:
         """Kill the server of the values and restart it."""
         lacks(f"{type(self).__name__} has no server to restart")
@@ -1092,14 +1096,24 @@ class StoreSuite:
             make_store(f"{base}\0{mark}{parameters}").open(TIMEOUT)
 
     @pytest.mark.law("5.5")
-    def test_the_cap_is_a_size_as_users_write_it(self, location: str, make_store: MakeStore) -> None:
+    def test_the_cap_is_a_size_as_users_write_it(
+        self, location: str, make_store: MakeStore, back_door: BackDoor
+    ) -> None:
+        """Put more than there is room for; if the back door can, beside a value that nearly fills the location."""
         self.size_cap.require()
+        small = [(key_of(number), [value_of(key_of(number), 9000)]) for number in range(40)]
         for size, text in _SIZES.items():
+            if size > _LARGE:
+                back_door.write_zeros(b"large", size - 65_536)
             store = make_store(with_parameter(location, f"max_bytes={text}"))
             store.open(TIMEOUT)
             found = store.stats(TIMEOUT).limit_bytes
             assert found == size, f"with max_bytes={text}, the limit is {found}"
-            assert store.put([(A, [value_of(A)])], TIMEOUT) == 1, f"with max_bytes={text}, a value has no room"
+            for each in small:
+                assert store.put([each], TIMEOUT) == 1, f"with max_bytes={text}, a value has no room"
+            held = max(store.stats(TIMEOUT).bytes or 0, back_door.size() if back_door.counts else 0)
+            assert held <= size, f"with max_bytes={text}, it holds {held:,} bytes"
+            store.delete([b"large", *(key for key, _ in small)], TIMEOUT)
         for wrong in ("much", "-1", ""):
             with pytest.raises(ConfigError, match="max_bytes"):
                 make_store(with_parameter(location, f"max_bytes={wrong}"))

@@ -39,6 +39,10 @@ class DiskDoor(BackDoor):
     def delete(self, key):
         self.path(key).unlink(missing_ok=True)
 
+    def write_zeros(self, key, length):
+        self.write(key, b"")
+        os.truncate(self.path(key), length)
+
     def spoil(self, key):
         self.path(key).mkdir(parents=True)
 

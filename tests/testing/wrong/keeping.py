@@ -1390,3 +1390,15 @@ class ComparesWithItsLastPut(KeepsWhatItTakesForEqual):
         last = self.__dict__.setdefault("last", {})
         last[key], same = value, last.get(key) == value
         return held is not None and same
+
+
+@found_by("test_the_cap_is_a_size_as_users_write_it")
+class CountsIn32Bits(DiskStore):
+    """At 4 GiB it begins at 0, so that a limit above never holds."""
+
+    @contextmanager
+    def _reservations(self, root, deadline):
+        with super()._reservations(root, deadline) as whole:
+            record = whole._record
+            whole._record = lambda used: record(used & 0xFFFF_FFFF)
+            yield whole
