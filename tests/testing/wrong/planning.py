@@ -15,6 +15,7 @@ import numpy as np
 from fd_core.effects.operations import NO_EFFECTS, CompileGrammar, GrammarReady, NotStored
 from fd_core.errors import BadRequest
 from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.requests import QueuedRequest, State
 from fd_core.types import FinishReason, Phase
 from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead, ranks
@@ -1306,3 +1307,28 @@ class NamesAllTokens(Changed):
     def add(self, spec):
         self.named = [hashlib.sha256(b"%d" % token).digest() for token in spec.prompt for _ in range(4)]
         return super().add(spec)
+
+
+class _SavesPrompts(KVOffloading):
+    __slots__ = ()
+
+    def save(self, request, tables, count):
+        if request.state not in self.states:
+            return super().save(request, tables, count)
+        count = min(count, request.prompt_len // self.block_size)
+        return super().save(request, tables, count) if count and not self.groups.sliding else None
+
+
+@breaks("5.2", "storage:test_saved_blocks_are_loaded")
+class SavesPromptsOnly(Changed):
+    """Not what was generated."""
+
+    states = tuple(State)
+
+    def change(self):
+        self._offloading.__class__ = type("Saves", (_SavesPrompts,), {"__slots__": (), "states": self.states})
+
+
+@breaks("5.2", "storage:test_texts_are_loaded_with_their_output")
+class SavesPromptsOfTextsThatEnded(SavesPromptsOnly):
+    states = (State.FINISHED,)

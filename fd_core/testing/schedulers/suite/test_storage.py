@@ -39,6 +39,31 @@ def test_saved_blocks_are_loaded(target: SchedulerTarget) -> None:
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
     require(driver.begun(Load), "5.2", f"{driver.auditor.preemptions} requests were preempted, but nothing was loaded")
+    require_loaded(driver, new={8})
+
+
+@pytest.mark.law("5.2")
+def test_texts_are_loaded_with_their_output(target: SchedulerTarget) -> None:
+    """The next turn of a conversation, of which the device holds nothing."""
+    driver, prompt = drive(target, keep=OffloadSelection(True, True, True)), prompt_of(9)
+    for name, tokens, count in (("first", prompt, 30), ("other", prompt_of(63, 1), 1)):
+        driver.submit(greedy(name, tokens, count))
+        driver.run()
+    if not driver.begun(Save):
+        lacks("the scheduler stores nothing here")
+    driver.submit(greedy("again", [*prompt, *driver.texts.tokens["first"]], 1))
+    driver.run()
+    require_loaded(driver, new={9, 63})
+
+
+def require_loaded(driver: Driver, new: set[int]) -> None:
+    """Require admissions, unless their lengths are `new`, to load all whole blocks; the last token has no KV."""
+    size = driver.limits.block_size
+    for each in (admission for plan in driver.plans for admission in plan.admissions):
+        count = len(each.token_ids)
+        stored = (count - 1) // size * size
+        what = f"{each.request_id} returns with {count} tokens, of which {stored} were saved, and begins at"
+        require(count in new or each.computed >= stored, "5.2", f"{what} {each.computed}")
 
 
 @pytest.mark.law("5.1", "1.7")
