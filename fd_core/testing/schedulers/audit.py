@@ -679,8 +679,8 @@ class Auditor:
                 continue
             what = f"step {plan.step} computes {done} of {remaining} tokens of {occupancy}"
             if remaining == 1:
-                drafts = int(plan.num_drafts.sum())
-                require(not drafts or self.limits.num_stages > 1, "2.2", f"{what}, but {drafts} drafts")
+                rest = int((plan.num_tokens - 1).sum())  # drafts, and prompts
+                require(not rest or self.limits.num_stages > 1, "2.2", f"{what}, but {rest} tokens that could wait")
                 occupancy.left_out += 1
                 patience = _PATIENCE * self.limits.max_num_seqs + 8
                 require(

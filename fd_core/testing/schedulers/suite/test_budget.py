@@ -187,21 +187,6 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
     driver.run()
 
 
-@pytest.mark.law("2.2")
-def test_a_text_goes_on_while_prompts_of_several_steps_keep_coming(target: SchedulerTarget) -> None:
-    """A prompt that is computed in five steps arrives after every six."""
-    driver = drive(target, *decoding(1, 60), num_kv_blocks=64, max_num_batched_tokens=8)
-    until_all_decode(driver, 1)
-    before, steps = len(driver.texts.tokens["r0"]), 48
-    for number in range(steps):
-        if number % 6 == 0:
-            driver.submit(greedy(f"more{number}", prompt_of(40, 10 + number), 1))
-        driver.step()
-    got = len(driver.texts.tokens["r0"]) - before
-    require(2 * got >= steps, "2.2", f"a text got {got} tokens in {steps} steps while prompts keep coming")
-    driver.run()
-
-
 @pytest.mark.law("8")
 @pytest.mark.parametrize("waits_for", ["nothing", "grammars", "some_grammars", "lookups"])
 def test_policy_determines_the_next_admission(target: SchedulerTarget, waits_for: str) -> None:
