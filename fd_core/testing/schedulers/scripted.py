@@ -25,6 +25,8 @@ class ScriptedRun:
         self._gens = np.zeros(setup.limits.max_num_seqs, np.int32)
         self.compiling: list[int] = []
         """Open operations that compile grammars."""
+        self.looked_up = 0
+        """Blocks of all lookups."""
 
     def step(self) -> tuple[StepPlan | None, list[Delta]]:
         """Plan a step and commit its output; operations end at once, without anything stored."""
@@ -59,6 +61,7 @@ class ScriptedRun:
             if isinstance(effect, Save):
                 self.scheduler.complete(Saved(effect.operation, 0))
             elif isinstance(effect, Lookup):
+                self.looked_up += len(effect.keys)
                 self.scheduler.complete(Found(effect.operation, 0, 0))
             elif isinstance(effect, CompileGrammar):
                 self.compiling.append(effect.operation)

@@ -1309,6 +1309,27 @@ class NamesAllTokens(Changed):
         return super().add(spec)
 
 
+@breaks("2.1", "lifetime:test_prefix_of_any_length_is_used_again[16]")
+class LooksFor128Blocks(Changed):
+    def change(self):
+        instead(self._prefixes, "match", lambda _, right, keys, last: right(keys[:128], last))
+
+
+@breaks("5.2", "lifetime:test_prefix_of_any_length_is_used_again[16]")
+class LooksUp128Blocks(Changed):
+    """In the store."""
+
+    def change(self):
+        self._offloading.__class__ = _LooksUp128
+
+
+class _LooksUp128(KVOffloading):
+    __slots__ = ()
+
+    def start_lookup(self, request, keys):
+        return super().start_lookup(request, keys[:128])
+
+
 class _SavesPrompts(KVOffloading):
     __slots__ = ()
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from fd_core.config import Limits
-from fd_core.config.envelope import OperatingEnvelope
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
@@ -31,6 +30,8 @@ _LIFE = 66_000
 """Requests of a slot: more than 2^16 steps, generations and arrivals."""
 _BUDGET: Final = 32_768
 """Tokens of a step of a large engine."""
+_LONGEST: Final = 2**17
+"""Tokens of a long context."""
 _PLANS: Final = 5000
 """Plans through which a request may wait."""
 _FEW, _MANY = 64, 2048
@@ -68,6 +69,13 @@ _SMALL: dict[str, int] = {
     "num_kv_blocks": 16,
     "vocab_size": 257,
 }
+
+
+def _within(target: SchedulerTarget, budget: int, context: int) -> dict[str, Any]:
+    """Return limits, reduced to the envelope of the scheduler."""
+    most = target.envelope
+    budget = min(budget, most.max_num_batched_tokens or budget)
+    return {"max_num_batched_tokens": budget, "max_model_len": min(context, most.max_model_len or context)}
 
 
 def _short(number: int) -> RequestSpec:
@@ -124,9 +132,9 @@ def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
 
 @pytest.mark.law("2.1")
 def test_prompt_that_runs_alone_fills_a_large_budget(target: SchedulerTarget) -> None:
-    envelope = getattr(target.make, "envelope", OperatingEnvelope())
-    budget = min(envelope.max_num_batched_tokens or _BUDGET, (envelope.max_model_len or 2 * _BUDGET) // 2, _BUDGET)
-    room: dict[str, Any] = {"max_num_batched_tokens": budget, "max_model_len": 2 * budget}
+    room = _within(target, _BUDGET, 2 * _BUDGET)
+    budget = min(room["max_num_batched_tokens"], room["max_model_len"] // 2)
+    room = {"max_num_batched_tokens": budget, "max_model_len": 2 * budget}
     run = _run(target, block_size=16, num_kv_blocks=budget // 8 + 16, **room)
     for length in (budget - 1, budget, budget + 1):
         run.scheduler.add(greedy(f"prompt {length}", [(length + at * at) % 251 for at in range(length)], 1))
@@ -159,6 +167,31 @@ def test_texts_go_on_beside_prompts_of_several_steps(target: SchedulerTarget, bu
         computed = 0 if plan is None else plan.total_tokens
         what = f"two texts beside a prompt of {5 * (budget - 2):,} tokens, with a budget of {budget:,}"
         require(got == 2, "2.2", f"{what}, get {got} tokens in a step of {computed:,}")
+
+
+@pytest.mark.law("2.1", "3.3", "5.2")
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_prefix_of_any_length_is_used_again(target: SchedulerTarget, block_size: int) -> None:
+    """Prompts of each power of four, up to 2^17 tokens, are looked up in the store, and return with more tokens."""
+    target.require("prefix_caching")
+    room = _within(target, _BUDGET, _LONGEST)
+    longest = room["max_model_len"] - 8
+    room |= {"block_size": block_size, "num_kv_blocks": 3 * longest // block_size + 16}
+    run = _run(target, keep=OffloadSelection(True, True, True), **room)
+    for length in (*(size for size in (4**bits for bits in range(1, 9)) if size < longest), longest):
+        prompt = [(length + at * at) % 251 for at in range(length)]
+        computed, looked_up = list[int](), run.looked_up
+        for name, tokens in (("first", prompt), ("again", [*prompt, 1, 2, 3])):
+            run.perform(run.scheduler.add(greedy(f"{name} {length}", tokens, 1)).operations)
+            plans = [run.step()[0] for _ in range(8 + length // room["max_num_batched_tokens"])]
+            computed.append(sum(plan.total_tokens for plan in plans if plan is not None))
+            require(run.scheduler.held().idle, "1.1", f"a prompt of {len(tokens):,} tokens did not end")
+        most = length + 3 - length // block_size * block_size
+        what = f"a prompt of {length:,} tokens returns with 3 more, in blocks of {block_size}"
+        require(computed[1] <= most, "2.1", f"{what}: expected {most} tokens to be computed, got {computed[1]:,}")
+        sought = run.looked_up - looked_up
+        least = 0 if "storage" in target.lacks else (length - 1) // block_size
+        require(sought >= least, "5.2", f"{what}: {sought:,} blocks are looked up, expected {least:,}")
 
 
 @pytest.mark.law("8")
