@@ -485,6 +485,18 @@ class CountsGensInFifteenBits(Changed):
         instead(self._slots, "occupy", occupy)
 
 
+@breaks("1.5", "lifetime:test_counters_grow_beyond_sixteen_bits")
+class NumbersOperationsInFifteenBits(Changed):
+    def change(self):
+        began = np.zeros(1 << 15, int)
+
+        def begin(operations, right, *given):
+            began[operations.next] += 1
+            return right(*given)
+
+        instead(self._operations, "begin", begin)
+
+
 @breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[aborted]")
 class RemembersAborts(Changed):
     """Recognises a repeated abort by a set of ids that is never emptied."""
