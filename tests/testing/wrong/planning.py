@@ -1321,6 +1321,21 @@ class NamesAllTokens(Changed):
         return super().add(spec)
 
 
+@breaks("2.6", "lifetime:test_a_step_of_one_request_takes_about_as_long_as_with_the_core[0]")
+class SearchesItsCacheInC(Changed):
+    """For the block that was used least recently, when all have cached prefixes."""
+
+    def change(self):
+        used = [0] * self.limits.num_kv_blocks
+
+        def evict(pool, right, count):
+            for _ in range(count if pool._cached else 0):
+                min(pool._cached, key=used.__getitem__)
+            return right(count)
+
+        instead(self._pool, "_evict", evict)
+
+
 @breaks("2.1", "lifetime:test_prefix_of_any_length_is_used_again[16]")
 class LooksFor128Blocks(Changed):
     def change(self):

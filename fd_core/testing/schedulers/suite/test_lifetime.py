@@ -325,9 +325,13 @@ def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize("waiting", [0, _CROWD])
 def test_a_step_of_one_request_takes_about_as_long_as_with_the_core(target: SchedulerTarget, waiting: int) -> None:
-    """A time, as no bytecode shows what runs in C, in units of what this machine needs, which cancels its load."""
-    core = SchedulerTarget("continuous", ContinuousBatchingScheduler)
-    runs = [_run(each, max_model_len=400, num_kv_blocks=_POOL) for each in (target, core)]
+    """A time, as no bytecode shows what runs in C, in units of what this machine needs, which cancels its load.
+
+    As after an hour, all blocks of the pool have cached prefixes, of which each step evicts one.
+    """
+    core, room = SchedulerTarget("continuous", ContinuousBatchingScheduler), _within(target, _BUDGET, _BUDGET)
+    runs = [_run(each, block_size=1, num_kv_blocks=_POOL, **room) for each in (target, core)]
+    length = room["max_model_len"] - 8
 
     def step(run: ScriptedRun) -> None:
         run.step()
@@ -340,8 +344,14 @@ def test_a_step_of_one_request_takes_about_as_long_as_with_the_core(target: Sche
             _ = scheduler.request_ids(), scheduler.activities()
 
     for run in runs:
+        for first in range(2, _POOL, length):
+            prompt = [(first + at * at) % 251 for at in range(min(length, _POOL - first))]
+            run.scheduler.add(greedy(f"cached {first}", prompt, 1))
+            while run.step()[0] is not None:
+                pass
         run.scheduler.add(greedy("runs", (1, 2), 390))
-        run.step()
+        for _ in range(16):
+            run.step()
     for number in range(waiting):
         runs[0].perform(runs[0].scheduler.add(_WAITING["slots"](number)).operations)
     for call, name in ((step, "a step of one request"), (read, "reading the gauges")):
