@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
 from tests.ops.packs import FORMS
 
 
 @pytest.fixture(scope="session", params=FORMS)
 def ops(request):
     return FORMS[request.param]()
+
+
+@pytest.fixture
+def envelope():
+    """No pack of the core has a limit."""
+    return OperatingEnvelope()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.ops.contract import Ops
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
@@ -76,6 +77,11 @@ def golden(target: Target) -> Golden:
 @pytest.fixture
 def ops(target: Target) -> Ops:
     return target.ops
+
+
+@pytest.fixture
+def envelope(target: Target) -> OperatingEnvelope:
+    return target.cls.envelope
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Norm, Ops
 from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.kit.growth import count_elements, cpu_seconds
-from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import (
     TOLERANCE,
     Floats,
@@ -136,11 +136,13 @@ def attend_at_all_sizes(ops: Ops, values: Values, rows: list[tuple[int, int]], *
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_attention_finds_a_single_key(target: Target, ops: Ops, values: Values, require: Require, tokens: int) -> None:
+def test_attention_finds_a_single_key(
+    ops: Ops, values: Values, require: Require, envelope: OperatingEnvelope, tokens: int
+) -> None:
     """No tolerance hides one that is left out, such as at the edge of a tile, as it does among thousands of equals."""
     require(*REQUIRES)
     for context in (_LONG // 15, _LONG):
-        if not target.cls.envelope.exceeded({"max_model_len": context}):
+        if not envelope.exceeded({"max_model_len": context}):
             edges = {at for power in range(15) for at in (2**power - 1, 2**power) if at < context - tokens}
             others = np.random.default_rng(context).permutation(context - tokens).tolist()
             needles = [*dict.fromkeys((context - tokens, *sorted(edges), *others))][:32]
