@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config._tmp_path_factory.getbasetemp()  # not below the folder: pytest keeps the files of three runs
         # The name is short for the sake of socket paths.
         folder, patch = tempfile.mkdtemp(prefix="fd"), pytest.MonkeyPatch()
+        Path(folder).chmod(0o1777)  # open to others, as /tmp is: what a wrong plugin writes there must be found
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
