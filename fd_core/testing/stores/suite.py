@@ -213,7 +213,7 @@ def _alike(value: bytes, former: bytes | None, draw: random.Random) -> bytes:
 class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
     """Values for a `put` that stops at the third one until the test goes on, at most for some seconds."""
 
-    def __init__(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], seconds: float = 2 * SLACK) -> None:
+    def __init__(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], seconds: float) -> None:
         self._values, self._seconds = values, seconds
         self.paused, self.go_on, self.went_on = threading.Event(), threading.Event(), False
 
@@ -502,12 +502,12 @@ class StoreSuite:
     def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
         """Read while a put waits in the middle of its values: the readers get what they want before it goes on."""
         store.put([(A, [value_of(A)])], TIMEOUT)
-        values = _PausedValues([(key_of(number), [value_of(key_of(number))]) for number in range(2, 9)])
+        values = _PausedValues([(key_of(number), [value_of(key_of(number))]) for number in range(2, 9)], TIMEOUT)
         with ThreadPoolExecutor(1) as pool:
-            writer = pool.submit(store.put, values, TIMEOUT)
+            writer = pool.submit(store.put, values, 2 * TIMEOUT)
             try:
                 assert values.paused.wait(TIMEOUT), "put read none of its values"
-                for call in _calls(SLACK)[1::2]:
+                for call in _calls(TIMEOUT)[1::2]:
                     try:
                         call(store)
                     except StoreError as error:
@@ -800,6 +800,7 @@ class StoreSuite:
             store, started = make_store(), threading.Barrier(1 + len(calls))
 
             def work(call: Callable[[KVStore], object], store: KVStore, started: threading.Barrier) -> None:
+                call(store)
                 started.wait(TIMEOUT)
                 until = time.monotonic() + TIMEOUT
                 with contextlib.suppress(StoreError):
@@ -810,7 +811,7 @@ class StoreSuite:
             with ThreadPoolExecutor(len(calls)) as pool:
                 running = [pool.submit(work, call, store, started) for call in calls]
                 started.wait(TIMEOUT)
-                time.sleep(0.002 * number)
+                time.sleep(0.008 * number)
                 store.close()
             for each in running:
                 each.result()
