@@ -1003,7 +1003,7 @@ class Ops(abc.ABC):
         raise NotImplementedError
 
     def gate_heads(self, x: Array, gate: Array) -> Array:
-        """Multiply the outputs of heads [T, nh * d] by the sigmoid of a gate; may write into either."""
+        """Multiply outputs of heads [T, nh * d] by the sigmoid of a gate; may write into `x`, may write into `gate`."""
         raise NotImplementedError
 
     # Sums over ranks --------------------------------------------------------------------------------------
@@ -1137,7 +1137,10 @@ class Ops(abc.ABC):
         return self.recur(projected, recurrent, layer, step)
 
     def gated_attention(self, a: Array, x: Array, norm: Norm | None, gate: Array) -> Array:
-        """Multiply outputs of attention [T, nh * d] by the sigmoid of a linear of the norm of its inputs x [T, H]."""
+        """Multiply outputs of attention [T, nh * d] by the sigmoid of a linear of the norm of its inputs x [T, H].
+
+        May write into `a`.
+        """
         return self.gate_heads(a, self.linear(self.normalize(x, norm), gate))
 
     def latent_attention(self, q: Array, latent: Latent, heads: Heads, layer: Any, step: StepInput) -> Array:
