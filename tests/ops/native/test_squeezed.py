@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import Heads
+from fd_core.ops.native import build
+from fd_core.ops.native.library import declare
+from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.native.program import narrowed, widened
 from fd_core.ops.weights import RawTensor
 from fd_core.testing.models.arrays import no_rope
@@ -67,6 +70,17 @@ def test_gated_products_have_the_bits_of_whole_weights(pack, squeezes, random):
     pieces = [np.concatenate([gates[at : at + PIECE], ups[at : at + PIECE]]) for at in range(0, 96, PIECE)]
     expected = [pack.gated_linear(x, linear(pack, piece, gated=True), "silu") for piece in pieces]
     np.testing.assert_array_equal(pack.gated_linear(x, stored, "silu"), np.concatenate(expected, axis=1))
+
+
+@pytest.mark.soak
+def test_libraries_for_any_processor_compute_the_same_bits(pack, squeezes, random):
+    """They may not use the instructions of newer processors that put values together faster."""
+    if not squeezes:
+        pytest.skip("needs the bfloat16 instructions of AVX-512")
+    portable = NativeOps(declare(build.load("avx512_bf16")), "bfloat16", 1)
+    weights, x = trained(random, 192, 1000), random.standard_normal((13, 1000)).astype(np.float32)
+    found = portable.linear(x, linear(portable, weights))
+    np.testing.assert_array_equal(found, pack.linear(x, linear(pack, weights)))
 
 
 def test_rows_of_a_table_are_those_that_were_stored(pack, squeezes, random):
