@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.errors import ConfigError
-from fd_core.testing.kit.coverage import Gap, PluginCoverage
 from fd_core.testing.kit.target import environment_of, parse_target
+from fd_core.testing.report.coverage import Gap, PluginCoverage
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report, values_text
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report

@@ -63,7 +63,7 @@ def require_bounded(
         _clear_names()
         return tracemalloc.get_traced_memory()[0]
 
-    with _traced():
+    with traced():
         held = held_after(count)
         for calls in (each * count for each in ROUNDS):
             before, held = held, held_after(calls)
@@ -206,7 +206,7 @@ def _imported(function: object) -> list[tuple[ModuleType, str]]:
 
 
 @contextmanager
-def _traced() -> Iterator[None]:
+def traced() -> Iterator[None]:
     """Trace allocations; collections of garbage leave out older objects, of which a process may have millions.
 
     They stay left out if some were before. pytest keeps no log records meanwhile, as it would keep those of each call.

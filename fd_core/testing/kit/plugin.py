@@ -18,8 +18,8 @@ from fd_core.errors import FdError, PluginError
 if TYPE_CHECKING:
     from fd_core.config.envelope import OperatingEnvelope
     from fd_core.testing.axes.parts import KitCase, Part
-    from fd_core.testing.kit.coverage import CoverageRun
     from fd_core.testing.kit.expected import ExpectedFailure
+    from fd_core.testing.report.coverage import CoverageRun
 
 _Found = TypeVar("_Found")
 _NAMED: Final = (
@@ -82,8 +82,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     names: list[str] = early_config.known_args_namespace.fd_coverage
     # Workers of xdist inherit the environment, and so are measured already.
     if names and _MEASURED not in os.environ.get("COVERAGE_PROCESS_START", ""):
-        from fd_core.testing.kit.coverage import CoverageRun
         from fd_core.testing.kit.requirements import require_packages
+        from fd_core.testing.report.coverage import CoverageRun
 
         try:
             require_packages("coverage")

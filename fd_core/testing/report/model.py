@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from fd_core.testing.kit.coverage import PluginCoverage
 from fd_core.testing.kit.law import RULES
+from fd_core.testing.report.coverage import PluginCoverage
 
 SCHEMA: Final = 1
 """Version of the JSON, incremented on incompatible changes."""

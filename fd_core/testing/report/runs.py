@@ -32,10 +32,10 @@ from fd_core.plugins import (
     PluginOffer,
     installed_plugins,
 )
-from fd_core.testing.kit.coverage import CoverageRun, measured_names
 from fd_core.testing.kit.expected import read_expected_failures
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import configured, environment_of, find_target
+from fd_core.testing.report.coverage import CoverageRun, measured_names
 from fd_core.testing.report.model import (
     INTERRUPTED,
     OF_OTHERS_THAN_SCHEDULERS,

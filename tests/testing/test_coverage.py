@@ -13,7 +13,7 @@ import pytest
 from fd_core.cli.plugins.scaffold.project import PluginKind, write_project
 from fd_core.errors import ConfigError
 from fd_core.plugins import SCHEDULER, installed_plugins
-from fd_core.testing.kit.coverage import CoverageRun, Gap, PluginCoverage, measured_names
+from fd_core.testing.report.coverage import CoverageRun, Gap, PluginCoverage, measured_names
 from tests.plugin_sites import Site, installed
 from tests.testing.documents import ROOT
 

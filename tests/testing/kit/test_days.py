@@ -1,0 +1,90 @@
+"""Days of work that kits compare: what they contain, and that their accounts notice each kind of difference."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from fd_core.testing.kit.days.account import Day, account_of, require_as_good
+from fd_core.testing.kit.days.work import talks
+from fd_core.testing.kit.law import InvariantViolated
+from fd_core.types import RequestSpec, SamplingParams
+
+_ELSEWHERE = {
+    "delivered": "engines that died",
+    "images": "models with encoders",
+    "prefill_at": "pairs of workers",
+    "prefill_job": "pairs of workers",
+    "traceparent": "traces change nothing",
+}
+_SECRET = b"a word of a prompt"
+
+
+def _day(each: Callable[[int], object] = lambda _: None, cost: float = 1.0) -> Day:
+    def live() -> Generator[None, None, Mapping[str, float]]:
+        for hour in range(6):
+            for number in range(1000):
+                each(1000 * hour + number)
+            yield
+        return {"pauses": cost}
+
+    return live
+
+
+_END = threading.Event()
+_KEPT: list[bytes] = []
+
+
+def _keep_for_an_hour(number: int) -> None:
+    if number == 2500:
+        _KEPT.append(bytes(300_000))
+    if number == 2999:
+        _KEPT.clear()
+
+
+def _keep(_: int) -> None:
+    _KEPT.append(bytes(40))
+
+
+def _log(number: int) -> None:
+    logging.getLogger("x").debug("%s %d", _SECRET.decode(), number)
+
+
+def _forget(number: int) -> None:
+    if number == 0:
+        threading.Thread(target=_END.wait, daemon=True).start()
+
+
+_WRONG: dict[str, Day] = {
+    "more pauses": _day(cost=2.0),
+    "more memory for an hour": _day(_keep_for_an_hour),
+    "memory of each call": _day(_keep),
+    "a secret in a log": _day(_log),
+    "a thread": _day(_forget),
+}
+
+
+@pytest.mark.parametrize("field", [*RequestSpec.__struct_fields__, *SamplingParams.__struct_fields__])
+def test_requests_of_a_day_vary_in_every_field(field: str) -> None:
+    specs: list[Any] = [turn.spec for talk in talks(300) for turn in talk.turns]
+    owners = specs if field in RequestSpec.__struct_fields__ else [spec.params for spec in specs]
+    values = {msgspec.json.encode(getattr(owner, field)) for owner in owners}
+    assert (len(values) < 2) == (field in _ELSEWHERE), f"{field}: {values}"
+
+
+@pytest.mark.parametrize("what", _WRONG)
+def test_account_notices(what: str) -> None:
+    _END.clear()
+    core = account_of(_day(), _SECRET)
+    require_as_good(account_of(_day(), _SECRET), core, "the same day", "8", 1.5)
+    try:
+        with pytest.raises(InvariantViolated):
+            require_as_good(account_of(_WRONG[what], _SECRET), core, what, "8", 1.5)
+    finally:
+        _END.set()
+        _KEPT.clear()
