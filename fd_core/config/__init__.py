@@ -111,7 +111,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Share of free device memory for model and KV cache when neither of the above is given."""
     enable_prefix_caching: bool = True
     scheduler: str = "continuous"
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "fair"
     victim_policy: str = "cheapest"
     postprocess: str | None = None
     pooling: Annotated[str, OneOf("auto", "last", "cls", "mean")] = "auto"

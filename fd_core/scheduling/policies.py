@@ -7,6 +7,7 @@ A policy is pure: it receives frozen values and returns an order. Plugins regist
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from fd_core.scheduling.victims import RunningRequests
 __all__ = ["FairShare", "Fcfs", "Priority", "SchedulingPolicy"]
 
 Rank = tuple[int, ...]
+_NOBODY: Final[npt.NDArray[np.intp]] = np.empty(0, np.intp)
 
 
 @accept_old_names
@@ -76,6 +78,14 @@ class SchedulingPolicy(abc.ABC):
         """
         return np.arange(len(running.slots))
 
+    def displaced_by(self, request: QueuedRequest, running: RunningRequests) -> npt.NDArray[np.intp]:
+        """Return indices into `running`: one of these is preempted for a waiting request without slot or blocks.
+
+        `request` is the first of the queue, and must stay before the preempted one. None is displaced by default. Turns
+        may increase.
+        """
+        return _NOBODY
+
 
 class Fcfs(SchedulingPolicy):
     """First come, first served."""
@@ -102,12 +112,15 @@ class Priority(SchedulingPolicy):
 
 
 class FairShare(SchedulingPolicy):
-    """An equal share of tokens for each active tenant, however many requests the tenant sends.
+    """An equal share of tokens and slots for each active tenant, however many requests the tenant sends.
 
     Start-time fair queuing (Goyal et al., 1996) with tokens as the service: each tenant's clock advances by the tokens
     of its admitted requests, and the tenant with the lowest clock is served next. Output tokens are
     not known at admission, so the charge is the usual length of an output, and is corrected when the request ends
     (Sheng et al., 2024, correct in each step). An idle tenant accumulates no credit.
+
+    A tenant that holds all slots or blocks gives them up one by one to those that were served less and wait: texts of
+    one tenant, however long, delay those of another by a few steps.
     """
 
     name = "fair"
@@ -118,8 +131,6 @@ class FairShare(SchedulingPolicy):
     """Weight of the past in the average length of outputs."""
     _FEW: Final = 16
     """Clocks of idle tenants that may be kept."""
-    _RETURNING: Final = None
-    """The flow of preempted requests, which go first: their tokens are already charged."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -129,8 +140,8 @@ class FairShare(SchedulingPolicy):
         """Of active tenants, of idle ones that are ahead of `_now`, and of some others."""
         self._most_clocks = self._FEW
         """Number of clocks above which those of other tenants are dropped."""
-        self._charges: dict[int, tuple[int, int]] = {}
-        """Tokens at the first admission and charge of each admitted request, by arrival."""
+        self._charges: dict[int, tuple[int, int, str]] = {}
+        """Tokens at the first admission, charge and tenant of each admitted request, by arrival."""
         self._unfinished: dict[str, int] = {}
         """Requests of each tenant that wait or run."""
         self._usual_output = float(self._USUAL_OUTPUT)
@@ -139,13 +150,13 @@ class FairShare(SchedulingPolicy):
         """Order of arrival within the tenant."""
         return (request.arrival,)
 
-    def flow(self, request: QueuedRequest) -> str | None:
-        """The tenant, or the flow of preempted requests."""
-        return self._RETURNING if request.preempted else request.tenant
+    def flow(self, request: QueuedRequest) -> str:
+        """The tenant."""
+        return request.tenant
 
     def turn(self, flow: str | None) -> int:
         """The clock of the tenant."""
-        return -1 if flow is None else max(self._clocks.get(flow, 0), 0)
+        return self._clocks.get(flow or "", 0)
 
     def arrived(self, request: QueuedRequest) -> None:
         """Start the clock of a tenant that was idle at the current virtual time."""
@@ -161,7 +172,7 @@ class FairShare(SchedulingPolicy):
         tenant = request.tenant
         self._now = max(self._now, self._clocks[tenant])
         charge = request.num_tokens + min(request.max_new_tokens, int(self._usual_output))
-        self._charges[request.arrival] = request.num_tokens, charge
+        self._charges[request.arrival] = request.num_tokens, charge, tenant
         self._clocks[tenant] += charge
 
     def ended(self, request: QueuedRequest, num_computed: int) -> None:
@@ -169,7 +180,7 @@ class FairShare(SchedulingPolicy):
         tenant = request.tenant
         admitted = self._charges.pop(request.arrival, None)
         if admitted is not None:
-            num_prompt, charge = admitted
+            num_prompt, charge, _ = admitted
             self._clocks[tenant] += num_computed - charge
             # Otherwise the time stops while each request is of a new tenant, which starts at it and goes first.
             passed, self._shared = divmod(self._shared + num_computed, len(self._unfinished))
@@ -184,3 +195,26 @@ class FairShare(SchedulingPolicy):
             known = self._clocks.items()
             self._clocks = {each: clock for each, clock in known if each in self._unfinished or clock > self._now}
             self._most_clocks = 2 * len(self._clocks) + self._FEW  # so that each clock is copied about once
+
+    def displaced_by(self, request: QueuedRequest, running: RunningRequests) -> npt.NDArray[np.intp]:
+        """Return the requests of the tenant that runs most, and at least two more than that of `request`.
+
+        Its clock is ahead from now on, or its request would return to the slot at once.
+        """
+        if len(self._unfinished) < 2:
+            return _NOBODY
+        tenants = list[str]()
+        for arrival, num_tokens in zip(running.arrivals.tolist(), running.num_tokens.tolist(), strict=True):
+            num_prompt, charge, tenant = self._charges[arrival]
+            tenants.append(tenant)
+            if num_tokens > charge:  # a long text: its tenant is charged as it goes on
+                self._charges[arrival] = num_prompt, num_tokens, tenant
+                self._clocks[tenant] += num_tokens - charge
+        counts, clock = Counter(tenants), self._clocks[request.tenant]
+        enough = counts[request.tenant] + 2
+        over = [tenant for tenant, count in counts.items() if count >= enough and self._clocks[tenant] >= clock]
+        if not over:
+            return _NOBODY
+        largest = max(over, key=counts.__getitem__)
+        self._clocks[largest] = max(self._clocks[largest], clock + 1)
+        return np.array([row for row, tenant in enumerate(tenants) if tenant == largest], np.intp)

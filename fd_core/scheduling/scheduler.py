@@ -120,6 +120,7 @@ class ContinuousBatchingScheduler(Scheduler):
             running_batch,
             times,
             self.admit,
+            self._admission_planner.displaced,
             _step=setup.first_step,
         )
         self._output_processor = OutputProcessor(

@@ -19,7 +19,8 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import RequestSpec, SamplingParams
-from tests.scheduling.driving import commit, output_of, planned
+from tests.scheduling.driving import add, answer, commit, output_of, planned
+from tests.scheduling.test_scheduler import HASHER
 
 
 def request(arrival: int, tenant: str = "", prompt: int = 1, max_tokens: int = 9) -> Request:
@@ -190,17 +191,103 @@ def test_abort_refunds_unused_charge() -> None:
     assert served.count("a") > 4 * served.count("b"), "a uses 10 tokens a request, b 120"
 
 
-def test_preempted_request_goes_first_and_is_charged_once() -> None:
+def test_preempted_request_goes_before_others_of_its_tenant() -> None:
     queue = Queue(FairShare())
     first = queue.add("a", 10, 50)
     queue.add("b", 10, 50)
+    queue.add("a", 10, 50)
     assert queue.admit() is first
     queue.preempt(first, after=20)
-    assert queue.admit() is first, "although it is b's turn"
-    queue.end(first, 10)
-    queue.add("a", 10, 50)
     assert queue.admit().spec.tenant == "b"
-    assert queue.admit().spec.tenant == "a"
+    assert queue.admit() is first
+    queue.end(first, 10)
+    queue.add("b", 10, 60)
+    assert queue.admit().spec.tenant == "a", "charged 40 tokens compared with 60"
+
+
+def filled(tenants: dict[str, int], slots: int = 6, blocks: int = 600) -> ContinuousBatchingScheduler:
+    """Return a scheduler to which each tenant in turn submitted so many long texts; the first one holds all slots."""
+    limits = Limits(
+        max_num_seqs=slots,
+        max_num_batched_tokens=64,
+        max_model_len=400,
+        block_size=4,
+        num_kv_blocks=blocks,
+        vocab_size=100,
+    )
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=limits, policy=FairShare(), victims=FewestTokens(), hasher=HASHER)
+    )
+    for tenant, count in tenants.items():
+        for index in range(count):
+            add(made, spec_of(f"{tenant}{index}", tenant))
+        for _ in range(8):
+            answer(made, planned(made))
+    return made
+
+
+def spec_of(name: str, tenant: str, max_tokens: int = 300) -> RequestSpec:
+    prompt = tuple((hash(name) + at * at) % 90 for at in range(8))
+    return RequestSpec(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens), tenant=tenant)
+
+
+def running_texts(scheduler: ContinuousBatchingScheduler) -> Counter[str]:
+    slots = scheduler.probe().slots
+    return Counter(slots.request_in(slot).spec.tenant for slot in np.flatnonzero(slots.running).tolist())
+
+
+def test_request_of_another_tenant_runs_although_one_holds_all_slots() -> None:
+    made = filled({"greedy": 20})
+    add(made, spec_of("short", "modest", max_tokens=2))
+    first = next(step for step in range(40) if any(each.request_id == "short" for each in answer(made, planned(made))))
+    assert first <= 16 + 3
+    assert made.stats().counters.preemptions == 1
+
+
+def test_request_of_another_tenant_runs_although_one_holds_all_blocks() -> None:
+    made = filled({"greedy": 3}, blocks=150)
+    for _ in range(130):
+        answer(made, planned(made))
+    assert running_texts(made) == {"greedy": 3}
+    long = RequestSpec(request_id="long", prompt=(7,) * 200, params=SamplingParams(max_tokens=4), tenant="modest")
+    add(made, long)
+    assert made.stats().blocks.total - made.stats().blocks.used < 50
+    assert any(each.request_id == "long" for _ in range(60) for each in answer(made, planned(made)))
+
+
+def test_short_texts_one_after_another_never_wait_for_long_ones() -> None:
+    made = filled({"greedy": 20})
+    waited = []
+    for number in range(20):
+        add(made, spec_of(f"short{number}", "modest", max_tokens=3))
+        steps = 0
+        while f"short{number}" in made.probe().requests:
+            answer(made, planned(made))
+            steps += 1
+        waited.append(steps)
+    assert max(waited) <= 16 + 2 + 3, f"{waited} steps for three tokens"
+
+
+def test_one_tenant_displaces_nobody() -> None:
+    made = filled({"only": 20})
+    for _ in range(100):
+        answer(made, planned(made))
+    assert made.stats().counters.preemptions == 0
+
+
+@given(st.dictionaries(st.sampled_from(["", *"abcd"]), st.integers(1, 12), min_size=1), st.integers(1, 9))
+def test_every_tenant_runs_a_text_and_none_are_displaced_for_ever(tenants: dict[str, int], slots: int) -> None:
+    made = filled(tenants, slots)
+    for _ in range(20 * slots):
+        answer(made, planned(made))
+    held, clocks = running_texts(made), made._policy._clocks  # type: ignore[attr-defined]
+    assert sum(held.values()) == min(slots, sum(tenants.values()))
+    idle = [clocks[tenant] for tenant in tenants if not held[tenant]]
+    assert all(count < 2 or clocks[tenant] < min(idle) for tenant, count in held.items() if idle)
+    count = made.stats().counters.preemptions
+    for _ in range(100):
+        answer(made, planned(made))
+    assert made.stats().counters.preemptions - count <= slots
 
 
 def test_end_of_preempted_request_corrects_tenant_charge() -> None:

@@ -318,7 +318,8 @@ _SCHEDULING: Final = (
     ),
     Flag("scheduler", "Scheduler: continuous or a plugin's."),
     Flag(
-        "scheduling_policy", "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy."
+        "scheduling_policy",
+        "Order in which waiting requests are admitted: fair (shares of keys), fcfs, priority or a plugin's policy.",
     ),
     Flag(
         "victim_policy",

@@ -34,6 +34,7 @@ from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.running_batch import RunningBatch
 from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.victims import RunningRequests
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import Phase
@@ -44,8 +45,10 @@ _MAX_SHARED: Final = 1 << 14
 """Blocks of known prefixes that one plan assigns to new requests: they cost the plan time, and the step no token."""
 _MAX_PREFIX_WAIT_STEPS: Final = 16
 """Steps that a request waits for a prefix beyond twice the steps that its prefill takes alone."""
+_PATIENCE_STEPS: Final = 16
+"""Steps that the head of the queue waits for a slot or blocks before the policy is asked whom it displaces."""
 _RETRY_STEPS: Final = 16
-"""Steps after which the head of the queue is considered again although no block was freed."""
+"""Steps after which the head of the queue is considered again although nothing was freed."""
 
 
 @dataclass
@@ -68,6 +71,8 @@ class AdmissionPlanner:
     """Requests, by arrival, whose prefix wait expired and that compute the prefix themselves."""
     _blocked: tuple[int, int, int] | None = None
     """Arrival of the head of the queue that did not fit, blocks freed by then, and the step."""
+    _short: tuple[int, int] | None = None
+    """Arrival of the head of the queue that finds no slot or no blocks, and the step since which nobody made room."""
 
     def enqueue(self, request: Request) -> None:
         """Enqueue a request, new or after a preemption."""
@@ -92,6 +97,21 @@ class AdmissionPlanner:
         self._operations.cancel(request.compiling)
         request.compiling = None
         self._prefix_wait_expired.discard(request.arrival)
+
+    def displaced(self, step: int) -> RunningRequests | None:
+        """Return running requests of which one is preempted for the head of the queue, which waits for long.
+
+        One at a time, as a plan that preempts admits nobody.
+        """
+        head, slots = self._waiting.first(), self._slots
+        if head is None or self._short is None or slots.num_draining or not slots.running.any():
+            return None
+        arrival, since = self._short
+        if head.arrival != arrival or step - since < _PATIENCE_STEPS:
+            return None
+        self._short, running = (arrival, step), slots.running_requests()
+        rows = self._policy.displaced_by(head.queued_view or head.queued(), running)
+        return running.only(rows) if len(rows) else None
 
     def admit(self, builder: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
@@ -147,13 +167,22 @@ class AdmissionPlanner:
             if blocks is None:
                 pool.release(known, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
+                self._note_short(request, step)
                 self._times.set_queue_phase(Phase.BLOCKS)
                 return
             self._slots.occupy(slot, request, matched, blocks, sliding_end=end)
             self._enter(slot, request, keys, first=first, room=end * size, builder=builder)
             shared += len(known)
             slot = self._slots.free_slot()
+        if slot is None:
+            self._note_short(self._waiting.first(), step)
         self._times.set_queue_phase(Phase.SLOT if slot is None else Phase.BUDGET)
+
+    def _note_short(self, head: Request | None, step: int) -> None:
+        if head is None:
+            self._short = None
+        elif self._short is None or self._short[0] != head.arrival:
+            self._short = head.arrival, step
 
     def _arriving(self, request: Request, keys: Sequence[bytes]) -> int:
         """Return how many leading tokens of a request may get their KV from outside the device."""

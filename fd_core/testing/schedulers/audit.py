@@ -263,6 +263,8 @@ class Auditor:
         """Seconds of all requests that ended, by the name of the phase."""
         self.paused = False
         """True if plans must preempt everything and admit nothing."""
+        self.displaced: set[int] = set()
+        """Arrivals of which the scheduling policy lets the current plan preempt one for a waiting request."""
         self._weights = 0
         """Number of changes of the weights."""
         self._epoch = epoch
@@ -468,10 +470,14 @@ class Auditor:
         return most - tokens
 
     def _check_preemptions(self, plan: StepPlan) -> None:
-        """Check that a request is preempted only if running requests need more blocks than are free."""
+        """Check that a request is preempted only if running ones need more blocks than are free, or to displace one."""
         size, live = self.limits.block_size, {each.slot: each for each in self.live}
         revoked = [live[each.slot] for each in plan.revocations if each.slot in live]
-        preempted = [str(each) for each in revoked if not each.request.abort_requested]
+        revoked = [each for each in revoked if not each.request.abort_requested]
+        preempted = [str(each) for each in revoked if each.request.arrival not in self.displaced]
+        displaced = [str(each) for each in revoked if each.request.arrival in self.displaced]
+        if not preempted and len(displaced) > 1:
+            broken("8", f"step {plan.step} preempts {displaced} for one request, of which the policy displaces one")
         loads = any(each.loading is not None for each in self.requests.values())  # its other blocks are not known yet
         if loads or self.paused or not preempted:
             return

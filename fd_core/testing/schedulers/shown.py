@@ -84,6 +84,9 @@ class PolicyAuditor:
         for name, (shown, *more), value in calls:
             if isinstance(shown, RunningRequests):
                 self._check_running(name, shown, value)
+            elif name == "displaced_by":
+                self._check_queued(name, shown)
+                self._check_running(name, more[0], value)
             else:
                 self._check_queued(name, shown, *more)
 
@@ -91,6 +94,7 @@ class PolicyAuditor:
         """Compare the calls of a plan with the requests before it."""
         self._entering = set() if plan is None else {each.request_id for each in plan.admissions}
         self._chosen.clear()
+        self._auditor.displaced.clear()
         self.check()
 
     def check_victim(self, victim: Followed) -> None:
@@ -109,9 +113,9 @@ class PolicyAuditor:
         # The flow in which a preempted request waited before may be asked for as well.
         right = request.queued(preempted=request.preempted and (shown.preempted or name != "flow"))
         require(shown == right, "8", f"`{name}` was shown {shown} of {request.name}, expected {right}")
-        if name == "flow":
-            if shown.preempted == request.preempted:
-                self._placed[shown.arrival] = shown
+        if name == "flow" and shown.preempted == request.preempted:
+            self._placed[shown.arrival] = shown
+        if name in ("flow", "displaced_by"):
             return
         events.append(name)
         what = f"{request.name} used {right.num_tokens} tokens, but the policy got {used}"
@@ -159,7 +163,12 @@ class PolicyAuditor:
         }
         missing = growing - self._chosen - {*arrivals}
         require(not missing, "8", f"`{name}` was not shown arrivals {missing}, which run")
-        self._candidates = {arrivals[int(row)] for row in value}
+        named = {arrivals[int(row)] for row in value}
+        if name == "displaced_by":
+            self._auditor.displaced |= named
+            if not named:
+                return
+        self._candidates = named
         if len(self._candidates) == 1:
             self._chosen |= self._candidates
 

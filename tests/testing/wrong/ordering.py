@@ -238,12 +238,24 @@ class ChargesMaxTokens(FairShare):
 
 
 class ServesRequestsWithoutATenantFirst(FairShare):
-    """Puts them into the flow of preempted requests, whose name is None."""
+    """Puts them into a flow without a name, which goes first."""
 
     noticed_by = "test_request_is_admitted_while_others_keep_arriving"
 
     def flow(self, request):
-        return self._RETURNING if request.preempted else request.tenant or None
+        return request.tenant or None
+
+    def turn(self, flow):
+        return -1 if flow is None else super().turn(flow)
+
+
+class DisplacesWhoeverRuns(Fcfs):
+    """Makes room for whoever waits, so that requests take turns in the slots for ever."""
+
+    noticed_by = "test_displaced_requests_return_and_end"
+
+    def displaced_by(self, request, running):
+        return np.arange(len(running.slots))
 
 
 class CountsRequestsByFlow(FairShare):
@@ -254,6 +266,9 @@ class CountsRequestsByFlow(FairShare):
     def __init__(self):
         super().__init__()
         self.counts = Counter()
+
+    def flow(self, request):
+        return None if request.preempted else super().flow(request)
 
     def arrived(self, request):
         super().arrived(request)

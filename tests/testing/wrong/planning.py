@@ -560,9 +560,8 @@ class PreemptsAnyone(Changed):
     """Does not ask the scheduling policy for candidates: important requests are preempted."""
 
     def change(self):
-        def choose(planner, right):
-            running = self._slots.running_requests()
-            return int(running.slots[planner._victims.choose(running)])
+        def choose(planner, right, _):
+            return right(self._slots.running_requests())
 
         instead(self._planner, "_choose_victim", choose)
 
