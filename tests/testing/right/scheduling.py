@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fd_core.config.envelope import OperatingEnvelope
@@ -9,9 +11,11 @@ from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import Scheduler
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 
+_ROWS = ("slots", "gens", "starts", "num_tokens", "num_drafts", "samples")
+
 
 class TakesTheLastSlot(ContinuousBatchingScheduler):
-    """Takes the last free slot, returns results in another order, and cannot be paused."""
+    """Takes the last free slot, returns rows and results in another order, and cannot be paused."""
 
     pause, resume = Scheduler.pause, Scheduler.resume
     forget_prefixes, change_weights = Scheduler.forget_prefixes, Scheduler.change_weights
@@ -20,6 +24,15 @@ class TakesTheLastSlot(ContinuousBatchingScheduler):
         super().__init__(setup)
         slots = self._slots
         slots.free_slot = lambda: max(np.flatnonzero(~slots.occupied).tolist(), default=None)
+
+    def plan(self):
+        plan, effects = super().plan()
+        if plan is None:
+            return plan, effects
+        rows = {name: getattr(plan, name)[::-1].copy() for name in _ROWS}
+        for column in rows.values():
+            column.flags.writeable = False
+        return replace(plan, **rows), effects
 
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)

@@ -129,9 +129,9 @@ def test_whole_prompts_are_not_divided(target: SchedulerTarget) -> None:
     for _ in range(4 * len(lengths)):
         plan, deltas = run.step()
         if plan is not None:
-            whole = [len(admission.token_ids) for admission in plan.admissions]
-            computed = plan.num_tokens.tolist()
-            require(computed == whole, "2.1", f"prompts of {whole} tokens are computed in parts: {computed}")
+            whole = {admission.slot: len(admission.token_ids) for admission in plan.admissions}
+            computed = dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+            require(computed == whole, "2.1", f"prompts of {whole} tokens, by slot, are computed as {computed}")
         ended += sum(each.finish_reason is not None for each in deltas)
     require(ended == len(lengths), "1.1", f"{ended} of {len(lengths)} texts ended")
 
