@@ -67,6 +67,9 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
     if not 0 <= params.seed < 2**64:
         raise BadRequest("seed: must be an unsigned 64-bit integer", field="seed")
+    if params.min_tokens > params.max_tokens:
+        text = f"min_tokens={params.min_tokens} exceeds the {params.max_tokens} tokens that may be generated"
+        raise BadRequest(f"{text}; raise max_tokens", field="min_tokens")
     check_structure(params)
     check_tokens(params, vocab_size)
 

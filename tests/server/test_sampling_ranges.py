@@ -54,6 +54,12 @@ def test_every_parameter_is_a_request_field_with_equal_range() -> None:
     }
 
 
+def test_more_tokens_at_least_than_at_most_are_rejected() -> None:
+    with pytest.raises(BadRequest, match="min_tokens=20 exceeds the 16 tokens that may be generated; raise max_tokens"):
+        check_sampling(SamplingParams(min_tokens=20))
+    check_sampling(SamplingParams(min_tokens=16))
+
+
 @pytest.mark.parametrize("name, value", OUT_OF_RANGE)
 def test_http_and_python_reject_with_the_same_message(server: LiveServer, name: str, value: Any) -> None:
     error = server.post("/v1/completions", {"prompt": "a", name: value}).error
