@@ -78,9 +78,11 @@ class WaitingQueue:
         name = self._policy.flow(queued)
         flow = self._flows.get(name)
         if flow is None:
+            if len(self._flows) == 1:  # the turn of a flow that is alone is not followed
+                self._enter(*self._flows)
             flow = self._flows[name] = _Flow()
             self._enter(name)
-        elif self.turns_move:
+        elif self.turns_move and len(self._flows) > 1:
             self._enter(name)
         flow.members[request.arrival] = request
         heapq.heappush(flow.heap, (request.rank, request.arrival))
@@ -89,6 +91,8 @@ class WaitingQueue:
 
     def turn_changed(self, request: Request) -> None:
         """Update the turn after the policy handled an event of a request's flow; a preempted request waited in two."""
+        if len(self._flows) < 2:
+            return
         queued = request.queued()
         names = {self._policy.flow(queued)}
         if queued.preempted:
@@ -105,7 +109,8 @@ class WaitingQueue:
             flow = self._flows.get(name)
             while flow and flow.heap and flow.heap[0][1] not in flow.members:
                 heapq.heappop(flow.heap)
-            if flow and flow.heap and (not self.turns_move or turn == self._policy.turn(name)):
+            followed = self.turns_move and len(self._flows) > 1
+            if flow and flow.heap and (not followed or turn == self._policy.turn(name)):
                 return flow.members[flow.heap[0][1]]
             heapq.heappop(self._turns)
             if flow and flow.heap:
