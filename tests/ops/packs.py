@@ -13,7 +13,7 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.testing.models.arrays import on_device, raw, sample_input, step_input
 
-__all__ = ["FORMS", "INSTALLED", "PACKS", "on_device", "raw", "sample_input", "step_input"]
+__all__ = ["FORMS", "INSTALLED", "PACKS", "on_device", "raw", "require_format", "sample_input", "step_input"]
 
 
 def _paddle() -> Ops:
@@ -41,3 +41,10 @@ FORMS: dict[str, Callable[[], Ops]] = {
 }
 _NEEDS = {"numpy": "numpy", "torch": "torch", "paddle": "paddle", "onnx": "onnxruntime"}
 INSTALLED = tuple(name for name in PACKS if find_spec(_NEEDS[name]) is not None)
+
+
+def require_format(ops: Ops, kind: str) -> None:
+    """Skip the running test if a pack dequantizes weights of a format."""
+    if kind not in ops.weight_formats:
+        computed = ", ".join(sorted(ops.weight_formats)) or "no packed weights"
+        pytest.skip(f"not tested: its pack supports {computed} and dequantizes others")

@@ -13,9 +13,10 @@ import pytest
 from fd_core.ops.contract import Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
-from fd_core.testing.kit.requirements import require_format, thorough_but
+from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, assert_near
 from fd_core.testing.models.layers import Geometry, LayerOn
+from tests.ops.packs import require_format
 
 PLAIN = get_args(PlainActivation)
 GEOMETRIES = {

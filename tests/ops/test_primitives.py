@@ -13,7 +13,6 @@ import pytest
 from fd_core.ops.contract import Activation, Array, Experts, Heads, Lora, Norm, Ops, PlainActivation, Rope
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor
 from fd_core.runner.inputs.inputs import adapter_rows
-from fd_core.testing.kit.requirements import require_format
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
     Floats,
@@ -25,6 +24,7 @@ from fd_core.testing.models.arrays import (
     raw,
     step_input,
 )
+from tests.ops.packs import require_format
 
 Require = Callable[..., None]
 

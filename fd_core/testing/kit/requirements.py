@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import FdError, PluginError
 from fd_core.plugins import Kind, described
-
-if TYPE_CHECKING:
-    from fd_core.ops.contract import Ops
 
 _Plugin = TypeVar("_Plugin")
 
@@ -93,13 +90,6 @@ def require_sizes(sizes: Mapping[str, int]) -> None:
     """Skip the running test if the plugin under test declares a smaller limit; cases test up to the edge instead."""
     for name, limit in _DeclaredEnvelope.envelope.exceeded(sizes).items():
         lacks(f"its envelope has {name}={limit}; the test has {sizes[name]}")
-
-
-def require_format(ops: Ops, kind: str) -> None:
-    """Skip the running test if a pack dequantizes weights of a format."""
-    if kind not in ops.weight_formats:
-        computed = ", ".join(sorted(ops.weight_formats)) or "no packed weights"
-        lacks(f"its pack supports {computed} and dequantizes others")
 
 
 def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:
