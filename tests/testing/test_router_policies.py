@@ -7,7 +7,7 @@ import struct
 import time
 import zlib
 from collections import Counter, OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic
@@ -18,11 +18,14 @@ import pytest
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
+from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity, least, lowest
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
 from fd_core.testing.router_policies.cases import ROUTING
+from fd_core.testing.router_policies.day import FLEETS, day_of, require_ordinary_day
+from tests.testing.right.routing import FewWaiting, LongestPrefix, Recent, Rendezvous, Weighted
 from tests.testing.witnesses import check_of
 
 CORE = Plugins.discover([])
@@ -471,7 +474,7 @@ class PacksRequestsAndTokens(RouterPolicy):
 
 class CutsNamesOfSessions(SessionAffinity):
     def choose(self, context):
-        return super().choose(replace(context, session=context.session[:32]))
+        return super().choose(replace(context, session=context.session and context.session[:32]))
 
 
 class CutsUrls(SessionAffinity):
@@ -681,20 +684,16 @@ class HashesTheLength(HashesWholePrompts):
         return f"{len(context.tokens)} {context.session}".encode()
 
 
+DAY = "test_an_ordinary_day"
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
 ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
-ORDER = "test_order_of_workers_never_matters_if_it_does_not_at_first"
-DURATION = "test_a_session_that_it_keeps_is_kept_for_the_configured_duration"
 LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
-NAMES = "test_long_names_that_differ_in_one_character_spread_like_short_ones"
 PREFIX = "test_a_cached_prefix_counts_but_does_not_outweigh_every_load"
 SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten"
-GROW = "test_most_conversations_stay_when_their_prompts_grow"
-STAY = "test_most_sessions_stay_when_another_worker_joins_or_leaves"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -732,23 +731,23 @@ def without_shrinking(monkeypatch):
         (PrefersFewerHits, PREFIX, ()),
         (TradesTokensForRequests, PREFIX, ()),
         (CountsHitsInAByte, PREFIX, ()),
-        (KeepsMillisecondsInThirtyTwoBits, DURATION, ()),
+        (KeepsMillisecondsInThirtyTwoBits, DAY, ()),
         (WritesEachChoice, WORKERS, ()),
         (ForgetsToUsePrefixes, PREFIX, ()),
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),
-        (NumbersSessions, STAY, (True,)),
-        (NumbersPrompts, STAY, (False,)),
-        *[(wrong, GROW, (False,)) for wrong in (HashesWholePrompts, HashesTheLastBlock, HashesToAWorkerWithRoom)],
-        (HashesFullChunks, GROW, (False,)),
-        (HashesTheLength, GROW, (True,)),
+        (NumbersSessions, DAY, ()),
+        (NumbersPrompts, DAY, ()),
+        *[(wrong, DAY, ()) for wrong in (HashesWholePrompts, HashesTheLastBlock, HashesToAWorkerWithRoom)],
+        (HashesFullChunks, DAY, ()),
+        (HashesTheLength, DAY, ()),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, SERVES, (False, True, 300, 5000)),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),
         (ForgetsAnAddress, "workers=1,change=one returns,calls=40,departed=a call later", ()),
         (HashesUrls, OTHER, ()),
-        (RemembersPositions, ORDER, ()),
-        (ReadsMinutesAsSeconds, DURATION, ()),
+        (RemembersPositions, DAY, ()),
+        (ReadsMinutesAsSeconds, DAY, ()),
         (ComparesIdentities, "workers=64", ()),
         (CountsIn8Bits, "workers=257,loads=one idle", ()),
         (PacksLoadsIn32Bits, "loads=near 2^32", ()),
@@ -780,9 +779,9 @@ def without_shrinking(monkeypatch):
         (ReadsWeightsFromAFile, FORGETS, (True,)),
         (PacksRequestsAndTokens, LOADS, ("prefill_tokens",)),
         (LooksAtTheFirst1024, LOADS, ("requests",)),
-        (CutsNamesOfSessions, NAMES, ("sessions", 33)),
-        (CutsUrls, NAMES, ("urls", 65)),
-        (TimesSessionsFromTheirFirstUse, DURATION, ()),
+        (CutsNamesOfSessions, DAY, ()),
+        (CutsUrls, DAY, ()),
+        (TimesSessionsFromTheirFirstUse, DAY, ()),
         (LooksAtThePrefixFirst, PREFIX, ()),
     ],
 )
@@ -791,7 +790,8 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
     suite.policy_class = lambda: wrong
     check = getattr(suite, case, None) or (lambda: suite.test_case(ROUTING.case(case)))
     with pytest.raises((AssertionError, IndexError, StopIteration)):
-        check(*arguments)
+        for each in ([fleet] for fleet in FLEETS) if case == DAY else [arguments]:
+            check(*each)
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -800,3 +800,30 @@ def test_router_errors_name_the_tested_policy(pair):
     suite.policy_class = lambda: OfAnotherKind
     with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):
         getattr(suite, SERVES)(pair, session=True, tokens=300, common=0)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("fleet", FLEETS)
+@pytest.mark.parametrize("right", [FewWaiting, LongestPrefix, Recent, Rendezvous, Weighted])
+def test_right_policies_have_ordinary_days(right, fleet):
+    require_ordinary_day(right, RouterConfig(), FLEETS[fleet])
+
+
+def test_requests_of_a_day_vary_in_every_field():
+    seen = {}
+
+    class Records(RequestNum):
+        uses_prefix = True
+
+        def choose(self, context):
+            chosen = super().choose(context)
+            for each in (context, chosen, chosen.load, chosen.worker):
+                names = getattr(each, "__struct_fields__", None) or [field.name for field in fields(each)]
+                for name in names:
+                    seen.setdefault((type(each), name), set()).add(str(getattr(each, name)))
+            return chosen
+
+    for fleet in FLEETS.values():
+        for _ in day_of(Records, RouterConfig(), fleet)():
+            pass
+    assert [name for name, values in seen.items() if len(values) < 2] == []

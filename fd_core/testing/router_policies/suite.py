@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import random
-import string
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
+from fd_core.testing.router_policies.day import FLEETS, require_ordinary_day
 from fd_core.testing.stores.values import draws
 from fd_core.types import IntArray
 
@@ -52,10 +52,6 @@ _USER: Final = "a session of one user"
 """Beginning of the names of sessions, which no log shows."""
 _NEXT: Final = 40
 """Requests of which a worker that has just joined serves no more than a quarter."""
-_RETURNING: Final = 61
-"""Sessions that return, not a multiple of the workers, so that a policy that takes workers in turn moves them."""
-_CONVERSATION: Final = 64
-"""Full blocks of the first prompt of a conversation."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _TOKENS: Final = 100_000
@@ -67,8 +63,6 @@ _CONSTANT: Final = 40
 """Maximum number of results, independent of the number of requests."""
 _LONG: Final = 1e6
 """Seconds after which all state has expired."""
-_UPTIMES: Final = (1.0, 2**31 / 1000 - 50, 2**32 / 1000 - 50, 1e8)
-"""Readings of the clock of a machine that is up for days or years: counts of milliseconds are full soon."""
 _SMALL: Final = (5, 10, 20, 40, 80)
 """Loads at which a policy shows whether it prefers the less busy one of two workers."""
 _LONGEST: Final = 2**14
@@ -138,6 +132,15 @@ class RouterPolicySuite:
     def test_case(self, case: KitCase) -> None:
         case.check(PolicyUnderTest(self.policy_class(), self.router_config()), "pytest", option="--fd-case")
 
+    @pytest.mark.law("7.1", "7.2")
+    @pytest.mark.fd_thorough
+    @pytest.mark.parametrize(
+        "fleet",
+        [pytest.param(name, marks=[pytest.mark.fd_alone] * fleet.traced) for name, fleet in FLEETS.items()],
+    )
+    def test_an_ordinary_day(self, fleet: str) -> None:
+        require_ordinary_day(self.policy_class(), self.router_config(), FLEETS[fleet])
+
     @pytest.mark.law("7.2")
     def test_another_process_chooses_the_same(self) -> None:
         """Compare with processes whose hashes of strings differ, and in which no instance has other settings."""
@@ -159,57 +162,6 @@ class RouterPolicySuite:
         here = [choices(policy, case) for case in cases]
         assert elsewhere == [here, here], "another process with equal calls chose other workers"
 
-    @pytest.mark.law("7.2")
-    def test_order_of_workers_never_matters_if_it_does_not_at_first(self) -> None:
-        """Show them in one order and, to another instance, in a new one for each request, without equal loads."""
-        draw, first = random.Random(5), set()  # noqa: S311 - not for cryptography
-        for _ in range(20):
-            first.add(self.new_policy().choose(self._ordered(0, draw.sample(range(5), 5))).worker)
-        if len(first) > 1:
-            lacks("the choice depends on the order of workers")
-        alike, other = self.new_policy(), self.new_policy()
-        for number in range(60):
-            order = draw.sample(range(5), 5)
-            expected = alike.choose(self._ordered(number, range(5))).worker
-            found = other.choose(self._ordered(number, order)).worker
-            assert found == expected, (
-                f"request {number}: chose {found.url} of the workers {order}, but {expected.url} in ascending order; "
-                "it may have remembered the position of a worker instead of its address"
-            )
-
-    def _ordered(self, number: int, order: Sequence[int]) -> RoutingContext:
-        """Return inputs for five workers in this order, with different loads and hits, and one of eight sessions."""
-        loads = {at: (at * 3 + number) % 5 for at in range(5)}
-        there = [(_worker(at, at), WorkerLoad(loads[at], loads[at], 97 * loads[at]), (at + number) % 5) for at in order]
-        return self.shown(there, 0.5, f"session {number % 8}", prompt=number % 8, now=number / 10)
-
-    @pytest.mark.law("7.2")
-    def test_a_session_that_it_keeps_is_kept_for_the_configured_duration(self) -> None:
-        """Let a session return to a worker that is busy by now, shortly before and after its time is over."""
-        config = replace(self.router_config(), eviction_duration_mins=2.0)
-        seconds = config.eviction_duration
-
-        def stays(*after: float) -> bool:
-            policy = self.policy_class()(config)
-            homes, now = set(), began
-            for busy, passed in ((1, 0.0), *((0, each) for each in after)):
-                there = [(_worker(at, at), WorkerLoad(5 * (at == busy), 0, 999 * (at == busy)), 0) for at in range(2)]
-                now += passed
-                homes.add(policy.choose(self.shown(there, 0.5, "a session", now=now)).worker)
-            return len(homes) == 1
-
-        began = _UPTIMES[0]
-        if not stays(0.001):
-            lacks("the policy keeps no sessions")
-        expires = not stays(_LONG)
-        for began in _UPTIMES:
-            what = f"with a clock that begins at {began:,.0f} s, a session"
-            for used in (1, 2, 3):
-                assert stays(*(0.6 * seconds,) * used), f"{what} in use is forgotten with its use {used + 1}"
-            assert stays(0.95 * seconds), f"{what} is forgotten before the {seconds:g} s of eviction-duration-mins"
-            if expires:  # others return to a worker for another reason, such as a hash of the prompt
-                assert not stays(1.05 * seconds), f"{what} is kept for longer than these {seconds:g} s"
-
     @pytest.mark.law("7.1", "7.2")
     def test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten(self) -> None:
         """Use one session in turn with others."""
@@ -223,66 +175,6 @@ class RouterPolicySuite:
                 break  # it keeps no sessions
             policy.choose(self.shown(there, 0.5, f"other {number}", now=1.0))
         assert len(homes) == 1, "with max-sessions=4, a session is forgotten although others were idle for longer"
-
-    @pytest.mark.law("7.2")
-    @pytest.mark.parametrize("named", [True, False])
-    def test_most_sessions_stay_when_another_worker_joins_or_leaves(self, named: bool) -> None:
-        """Let prompts, with or without the name of their session, return while loads change.
-
-        A session that moves leaves its KV behind: if nearly all move, the workers compute all conversations again.
-        """
-        policy, homes, moved = self.new_policy(), dict[int, RouterWorker](), list[int]()
-        for turn, there in enumerate((range(8), range(8), range(9), range(1, 9))):
-            before = homes.copy()
-            for number in range(_RETURNING):
-                loads = [
-                    WorkerLoad(*(load, load, 97 * load)) for load in ((3 * at + number + turn) % 4 for at in there)
-                ]
-                shown = [(_worker(at, at), load, 0) for at, load in zip(there, loads, strict=True)]
-                draw, name = (37 * number + 11 * turn) % 64 / 64, f"session {number}" if named else None
-                homes[number] = policy.choose(self.shown(shown, draw, name, prompt=number, now=float(turn))).worker
-            moved.append(sum(before[at] != homes[at] and before[at].incarnation in there for at in before))
-            if turn == 1 and 4 * moved[1] > _RETURNING:
-                lacks("sessions do not stay while loads change")
-            if turn == 2:
-                policy.departed(_worker(0, 0))
-        what = f"of {_RETURNING} sessions, {moved[2]} move when a worker joins 8 others, {moved[3]} when one leaves"
-        assert 2 * max(moved) <= _RETURNING, f"{what}; remember sessions, or use rendezvous or consistent hashing"
-
-    @pytest.mark.law("7.2")
-    @pytest.mark.parametrize("named", [True, False])
-    def test_most_conversations_stay_when_their_prompts_grow(self, named: bool) -> None:
-        """Let prompts return to idle workers, with or without the name of their session: equal ones, then longer ones.
-
-        Each turn of a conversation begins with all turns before, which another worker would compute again.
-        """
-        policy, homes, draw = self.new_policy(), list[list[RouterWorker]](), draws(_RETURNING)
-        shown, size = self.shown([(_worker(at, at), IDLE, 0) for at in range(8)]), policy.config.cache_block_size
-        lengths = [size * _CONVERSATION + number for number in range(_RETURNING)]
-        for turn in range(8):
-            if turn > 1:
-                lengths = [length + int(2 ** draw.uniform(6.0, 14.0)) for length in lengths]
-            prompts = [
-                self._prompt(number, policy.uses_prefix, 1 + most // size) for number, most in enumerate(lengths)
-            ]
-            contexts = [
-                replace_fields(
-                    shown,
-                    tokens=tokens[: lengths[number]],
-                    keys=keys[:-1],
-                    session=f"session {number}" if named else None,
-                    random=(37 * number + 11 * turn) % 64 / 64,
-                    now=float(turn),
-                )
-                for number, (tokens, keys) in enumerate(prompts)
-            ]
-            homes.append([policy.choose(context).worker for context in contexts])
-        moved = [sum(map(RouterWorker.__ne__, before, after)) for before, after in itertools.pairwise(homes)]
-        if 4 * moved[0] > _RETURNING:
-            lacks("equal prompts do not return to their workers")
-        assert 4 * max(moved) <= _RETURNING, (
-            f"{max(moved)} of {_RETURNING} conversations move when their prompts grow; use the beginning of a prompt"
-        )
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("field", WorkerLoad.__struct_fields__)
@@ -361,28 +253,6 @@ class RouterPolicySuite:
         made = [Candidate(_worker(at, at), load, *hits) for at, (load, hits) in enumerate(workers)]
         shown = RoutingContext(Candidates.of(made), *prompt, session=None, random=draw, now=0.0)
         return made.index(self.new_policy().choose(shown))
-
-    @pytest.mark.law("7.2")
-    @pytest.mark.parametrize("what", ["sessions", "urls"])
-    @pytest.mark.parametrize("length", [33, 65, 257, 4097])
-    def test_long_names_that_differ_in_one_character_spread_like_short_ones(self, what: str, length: int) -> None:
-        def chosen(named: Callable[[str], str]) -> int:
-            of_session, of_url = (named, str) if what == "sessions" else (str, named)
-            workers = [RouterWorker(f"http://{of_url(name)}", ROLES[0], at) for at, name in enumerate("abcd")]
-            policy, found = self.new_policy(), set()
-            for number, name in enumerate(string.ascii_letters):
-                shown = [(worker, WorkerLoad((at - number) % 4), 0) for at, worker in enumerate(workers)]
-                prompt = 0 if what == "sessions" else number
-                found.add(policy.choose(self.shown(shown, number / 52, of_session(name), prompt, number / 100)).worker)
-            return len(found)
-
-        short, rest = chosen(str), "x" * (length - 1)
-        for place in (0, length // 2, length - 1):
-            long = chosen((rest[:place] + "{}" + rest[place:]).format)
-            assert long >= short, (
-                f"with {what} of {length} characters that differ at place {place}, requests reach {long} of 4 workers; "
-                f"with short ones, {short}"
-            )
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

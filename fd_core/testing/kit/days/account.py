@@ -68,6 +68,13 @@ def account_of(day: Day, *secrets: bytes, memory: bool = True) -> DayAccount:
     return DayAccount(figures, peak, held[-1] - held[len(held) // 2], left, seconds)
 
 
+def worst_of(accounts: Sequence[DayAccount]) -> DayAccount:
+    """Return the largest figures of the same day with several right plugins, any of which may be the measure."""
+    figures = {name: max(each.figures[name] for each in accounts) for name in accounts[0].figures}
+    peak, grown = (max(getattr(each, name) for each in accounts) for name in ("peak", "grown"))
+    return DayAccount(figures, peak, grown, max((each.left for each in accounts), key=len), accounts[0].seconds)
+
+
 def require_as_good(
     mine: DayAccount, core: DayAccount, what: str, rule: str, slack: Mapping[str, float] | float
 ) -> None:
