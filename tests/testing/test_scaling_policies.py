@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.cluster.scaling import LoadPolicy, LoadPolicyOptions, ScalingPolicy
+from fd_core.cluster.scaling import GroupLoad, LoadPolicy, LoadPolicyOptions, ScalingPolicy
 from fd_core.testing.axes import parts
-from fd_core.testing.hooks.loads import SCALING
+from fd_core.testing.hooks.loads import GROUPS, SCALING, numbers_of, require_ordinary_day
 from fd_core.testing.hooks.scaling import ScalingPolicySuite
+from fd_core.testing.kit.requirements import OPEN
+from tests.testing.right.scaling import Cautious, Eager, Late, OneForEight, TracksATarget
 from tests.testing.witnesses import check_of
 
 
@@ -431,9 +433,7 @@ class ProposesAtFullMinutes(LoadPolicy):
 
 
 OPTIONS = "test_some_values_of_each_option_have_other_numbers"
-LULL = "test_workers_stay_in_a_lull_shorter_than_their_start"
-SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
-STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
+DAY = "test_an_ordinary_day"
 
 
 @pytest.mark.in_turn(4, by=lambda wrong, case, arguments: check_of(case))
@@ -453,43 +453,40 @@ STAYS = "test_the_number_stays_while_workers_that_ended_start_again"
         (KnowsOneRole, "role=decode", ()),
         (SharesState, "calls=700", ()),
         (Proposes, "test_an_unknown_option_is_named", ()),
-        (Flaps, SETTLES, (40, "slots")),
-        (DividesTheMean, SETTLES, (10, "kv")),
-        (NeverAdds, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (NeverRemoves, FOLLOWS, (40, "mixed", 20.0, 0)),
-        *[
-            (RemovesWhileNothingRuns, FOLLOWS, arguments)
-            for arguments in ((19, "mixed", 20.0, 3), (5000, "mixed", 300.0, 2))
-        ],
-        (AddsWhileWorkersStart, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (ChoosesFromATable, FOLLOWS, (5000, "mixed", 20.0, 0)),
-        (CountsWorkersInAByte, FOLLOWS, (5000, "mixed", 20.0, 0)),
+        (Flaps, DAY, ()),
+        (DividesTheMean, DAY, ()),
+        (NeverAdds, DAY, ()),
+        (NeverRemoves, DAY, ()),
+        (RemovesWhileNothingRuns, DAY, ()),
+        (AddsWhileWorkersStart, DAY, ()),
+        (ChoosesFromATable, DAY, ()),
+        (CountsWorkersInAByte, DAY, ()),
         (KeepsAllLoads, "test_it_forgets_loads", ()),
         (CachesPressures, "test_it_forgets_loads", ()),
         (LogsItsNumbers, "test_it_forgets_loads", ()),
         (ReadsItsFile, "test_it_forgets_loads", ()),
-        (AddsOnce, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (WindsUp, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (CountsTheGap, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (ScalesOneRole, FOLLOWS, (40, "decode", 20.0, 0)),
-        (DoublesEachMinute, FOLLOWS, (40, "prefill", 300.0, 0)),
-        (CountsMilliseconds, FOLLOWS, (19, "mixed", 20.0, 3)),
-        (TakesNoiseForGrowth, SETTLES, (40, "slots")),
-        (WrapsMilliseconds, FOLLOWS, (5000, "mixed", 300.0, 2)),
-        (ProposesAtFullMinutes, FOLLOWS, (200, "decode", 20.0, 0)),
-        (RoundsDown, FOLLOWS, (19, "mixed", 20.0, 0)),
-        (KeepsTheLastLatency, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (TakesNoWorkerForNoLoad, STAYS, (0,)),
-        (TakesALossForAnOrder, STAYS, (6,)),
-        (TakesFewRunningForLittleLoad, STAYS, (1,)),
-        (AddsWithoutSlots, STAYS, (0,)),
-        (FollowsEachSecond, LULL, (20.0, 20, 60, 3)),
-        (FollowsTheUseOfSlots, FOLLOWS, (40, "mixed", 20.0, 0)),
-        (BeginsAtOne, STAYS, (6,)),
-        (RemovesOneEachHour, FOLLOWS, (200, "decode", 20.0, 0)),
-        (RemovesAllThatIdle, LULL, (300.0, 60, 300, 2)),
-        (TriesOneLess, SETTLES, (40, "slots")),
-        (SimulatesItsGroup, SETTLES, (40, "slots")),
+        (AddsOnce, DAY, ()),
+        (WindsUp, DAY, ()),
+        (CountsTheGap, DAY, ()),
+        (ScalesOneRole, DAY, ()),
+        (DoublesEachMinute, DAY, ()),
+        (CountsMilliseconds, DAY, ()),
+        (TakesNoiseForGrowth, DAY, ()),
+        (WrapsMilliseconds, DAY, ()),
+        (ProposesAtFullMinutes, DAY, ()),
+        (RoundsDown, DAY, ()),
+        (KeepsTheLastLatency, DAY, ()),
+        (TakesNoWorkerForNoLoad, DAY, ()),
+        (TakesALossForAnOrder, DAY, ()),
+        (TakesFewRunningForLittleLoad, DAY, ()),
+        (AddsWithoutSlots, DAY, ()),
+        (FollowsEachSecond, DAY, ()),
+        (FollowsTheUseOfSlots, DAY, ()),
+        (BeginsAtOne, DAY, ()),
+        (RemovesOneEachHour, DAY, ()),
+        (RemovesAllThatIdle, DAY, ()),
+        (TriesOneLess, DAY, ()),
+        (SimulatesItsGroup, DAY, ()),
         (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name", ()),
         *[(wrong, OPTIONS, ()) for wrong in (BelievesItsOptions, ChecksItsOptionsAlone, ForgetsOneOption)],
         (PopsItsOptions, "test_an_unknown_option_is_named", ()),
@@ -503,4 +500,25 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
         suite.options = TestLoadPolicy().options
     check = getattr(suite, case, None) or (lambda: suite.test_case(SCALING.case(case)))
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
-        check(*arguments)
+        for each in ([group] for group in GROUPS) if case == DAY else [arguments]:
+            check(*each)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("right", [OneForEight, TracksATarget, Cautious, Eager, Late])
+def test_right_policies_have_ordinary_days(right, group):
+    require_ordinary_day(lambda: right({}), GROUPS[group], OPEN)
+
+
+def test_loads_of_a_day_vary_in_every_field():
+    seen = []
+
+    class Records(LoadPolicy):
+        def propose(self, load, now):
+            seen.append(load)
+            return super().propose(load, now)
+
+    for group in GROUPS.values():
+        numbers_of(lambda: Records({}), group)
+    assert [name for name in GroupLoad.__struct_fields__ if len({getattr(load, name) for load in seen}) < 2] == []

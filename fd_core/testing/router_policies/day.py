@@ -93,7 +93,7 @@ FLEETS: Final[Mapping[str, Fleet]] = {
 
 
 @dataclass
-class _Worker:
+class _DayWorker:
     """A worker that computes prompts one by one, and answers in slots."""
 
     fleet: Fleet
@@ -125,7 +125,7 @@ class _Worker:
 
 
 @dataclass
-class _Twins:
+class _PolicyTwins:
     """Two instances of a policy; the second gets the calls of each hour after its end, in another world."""
 
     cls: type[RouterPolicy]
@@ -170,7 +170,7 @@ class _Twins:
 
 
 @dataclass
-class _Asked:
+class _RoutedTurn:
     """A request on its way."""
 
     talk: Talk
@@ -197,11 +197,11 @@ def _work(number: int) -> tuple[list[Talk], dict[str, tuple[IntArray, tuple[byte
     return found, prompts
 
 
-class _Life:
+class _RouterDay:
     """A day of a router with a policy."""
 
     def __init__(self, cls: type[RouterPolicy], config: RouterConfig, fleet: Fleet) -> None:
-        self.twins: list[_Twins] = []
+        self.twins: list[_PolicyTwins] = []
         self.fleet, self.draw = fleet, draws(fleet.number)
         names = dict.fromkeys(("policy", "prefill_policy", "decode_policy"), cls.__name__)
         self.router = Router(replace(config, **names), lambda _: self._twins(cls))  # type: ignore[arg-type, return-value]
@@ -209,7 +209,7 @@ class _Life:
         total = sum(map(len, (tokens for tokens, _ in self.prompts.values())))
         computing = fleet.workers.get("mixed", 0) + fleet.workers.get("prefill", 0)
         self.rate = 0.67 * total / (computing * HOUR * _BUSY)
-        self.there: dict[RouterWorker, _Worker] = {}
+        self.there: dict[RouterWorker, _DayWorker] = {}
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.order = itertools.count()
         self.waits: defaultdict[str, list[float]] = defaultdict(list)
@@ -221,9 +221,9 @@ class _Life:
             for _ in range(count):
                 self._join(role, fleet.start)
 
-    def _twins(self, cls: type[RouterPolicy]) -> Callable[[RouterConfig], _Twins]:
-        def make(config: RouterConfig) -> _Twins:
-            self.twins.append(_Twins(cls, config))
+    def _twins(self, cls: type[RouterPolicy]) -> Callable[[RouterConfig], _PolicyTwins]:
+        def make(config: RouterConfig) -> _PolicyTwins:
+            self.twins.append(_PolicyTwins(cls, config))
             return self.twins[-1]
 
         return make
@@ -235,7 +235,7 @@ class _Life:
         worker = self.router.register(url, role, now, instance=instance)
         kv_port = 7001 if role == "prefill" else None
         after = self.router.health(worker, True, now, instance=instance, role=role, kv_port=kv_port)
-        self.there[after] = _Worker(self.fleet, self.rate)
+        self.there[after] = _DayWorker(self.fleet, self.rate)
 
     def live(self) -> Generator[None, None, Mapping[str, float]]:
         """Live the day, an hour at a time."""
@@ -292,7 +292,7 @@ class _Life:
         session = self.fleet.session.format(talk.session) if talk.session else None
         request = RouteRequest(tokens, session, turn.spec.cache_salt, output_tokens=turn.spec.params.max_tokens)
         selection = self.router.select(request, now, self.draw.random())
-        asked = _Asked(talk, number, request, keys, again)
+        asked = _RoutedTurn(talk, number, request, keys, again)
         while isinstance(selection, Selection) and self.draw.random() < 0.01:
             if self.draw.random() < 0.5:
                 self.router.declined(selection, selection.workers[0])
@@ -305,7 +305,7 @@ class _Life:
             return
         self._serve(asked, selection, now)
 
-    def _serve(self, asked: _Asked, selection: Selection, now: float) -> None:
+    def _serve(self, asked: _RoutedTurn, selection: Selection, now: float) -> None:
         turn, habit = asked.talk.turns[asked.number], asked.talk.habit
         first, last = (self.there[each] for each in (selection.prefill, selection.decode))
         begun, computed = first.prefill(now, asked.keys, len(asked.request.tokens))
@@ -328,7 +328,7 @@ class _Life:
         self._at(begun, lambda _: selection.first_token())
         self._at(end, lambda later: self._end(asked, selection, later))
 
-    def _end(self, asked: _Asked, selection: Selection, now: float) -> None:
+    def _end(self, asked: _RoutedTurn, selection: Selection, now: float) -> None:
         with selection:
             selection.first_token()
             if selection.mode == "pd":
@@ -337,7 +337,7 @@ class _Life:
                 self.router.served(selection, now)
         self._next(asked, now)
 
-    def _next(self, asked: _Asked, now: float) -> None:
+    def _next(self, asked: _RoutedTurn, now: float) -> None:
         talk, number = asked.talk, asked.number
         if not asked.again and number % _REPEATED == 1:
             self._at(now + 1.0, lambda later: self._ask(talk, number, later, again=True))
@@ -386,7 +386,7 @@ def _elements(policy: RouterPolicy) -> int:
 def day_of(cls: type[RouterPolicy], config: RouterConfig, fleet: Fleet) -> Day:
     """Return the day of a policy; each call lives it anew."""
     _work(fleet.number)
-    return lambda: _Life(cls, config, fleet).live()
+    return lambda: _RouterDay(cls, config, fleet).live()
 
 
 def require_ordinary_day(cls: type[RouterPolicy], config: RouterConfig, fleet: Fleet) -> None:
