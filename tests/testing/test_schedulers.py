@@ -3,16 +3,21 @@
 import contextlib
 import inspect
 import re
+import typing
+from collections import deque
 
 import pytest
 
+from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
-from fd_core.scheduling.contract import Scheduler
+from fd_core.effects import operations
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
+from fd_core.testing.schedulers.day import SERVERS, ServerDay
 from fd_core.testing.schedulers.twins import reusing_ids
 from tests.testing.right.scheduling import AdmitsBatches, HasOneSlot, TakesTheLastSlot
 from tests.testing.witnesses import check_of
@@ -26,6 +31,14 @@ MODULES = (scheduling, planning)
 WRONG = scheduling.WRONG
 PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
 LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
+_NOT_IN_DAYS = {
+    "vocab_size": "no scheduler reads it",
+    "num_stages": "steps in flight are `pipeline_depth`",
+    "whole_prompts": "encoders",
+    "groups": "models with windows",
+    "max_image_tokens": "models with images",
+    "whole_images": "models with images",
+}
 LATER = [
     LONG,
     *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
@@ -96,6 +109,36 @@ def test_cases_reach_the_edge_of_an_envelope_and_nothing_beyond(name: str) -> No
 def test_wrong_schedulers_cover_every_section() -> None:
     assert len(WRONG) >= 80
     assert {rule[0] for rule in RULES} - {"7"} == {wrong.rule[0] for wrong in WRONG.values()}
+
+
+class _Constructed(Exception):
+    """Stands for a scheduler that needs not run."""
+
+
+def test_days_vary_every_setting_of_a_scheduler() -> None:
+    setups = list[SchedulerSetup]()
+
+    def make(setup: SchedulerSetup) -> Scheduler:
+        setups.append(setup)
+        raise _Constructed
+
+    for server in SERVERS.values():
+        with contextlib.suppress(_Constructed):
+            next(ServerDay(server, make).live())
+    settings = [each for of in (SchedulerSetup, Limits) for each in inspect.signature(of).parameters]
+    found = [{each: getattr(setup, each, getattr(setup.limits, each, None)) for each in settings} for setup in setups]
+    constant = {name for name in found[0] if len({repr(each[name]) for each in found}) == 1}
+    assert constant == {*_NOT_IN_DAYS}
+
+
+@pytest.mark.parametrize("name", ["store", "pairs"])
+def test_days_begin_every_operation(name: str) -> None:
+    day = ServerDay(SERVERS[name], find_scheduler("continuous").make)
+    deque(day.live(), maxlen=0)
+    begun = {kind for kind in typing.get_args(operations.Effect) if day.tiers.begun[kind]}
+    of_pairs = {operations.Fetch, operations.Send, operations.AbandonLease}
+    of_stores = {operations.Lookup, operations.Load, operations.Save}
+    assert begun - {operations.Cancel} == (of_stores if name == "store" else of_pairs) | {operations.CompileGrammar}
 
 
 def test_reused_ids_reach_every_method_of_the_contract_with_ids():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fd_core.config import Limits
 from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
@@ -34,6 +35,7 @@ from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
+from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import ScriptedRun
 
@@ -249,6 +251,20 @@ class SchedulingPolicySuite:
     @pytest.mark.fd_cases(CANDIDATES)
     def test_preemption_candidates(self, case: KitCase) -> None:
         case.check(self.policy_class(), "pytest", option="--fd-case")
+
+    @pytest.mark.fd_thorough
+    @pytest.mark.fd_alone
+    @pytest.mark.law("2.2", "2.6", "3.6", "8")
+    @pytest.mark.parametrize("name", ["crowded", "drafts", "store"])
+    def test_an_ordinary_day(self, name: str) -> None:
+        """Compare what users and the host of a server notice with the worst of the same days under the core's."""
+        if self.favours_small:
+            lacks(self.favours_small)
+        server = SERVERS[name]
+        cores = [replace(server, policy=each) for each in (Fcfs, Priority, FairShare)]
+        require_ordinary_day(
+            ContinuousBatchingScheduler, replace(server, policy=self.policy_class()), cores, f"a day of {name!r}"
+        )
 
     @pytest.mark.law("1.1", "2.2", "4")
     @pytest.mark.parametrize("incident", ["none", "abort_waiting", "abort_all", "paused"])

@@ -13,7 +13,7 @@ from fd_core.plugins import VICTIMS, installed_plugins
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
+from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests, VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import CHOICES, check_time_of_choices, running_of
@@ -23,6 +23,7 @@ from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
+from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
 from fd_core.testing.schedulers.driver import SchedulerTarget, prompt_of
 from fd_core.testing.schedulers.scripted import ScriptedRun
 
@@ -69,6 +70,18 @@ class VictimPolicySuite:
     @pytest.mark.parametrize("values", ["block_size=2", "k=3", "incident=abort_running", "incident=paused"])
     def test_a_scheduler_serves_with_it(self, values: str) -> None:
         check_schedule(_SCHEDULER, SCHEDULES.case(f"{BUSY},{values}").values, victims=self.policy_class()())
+
+    @pytest.mark.fd_thorough
+    @pytest.mark.fd_alone
+    @pytest.mark.law("2.2", "2.6", "3.6", "8")
+    @pytest.mark.parametrize("name", ["crowded", "drafts", "store"])
+    def test_an_ordinary_day(self, name: str) -> None:
+        """Compare what users and the host of a server notice with the worst of the same days under the core's."""
+        server = SERVERS[name]
+        cores = [replace(server, victims=each) for each in (FewestTokens, LatestArrival)]
+        require_ordinary_day(
+            ContinuousBatchingScheduler, replace(server, victims=self.policy_class()), cores, f"a day of {name!r}"
+        )
 
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("important", [0, 4])

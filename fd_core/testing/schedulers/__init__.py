@@ -22,11 +22,12 @@ def kit_cases() -> list[SchedulerCase]:
         test_blocks,
         test_budget,
         test_cases,
+        test_day,
         test_lifetime,
         test_pairs,
         test_signals,
         test_storage,
     )
 
-    modules = (test_signals, test_budget, test_blocks, test_storage, test_pairs, test_cases, test_lifetime)
+    modules = (test_signals, test_budget, test_blocks, test_storage, test_pairs, test_cases, test_lifetime, test_day)
     return [SchedulerCase(case.section, case.function, case.parameters) for case in cases_of(modules)]
