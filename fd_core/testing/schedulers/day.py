@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import heapq
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ from fd_core.testing.schedulers.device import (
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import count_bytecodes
 from fd_core.testing.schedulers.tiers import PEER
-from fd_core.types import Delta, FinishReason, StepOutput, StepPlan
+from fd_core.types import Delta, FinishReason, Phase, StepOutput, StepPlan
 
 MakeScheduler = Callable[[SchedulerSetup], Scheduler]
 _HOURS: Final = 8
@@ -199,7 +199,7 @@ class ServerDay:
         self._open: dict[str, _Open] = {}
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self._steps = 0
-        self._counts = Counter[str]()
+        self._counts = defaultdict[str, float](float)
         self._seconds: dict[str, list[float]] = {}
         """Waits and pauses by the habit of users."""
         self._codes: dict[str, list[int]] = {}
@@ -348,6 +348,7 @@ class ServerDay:
         require(not complete or mine.got == len(request.text), "4", f"{name} ended after {mine.got} tokens")
         took = self.now - mine.added
         timed = sum(delta.phases or (took,))
+        self._counts["seconds that requests wait"] += timed - (delta.phases or (took,))[Phase.COMPUTING]
         require(abs(timed - took) < 1e-6, "3.6", f"{name} took {took:.3f} s, of which {timed:.3f} are in phases")
         if mine.pause:
             self._seconds.setdefault(f"{mine.turn.habit} pauses", []).append(mine.pause)
@@ -381,7 +382,7 @@ class ServerDay:
             scheduler.resume()
 
     def _figures(self) -> dict[str, float]:
-        counts = self._device.figures + self.tiers.figures + self._counts
+        counts: dict[str, float] = {**self._device.figures, **self.tiers.figures, **self._counts}
         found = {name: 1.0 + number for name, number in counts.items()} | {"seconds of the day": self.now}
         for name, seconds in self._seconds.items():
             found |= {f"{name}, p{part}": _UNNOTICED + float(np.percentile(seconds, part)) for part in (50, 99)}
