@@ -11,8 +11,10 @@ from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
 from fd_core.testing.parsers.answers import part_of
+from fd_core.testing.parsers.day import answers_of
 from fd_core.testing.parsers.suite.test_calls import test_answer_with_calls as over_calls
 from fd_core.testing.parsers.suite.test_reasoning import test_answer_with_reasoning as over_answers
+from fd_core.text.parsing import argument_types
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from tests.testing.witnesses import check_of
@@ -87,6 +89,26 @@ def test_failure_that_needs_earlier_answers_names_them(monkeypatch):
     part.case("shape=words,key=w").check(wrong, "")
     with pytest.raises(AssertionError, match=r"^calls:shape=words,key=w,earlier=other cases: "):
         part.case("shape=words,key=w,chunk=3,earlier=other cases").check(wrong, "")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(TOOL_PARSER, "qwen3_coder"), (REASONING_PARSER, "qwen3")])
+def test_a_day_has_all_that_parsers_are_given(kind, name):
+    answers = answers_of(find_parser(name, kind))
+    axes = {axis.name: {*axis.values} for axis in part_of(find_parser(name, kind)).axes}
+    drawn = {axis: {answer.case[axis] for answer in answers} for axis in ("chunk", "space", "tail")}
+    assert all(values == axes[axis] for axis, values in drawn.items()), drawn
+    assert {answer.end for answer in answers} >= {"finish", "flush", "cut", "leaves", "malformed"}
+    if kind is REASONING_PARSER:
+        assert {answer.case["begins"] for answer in answers if answer.model.prompt} == axes["begins"] - {"text"}
+        return
+    schemas = " ".join(answer.tools for answer in answers)
+    readers = (argument_types.kinds_of, argument_types.parameter_schema, argument_types.referred)
+    constants = [each for reader in readers for each in reader.__code__.co_consts[1:]]  # after the docstring
+    words = {*argument_types.KINDS, *(each for each in constants if isinstance(each, str) and each.strip("~01/#"))}
+    assert not [word for word in words if f'"{word}"' not in schemas]
+    values = [value for answer in answers for _, called, _ in answer.model.calls for value in called.values()]
+    assert {argument_types.kind_of(value) for value in values} == argument_types.KINDS
+    assert {*[0, 1, 2]} <= {len(answer.model.calls) for answer in answers}
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():

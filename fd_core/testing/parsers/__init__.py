@@ -10,6 +10,7 @@ from fd_core.testing.parsers.suite import (
     test_calls,
     test_characters,
     test_cuts,
+    test_day,
     test_ends,
     test_markup,
     test_reasoning,
@@ -24,4 +25,4 @@ __all__ = ["REASONING_PARSER", "TOOL_PARSER", "ParserTarget", "find_parser", "ki
 def kit_cases(kind: Kind[Any]) -> list[SuiteCase]:
     """Return all cases for parsers of a kind, section by section."""
     own = test_calls if kind is TOOL_PARSER else test_reasoning
-    return list(cases_of((test_cuts, test_waiting, test_characters, test_ends, test_markup, test_time, own)))
+    return list(cases_of((test_cuts, test_waiting, test_characters, test_ends, test_markup, test_time, test_day, own)))

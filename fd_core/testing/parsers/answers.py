@@ -69,7 +69,7 @@ _COMMON: Final = (
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
     Axis("earlier", ("none", "other cases")),
 )
-_FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "string": lambda kind, value: {"type": kind},
     "optional": lambda kind, value: {"type": [kind, "null"]},
     "any_of": lambda kind, value: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
@@ -77,7 +77,7 @@ _FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "all_of": lambda kind, value: {"allOf": [{"type": kind}]},
     "enum": lambda kind, value: {"enum": ["Rome", "10115", "true"] if kind == "string" else [value]},
     "const": lambda kind, value: {"const": value},
-    "anything": lambda kind, value: {"type": kind} if kind == "string" and _is_json(value) else True,
+    "anything": lambda kind, value: {"type": kind} if kind == "string" and is_json(value) else True,
     "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
     "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
     "definition": lambda kind, value: {"$ref": f"#/definitions/{kind}"},
@@ -105,9 +105,9 @@ CALL_AXES: Final = (
     Axis("style", ("usual", "ascii", "compact", "indented")),
     Axis(
         "schema",
-        (*_FORMS, "typed", "bare"),
+        (*FORMS, "typed", "bare"),
         ("ToolParser.tools",),
-        rare=tuple({"schema": form, **other} for form in list(_FORMS)[1:] for other in _TYPED),
+        rare=tuple({"schema": form, **other} for form in list(FORMS)[1:] for other in _TYPED),
     ),
     *_COMMON,
 )
@@ -142,7 +142,7 @@ _OTHERS: Final = 100
 
 
 @dataclass(slots=True)
-class _Model:
+class AnswerModel:
     """An answer and its meaning; positions are those of its text."""
 
     tools: Tools = ()
@@ -245,7 +245,7 @@ def differing(found: str, parts: Sequence[tuple[int, str]]) -> str:
     return f"differs at {at}: expected {shortened(right[at : at + 40])}, got {shortened(found[at : at + 40])}"
 
 
-def calls_model(target: ParserTarget, case: Case) -> _Model:
+def calls_model(target: ParserTarget, case: Case) -> AnswerModel:
     """Return the answer of a case of tool calls."""
     name = str(case["name"])
     form = target.form(name)
@@ -256,28 +256,25 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     other = _schema("typed" if kind in ("string", "bare") else kind, key, {**arguments, key: 0})
     more = () if kind == "string" else range(_MORE_TOOLS)
     tools = {"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other}
-    model = _Model({**{f"tool{number}": other for number in more}, **tools})
+    model = AnswerModel({**{f"tool{number}": other for number in more}, **tools})
     size, space = int_of(case, "size"), str(case["space"])
     text, after = (_repeated(_text(target, str(case[name])), size) for name in ("text", "after"))
     groups = int_of(case, "groups") if form.anywhere and form.between is not None else 1
-    number = 0
     for _ in range(groups):
         if form.anywhere and text:
-            _add_content(target, model, text)
+            add_content(target, model, text)
             model.add("" if target.cls.before_calls else space)
         if int_of(case, "calls"):
-            model.add(form.opening)
-            for index in range(int_of(case, "calls") if form.between is not None else 1):
-                called = name if number % 3 != 1 else f"{name}2"
+            calls = list[tuple[str, dict[str, Any]]]()
+            for number in range(
+                len(model.calls), len(model.calls) + (int_of(case, "calls") if form.between is not None else 1)
+            ):
                 arguments = _arguments(target, case, form, number)
+                called = name if number % 3 != 1 else f"{name}2"
                 if called != name and isinstance(arguments.get(key), str):
                     arguments[key] = number
-                own = target.form(called) or form
-                model.add(form.between or "" if index else "")
-                model.add(own.begin + _written(own, arguments, str(case["style"])) + own.end)
-                model.calls.append((called, arguments, len(model.text)))
-                number += 1
-            model.add(form.closing)
+                calls.append((called, arguments))
+            add_calls(target, model, form, calls, str(case["style"]))
     if after and form.between is not None and model.calls:
         model.add(space)
         model.add(after, model.contents)
@@ -288,28 +285,25 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
 
 def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema of a tool with these arguments; `string` describes only texts, and `bare` nothing if it can."""
-    if form == "bare" and not any(_is_json(value) for value in arguments.values() if isinstance(value, str)):
+    if form == "bare" and not any(is_json(value) for value in arguments.values() if isinstance(value, str)):
         return {}
     texts = {name: value for name, value in {key: "", **arguments}.items() if isinstance(value, str)}
     described = texts if form in ("string", "bare") else {key: "", **arguments}
     found = {name: _described(form, value) for name, value in described.items()}
     if "ref" in form:
         found["next"] = {"$ref": "#/$defs/Node"}
-    types = {kind: {"type": kind} for kind in _TYPES.values()}
-    again = {kind: {"$ref": f"#/definitions/{kind}"} for kind in types}
-    defined = {"$defs": {"Node": _NODE, **types, "a/b~c $d": again}, "definitions": types}
     if form == "additional":
         more = found[key]
         named = {name: each for name, each in found.items() if each != more}
         return {"type": "object", "properties": named, "additionalProperties": more}
-    return {"type": "object", "properties": found, **defined}
+    return {"type": "object", "properties": found, **DEFINITIONS}
 
 
 def _described(form: str, value: Any) -> Any:
     if value == "null":  # it would be ambiguous
         form = "string"
     kind = "integer" if value is None and form in _OPTIONAL else _TYPES[type(value)]
-    return _FORMS.get(form, _FORMS["string"])(kind, value)
+    return FORMS.get(form, FORMS["string"])(kind, value)
 
 
 _OPTIONAL: Final = ("optional", "any_of", "one_of", "optional_ref")
@@ -318,7 +312,8 @@ _NODE: Final[Mapping[str, Any]] = {"type": "object", "properties": {"next": {"$r
 """Schema of a list, which refers to itself."""
 
 
-def _is_json(text: object) -> bool:
+def is_json(text: object) -> bool:
+    """Return True if a text may be taken for a value of JSON, in any case."""
     try:
         json.loads(str(text).lower())
     except ValueError:
@@ -335,9 +330,29 @@ _TYPES: Final[Mapping[type, str]] = {
     list: "array",
     dict: "object",
 }
+_DEFINED: Final = {kind: {"type": kind} for kind in _TYPES.values()}
+DEFINITIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "$defs": {"Node": _NODE, **_DEFINED, "a/b~c $d": {kind: {"$ref": f"#/definitions/{kind}"} for kind in _DEFINED}},
+    "definitions": _DEFINED,
+}
+"""Parts of schemas that others refer to."""
 
 
-def _add_content(target: ParserTarget, model: _Model, text: str) -> None:
+def add_calls(
+    target: ParserTarget, model: AnswerModel, form: CallForm, calls: Sequence[tuple[str, dict[str, Any]]], style: str
+) -> None:
+    """Add calls, as a group, to an answer; `form` is that of one of them."""
+    model.add(form.opening)
+    for index, (name, arguments) in enumerate(calls):
+        own = target.form(name) or form
+        model.add(form.between or "" if index else "")
+        model.add(own.begin + written(own, arguments, style) + own.end)
+        model.calls.append((name, arguments, len(model.text)))
+    model.add(form.closing)
+
+
+def add_content(target: ParserTarget, model: AnswerModel, text: str) -> None:
+    """Add content before calls to an answer."""
     if target.cls.before_calls:
         part = target.cls.before_calls[-1]
         model.add(part.begin)
@@ -347,10 +362,10 @@ def _add_content(target: ParserTarget, model: _Model, text: str) -> None:
         model.add(text, model.contents)
 
 
-def _sample_model(target: ParserTarget, case: Case) -> _Model:
+def _sample_model(target: ParserTarget, case: Case) -> AnswerModel:
     """Return the parser's own sample with another value and another name."""
     name, value = str(case["name"]), TEXTS["plain"] * int_of(case, "size")
-    model = _Model((name, "now"))
+    model = AnswerModel((name, "now"))
     before, _, rest = target.cls.sample.partition(SHOWN.content)
     between, _, after = rest.partition(SHOWN.city)
     model.add(before)
@@ -361,14 +376,20 @@ def _sample_model(target: ParserTarget, case: Case) -> _Model:
     return model
 
 
-def answer_model(target: ParserTarget, case: Case) -> _Model:
-    """Return the answer of a case of reasoning: the parser's sample with other texts, and several blocks."""
+def answer_model(target: ParserTarget, case: Case, texts: tuple[str, str] | None = None) -> AnswerModel:
+    """Return the answer of a case of reasoning: the parser's sample with other texts, and several blocks.
+
+    Its reasoning and its content are those of the case, unless there are other `texts`.
+    """
     head, _, rest = target.cls.sample.partition(SHOWN.reasoning)
     middle, _, tail = rest.partition(SHOWN.content)
     if case["space"] != "sample":
         head, middle, tail = (_spaced(target, each, str(case["space"])) for each in (head, middle, tail))
-    model = _Model()
-    reasoning = _repeated(_text(target, str(case["reasoning"])), int_of(case, "size"))
+    model = AnswerModel()
+    reasoning, content = texts or (
+        _repeated(_text(target, str(case[name])), int_of(case, size))
+        for name, size in (("reasoning", "size"), ("text", "text_size"))
+    )
     # Only a marker can begin another block.
     for block in range(int_of(case, "blocks") if head.strip() else 1):
         if block == 0 and case["begins"] != "text" and head.strip() in target.markers and target.cls.end:
@@ -382,7 +403,7 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
         half = _half(target, middle.lstrip()) if case["tail"] == "half-marker" else ""
         model.add(f"{reasoning} {block}{half}" if reasoning else "", model.reasonings)
         model.add(middle.lstrip() if half else middle)
-    model.add(_repeated(_text(target, str(case["text"])), int_of(case, "text_size")), model.contents)
+    model.add(content, model.contents)
     model.add(tail)
     model.end_with(target, case["tail"])
     return model
@@ -467,7 +488,8 @@ def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
     return text if size == 1 or kind in _SHORT else _repeated(text, size)
 
 
-def _written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
+def written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
+    """Return the arguments of a call as models write them."""
     if form.arguments == "json" and style == "compact":
         return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     if form.arguments == "json" and style == "indented" and not form.end.isspace():  # else its first line ends the call
@@ -498,7 +520,9 @@ def _places(text: str, marker: str) -> Iterator[tuple[int, int]]:
     return ((found.start(), found.end()) for found in re.finditer(re.escape(marker), text))
 
 
-def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], _Model], *, whole: bool = True) -> None:
+def _check(
+    target: ParserTarget, case: Case, model: AnswerModel, other: Callable[[], AnswerModel], *, whole: bool = True
+) -> None:
     rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
     if case["earlier"] == "none":
         target = target.alone()
@@ -544,7 +568,7 @@ def _read_other_cases(target: ParserTarget) -> None:
 
 
 def _read(
-    target: ParserTarget, case: Case, model: _Model, pieces: list[str], other: Callable[[], _Model]
+    target: ParserTarget, case: Case, model: AnswerModel, pieces: list[str], other: Callable[[], AnswerModel]
 ) -> list[Event]:
     """Return the events of an answer in pieces, while others are read as the case wants."""
 

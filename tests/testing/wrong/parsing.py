@@ -1369,7 +1369,7 @@ class IgnoresAdditionalProperties(DropsSchemas):
         return False
 
 
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+@breaks("8.4", "day:test_an_ordinary_day")
 class KeepsTheToolsOfRequests(QwenCoderTools):
     """Works out each list of tools once, for as long as the server runs."""
 
@@ -1380,11 +1380,11 @@ class KeepsTheToolsOfRequests(QwenCoderTools):
         self.tools = self.ready.setdefault(json.dumps(tools), tools)
 
 
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+@breaks("8.4", "day:test_an_ordinary_day")
 class KeepsTheFormsOfCalls(HermesTools):
     form = staticmethod(cache(HermesTools.form))
 
 
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+@breaks("8.4", "day:test_an_ordinary_day")
 class KeepsTheBeginningsOfAnswers(QwenReasoning):
     begins_reasoning = staticmethod(cache(QwenReasoning.begins_reasoning))
