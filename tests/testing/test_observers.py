@@ -58,7 +58,9 @@ class TestLastSteps(ObserverSuite):
 
 
 class WritesPages(Observer):
-    """Opens the next of eight files every 64 requests: an observer may wait for a medium."""
+    """Opens another file every so many requests: an observer may wait for a medium."""
+
+    rows = 64
 
     def __init__(self):
         self.folder, self.lines = TemporaryDirectory(), []
@@ -66,8 +68,8 @@ class WritesPages(Observer):
 
     def observe(self, step):
         self.lines += [request.request_id for request in step.requests]
-        if len(self.lines) >= 64:
-            Path(self.folder.name, str(self.page % 8)).write_text("\n".join(self.lines))
+        if len(self.lines) >= self.rows:
+            Path(self.folder.name, str(self.page)).write_text("\n".join(self.lines))
             self.page, self.lines = self.page + 1, []
 
     def close(self):
@@ -85,7 +87,7 @@ def test_an_observer_may_open_files_now_and_then(monkeypatch):
 def test_an_observer_that_writes_all_steps_passes(name):
     suite = ObserverSuite()
     suite.observer_class = lambda: globals()[name]
-    suite.test_what_it_writes_has_all_requests_and_tokens()
+    suite.test_an_ordinary_day()
 
 
 class CountsByEpoch(Counts):
@@ -201,6 +203,8 @@ class LosesTheRestOfAPage(WritesPages):
 
 
 class WritesTheRestOfAPage(WritesPages):
+    rows = 1024
+
     def close(self):
         Path(self.folder.name, "last").write_text("\n".join(self.lines))
 
@@ -554,18 +558,18 @@ class PrintsTheLastStep(Counts):
         (LeavesAThread, "test_closing_releases_threads_and_files"),
         (LeavesAFile, "test_closing_releases_threads_and_files"),
         (LeavesAProcess, "test_closing_releases_threads_and_files"),
-        (WritesOneFile, "test_what_it_writes_has_all_requests_and_tokens"),
-        (NumbersItsFiles, "test_what_it_writes_has_all_requests_and_tokens"),
-        (WritesAFirst, "test_what_it_writes_has_all_requests_and_tokens"),
-        (WritesTheFirstRequest, "test_what_it_writes_has_all_requests_and_tokens"),
-        (WritesEachStepToItsFile, "test_what_it_writes_has_all_requests_and_tokens"),
-        (WritesTokensForAll, "test_what_it_writes_has_all_requests_and_tokens"),
-        (LogsTokens, "test_what_it_writes_has_all_requests_and_tokens"),
-        (LogsRejections, "test_what_it_writes_has_all_requests_and_tokens"),
-        (PrintsTheLastStep, "test_what_it_writes_has_all_requests_and_tokens"),
+        (WritesOneFile, "test_an_ordinary_day"),
+        (NumbersItsFiles, "test_an_ordinary_day"),
+        (WritesAFirst, "test_an_ordinary_day"),
+        (WritesTheFirstRequest, "test_an_ordinary_day"),
+        pytest.param(WritesEachStepToItsFile, "test_an_ordinary_day", marks=pytest.mark.soak),  # a minute of files
+        (WritesTokensForAll, "test_an_ordinary_day"),
+        (LogsTokens, "test_an_ordinary_day"),
+        (LogsRejections, "test_an_ordinary_day"),
+        (PrintsTheLastStep, "test_an_ordinary_day"),
         (BeginsAnotherFile, "test_files_that_it_opens_later_are_private"),
         (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),
-        (LosesTheRestOfAPage, "test_what_it_writes_has_all_requests_and_tokens"),
+        (LosesTheRestOfAPage, "test_an_ordinary_day"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
         (KeepsRejections, "test_memory_does_not_grow_with_steps"),
         (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),

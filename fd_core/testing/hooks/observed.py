@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
@@ -16,6 +16,8 @@ from fd_core.runner.observing import Observer, SampledRequest, SampledStep
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import numbers_in
+from fd_core.testing.kit.days.work import talks
+from fd_core.testing.stores.values import draws
 
 AXES: Final = (
     Axis("steps", (9, 0, 1, 300), ("SampledStep.step",), rare=({"steps": 33_000},)),
@@ -52,6 +54,14 @@ _ORDINARY: Final = (
 """Steps in which every number has one meaning; they fill any usual buffer."""
 _WINDOW: Final = 300
 """Steps that an observer which counts over the last ones has to keep."""
+HOURS: Final = 6
+ORDINARY_HOUR: Final = 4
+_TALKS: Final = 120
+_NIGHT: Final = 4
+"""Requests of the first hour."""
+_DRAFTS: Final = {"chat": 3, "agent": 5, "code": 33}
+UNIQUE: Final = 151_637_000
+"""Id of a token from which on an observer may write them: no other number in a log is as large."""
 _NAMES: Final[dict[str, Callable[[int, int], str]]] = {
     "short": lambda step, at: f"r{step // 5}-{at}",
     "unicode": lambda step, at: f"anfrage-ü漢🙂-{step // 5}-{at}",
@@ -79,28 +89,71 @@ def steps_of(case: Case) -> Iterator[SampledStep]:
         step += int_of(case, "gaps")
 
 
+def hours_of(engine: int) -> list[list[SampledStep]]:
+    """Return the steps of each hour of one of two engines, which begins again after the first hour and at noon.
+
+    In the first hour only the first one runs, one request at a time without drafts. Each token has another id, but in
+    `ORDINARY_HOUR`.
+    """
+    draw, found, epoch, step = draws(engine), list[list[SampledStep]](), 7 + engine, 0
+    unique = iter(range(UNIQUE + (engine << 24), 1 << 31))
+    turns = [(talk, turn) for talk in talks(_TALKS, vocab_size=152_064)[engine::2] for turn in talk.turns]
+    for hour in range(HOURS):
+        epoch, step = epoch + (hour == HOURS // 2), 0 if hour in (1, HOURS // 2) else step
+        share = -(-len(turns) // HOURS)
+        waiting = deque(turns[hour * share : (hour + 1) * share] if hour else turns[: 0 if engine else _NIGHT])
+        running, steps = dict[str, tuple[str, deque[int]]](), list[SampledStep]()
+        while waiting or running:
+            rows = list[SampledRequest]()
+            for name, (habit, tokens) in [*running.items()]:
+                proposed = _DRAFTS.get(habit, 0) if hour else 0
+                ids = [tokens.popleft() - 16 for _ in range(min(len(tokens), 1 + draw.randint(0, proposed)))]
+                ids = [next(unique) for _ in ids] if hour != ORDINARY_HOUR else ids
+                if ids:  # a client may leave before
+                    rows.append(SampledRequest(name, tuple(ids), proposed, len(ids) - 1))
+                if not tokens:
+                    del running[name]
+            while waiting and len(running) < (256 if hour else 1):
+                talk, turn = waiting.popleft()
+                name = _NAMES["unicode"](step, len(waiting)) if talk.habit == "document" else turn.spec.request_id
+                running[name] = talk.habit, deque(turn.answer[: turn.leaves_after][: None if hour else 99])
+            steps.append(SampledStep(epoch, step, tuple(rows)))  # none of those whose prompts it computed
+            step += 1 if draw.random() < 0.99 else draw.randint(1, 1000)
+        if hour in (0, HOURS - 1) and steps:
+            steps.append(SampledStep(epoch, step, (SampledRequest(f"last {hour}.{engine}", (next(unique),), 0, 0),)))
+        found.append(steps)
+    return found
+
+
 def check_observer(make: Callable[[], Observer], case: Case) -> None:
     """Deliver the steps of a case to observers, each in one thread, and close them. Raises `AssertionError`.
 
     A number that counts something in ordinary steps counts it in these as well.
     """
-    count, counted = int_of(case, "observers"), _counted(make)
+    count, counted = int_of(case, "observers"), counted_by(make)
     observers = [make() for _ in range(count)]
-    before = [_numbers(observer) for observer in observers]
+    before = [numbers_of(observer) for observer in observers]
     shifts = [0]
     with clock_set_by(shifts), ThreadPoolExecutor(count) as pool:
         for running in [pool.submit(_deliver, observer, case, shifts) for observer in observers]:
             running.result()
     if int_of(case, "steps") > _WINDOW:
         return
-    totals = _totals(case)
     for observer, first in zip(observers, before, strict=True):
-        for path, value in _numbers(observer).items():
-            right = {name: totals[name] for name in counted.get(path, ())}
-            grown = value - first[path]
-            if case["restarts"] and any(key.isdigit() for key in path.split(".")):
-                continue  # an earlier epoch may have its own
-            assert not right or grown in right.values(), f"its number {path[1:]} grew by {grown}, expected {right}"
+        require_counts(observer, first, [*steps_of(case)], counted)
+
+
+def require_counts(
+    observer: Observer, before: Mapping[str, int], steps: Sequence[SampledStep], counted: Mapping[str, set[str]]
+) -> None:
+    """Fail if a number grew by something else than what it counts, see `counted_by`, after these steps."""
+    totals, epochs = _totals(steps), {step.epoch for step in steps}
+    for path, value in numbers_of(observer).items():
+        right = {name: totals[name] for name in counted.get(path, ())}
+        grown = value - before[path]
+        if len(epochs) > 1 and any(key.isdigit() for key in path.split(".")):
+            continue  # an earlier epoch may have its own
+        assert not right or grown in right.values(), f"its number {path[1:]} grew by {grown}, expected {right}"
 
 
 @contextmanager
@@ -114,9 +167,9 @@ def clock_set_by(shifts: list[int]) -> Iterator[None]:
         yield
 
 
-def _totals(case: Case) -> Counter[str]:
+def _totals(steps: Sequence[SampledStep]) -> Counter[str]:
     """Return what an observer may count in the steps of a case, by name, in all of them and in the last epoch."""
-    found, steps = Counter[str](), [*steps_of(case)]
+    found = Counter[str]()
     for step in steps:
         rows = step.requests
         for epoch in {"all", "last"} if step.epoch == steps[-1].epoch else {"all"}:
@@ -134,19 +187,19 @@ def _totals(case: Case) -> Counter[str]:
     return found
 
 
-def _counted(make: Callable[[], Observer]) -> dict[str, set[str]]:
+def counted_by(make: Callable[[], Observer]) -> dict[str, set[str]]:
     """Return what each number of an observer counts in ordinary steps; for most numbers that is nothing."""
     found: list[dict[str, set[str]]] = []
     for ordinary in _ORDINARY:
         case, observer = OBSERVED.case(ordinary).values, make()
-        before, totals = _numbers(observer), _totals(case)
+        before, totals = numbers_of(observer), _totals([*steps_of(case)])
         _deliver(observer, case, [])
-        growth = {path: value - before[path] for path, value in _numbers(observer).items()}
+        growth = {path: value - before[path] for path, value in numbers_of(observer).items()}
         found.append({path: {name for name in totals if totals[name] == value} for path, value in growth.items()})
     return {path: names & found[1].get(path, set()) for path, names in found[0].items()}
 
 
-def _numbers(observer: Observer) -> Counter[str]:
+def numbers_of(observer: Observer) -> Counter[str]:
     """Return the numbers in an observer and its class."""
     own = {name: value for cls in type(observer).__mro__[:-1] for name, value in vars(cls).items()} | vars(observer)
     return Counter({path: value for path, (*_, value) in numbers_in(own).items() if isinstance(value, int)})

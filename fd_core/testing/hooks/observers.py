@@ -7,29 +7,43 @@ every step, keeps up, and leaves neither threads nor descriptors after `close`.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
+from itertools import product, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Final, Literal
 from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
 
 from fd_core.plugins import OBSERVER, installed_plugins
-from fd_core.runner.observing import Observer, SampledRequest, SampledStep
+from fd_core.runner.observing import Observer, SampledStep
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
-from fd_core.testing.hooks.observed import OBSERVED, check_observer, clock_set_by, steps_of
+from fd_core.testing.hooks.observed import (
+    HOURS,
+    OBSERVED,
+    ORDINARY_HOUR,
+    check_observer,
+    clock_set_by,
+    counted_by,
+    hours_of,
+    numbers_of,
+    require_counts,
+    steps_of,
+)
 from fd_core.testing.hooks.purity import imported_again, require_freed
+from fd_core.testing.kit.days.account import account_of
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
-from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
-from fd_core.testing.stores.values import draws
+from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
+from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
 _GROWING: Final = "requests=1,tokens=2,drafts=some accepted"
 _MANY: Final = "steps=33000,requests=1"
@@ -42,10 +56,8 @@ _STEP_SECONDS: Final = 0.005
 """Mean time of such a step."""
 _CLOSE_SECONDS: Final = 3.0
 """Time of `close`, which an engine that ends leaves after 5 seconds."""
-_RECORDED: Final = 299
-"""Steps, or tokens, that fill no buffer of a usual size exactly."""
-_TOKEN: Final = 151_637_000
-"""Id of a token from which on an observer may write them: no other number in a log is as large."""
+_MOST_HELD: Final = 1 << 26
+"""Bytes that two observers may hold at once."""
 _ORDERS: Final[tuple[Literal["little", "big"], ...]] = ("little", "big")
 _MOST_BYTES: Final = 1 << 24
 """Size of a file that may be that of the steps of a test."""
@@ -100,60 +112,53 @@ class ObserverSuite:
         require_freed(close_one)
 
     @pytest.mark.law("8")
-    def test_what_it_writes_has_all_requests_and_tokens(self) -> None:
-        """Look in its files after `close` for what it writes all of: ids of requests, or of tokens.
+    @pytest.mark.fd_alone
+    @pytest.mark.fd_thorough
+    def test_an_ordinary_day(self) -> None:
+        """Observe two engines, and look at what their observers hold, write, show and leave.
 
-        Those of steps with one token show what that is. Other steps have as many tokens, but several requests, drafts,
-        gaps and a restart of the engine. Observers of two engines run at the same time, or in turn.
+        The first, quiet hour shows what the files have all of: ids of requests, or of tokens. Then the process begins
+        again with the same id, as in a container.
         """
-        plain, mixed, *two = ([*_recorded(by, mixed=by == "two")] for by in ("one", "two", "three", "four"))
-        tokens = (each.encode() for steps in (plain, mixed) for each in _ids(steps)[1])
-        with kept_out_of_logs(*tokens):  # they are the text of an answer
-            written, kinds, _ = self._written(plain), list[int](), self._written(mixed)
-        for kind, what in enumerate(("requests", "tokens")):
-            ids = _ids(plain)[kind]
-            if not all(_is_in(written, each) for each in ids[: _RECORDED // 4]):
-                continue
-            kinds.append(kind)
-            lost = [each for each in ids if not _is_in(written, each)]
-            assert not lost, (
-                f"after close, its files lack the ids of {what} in the last {len(lost)} of {_RECORDED} steps"
-            )
-        if not kinds:
-            lacks("it writes no file that has the id of each request or token")
-        self.complete.require()
-        for recorded, in_turn in (([mixed], False), (two, False), (two, True)):
-            written = self._written(*recorded, in_turn=in_turn)
-            for kind in kinds:
-                ids = [each for steps in recorded for each in _ids(steps)[kind]]
-                lost = [each for each in ids if not _is_in(written, each)]
-                # Buffers of a file that both append to may cut lines.
-                assert len(lost) <= (len(ids) // 8 if len(recorded) > 1 and not in_turn else 0), (
-                    f"{len(recorded)} observers, of as many engines {'in turn' if in_turn else 'at once'}: after steps "
-                    f"of several requests and tokens, and a restart, files lack {len(lost)} of {len(ids)} ids, such as "
-                    f"{lost[0]!r}; write all requests and tokens of a step, and append, or use another file for each "
-                    "observer, also of a later process with the same id"
-                )
+        engines = [hours_of(engine) for engine in range(2)]
+        night = engines[0][0]
+        busy = [step for hours in engines for at in range(1, HOURS) if at != ORDINARY_HOUR for step in hours[at]]
+        secrets = [str(token).encode() for token in _ids(busy)[1][::997]]
+        kinds, counted, clock = list[int](), counted_by(self.new_observer), [0]
 
-    def _written(self, *recorded: list[SampledStep], in_turn: bool = False) -> bytes:
-        """Return what observers write at the same time, each about its steps, or in processes after each other.
-
-        The later process has the same id, as in a container that restarts, and begins an hour later. Other users of the
-        machine may open no file with the ids of tokens, which are the text of an answer.
-        """
-        with created_paths() as files, _hidden(recorded[0][0]):
-            observers = list[Observer]()
-            for hours, together in enumerate([[each] for each in recorded] if in_turn else [recorded]):
-                cls = imported_again(self.observer_class()) if in_turn else self.observer_class()
-                with mock.patch.object(self, "observer_class", lambda cls=cls: cls), clock_set_by([3600 * hours]):
-                    new = [self.new_observer() for _ in together]
-                    for steps in zip(*together, strict=True):
-                        for observer, step in zip(new, steps, strict=True):
+        def live() -> Generator[None, None, Mapping[str, float]]:
+            every, before = [self.new_observer()], list[Mapping[str, int]]()
+            for hour in range(HOURS):
+                clock.append(3600 * (4 * hour - 5 * (hour == 3)))  # which is set back once
+                if hour == 1:
+                    every[0].close()
+                    recorded = enumerate(_lost(made, night[: len(night) // 4]))
+                    kinds.extend(kind for kind, lost in recorded if not lost and self.complete.reason is None)
+                    _require_all(made, night, kinds)
+                    cls = imported_again(self.observer_class())
+                    with mock.patch.object(self, "observer_class", lambda cls=cls: cls):
+                        every += [self.new_observer() for _ in engines]
+                    before = [numbers_of(observer) for observer in every[1:]]
+                for together in zip_longest(*(hours[hour] for hours in engines)):
+                    for observer, step in zip(every[-2:], together, strict=False):
+                        if step is not None:
                             observer.observe(step)
-                    for observer in new:
-                        observer.close()
-                observers += new  # files may be gone with them
-        return b"".join(each.read_bytes() for each in files if each.is_file() and each.stat().st_size < _MOST_BYTES)
+                yield
+            for number, observer in enumerate(every[1:]):
+                observer.close()
+                steps = [step for hour in engines[number][1:] for step in hour]
+                require_counts(observer, before[number], steps, counted)
+            _require_all(made, night, kinds)
+            _require_all(made, busy, kinds, share=8)  # buffers of a file that both append to may cut lines
+            return {}
+
+        tokens = [_hidden(next(step for step in hours[-1] if step.requests)) for hours in engines]
+        with created_paths() as made, clock_set_by(clock), tokens[0], tokens[1]:
+            account = account_of(live, *secrets)
+        left = Counter(account.left) - Counter(f"{path}" for path in made)
+        assert not left, f"after a day these are left: {', '.join(left)}"
+        if self.bounded.reason is None:
+            assert account.peak < _MOST_HELD, f"two observers hold {account.peak:,} bytes on a day"
 
     @pytest.mark.law("8")
     def test_files_that_it_opens_later_are_private(self) -> None:
@@ -235,31 +240,28 @@ def _times(observer: Observer, text: str) -> list[float]:
     return [seconds_of(partial(observer.observe, step)) for step in steps_of(OBSERVED.case(text).values)]
 
 
-def _recorded(by: str, *, mixed: bool) -> Iterator[SampledStep]:
-    """Yield steps of `_RECORDED` tokens, each with another id: one by one, or in steps of several requests."""
-    draw, left = draws(len(by)), _RECORDED
-    tokens = iter(range(_TOKEN + sum(by.encode()) * _RECORDED, 1 << 31))
-    epoch, number = 3, 0
-    while left:
-        counts = [draw.randrange(1, 7) for _ in range(draw.randrange(1, 5))] if mixed else [1]
-        rows = list[SampledRequest]()
-        for at, count in enumerate(counts):
-            ids = tuple(islice(tokens, min(count, left)))
-            left -= len(ids)
-            drafts = len(ids) - 1 + draw.randrange(3) * mixed
-            rows += [SampledRequest(f"request {left}-{at} by {by}", ids, drafts, len(ids) - 1)] if ids else []
-        yield SampledStep(epoch, number, tuple(rows))
-        number += draw.randrange(1, 3) if mixed else 1
-        if mixed and epoch == 3 and left < _RECORDED // 2:
-            epoch, number = 4, 0
-
-
-def _ids(steps: Iterable[SampledStep]) -> tuple[list[str], list[str]]:
+def _ids(steps: Iterable[SampledStep]) -> tuple[list[str], list[int]]:
     """Return the ids of requests and of tokens."""
     rows = [row for step in steps for row in step.requests]
-    return [row.request_id for row in rows], [str(token) for row in rows for token in row.token_ids]
+    return [*dict.fromkeys(row.request_id for row in rows)], [token for row in rows for token in row.token_ids]
 
 
-def _is_in(written: bytes, name: str) -> bool:
-    forms = [int(name).to_bytes(4, order) for order in _ORDERS] if name.isdigit() else []
-    return any(form in written for form in (name.encode(), *forms))
+def _require_all(paths: Iterable[Path], steps: Sequence[SampledStep], kinds: Iterable[int], share: int = 0) -> None:
+    """Fail if files lack more than one in `share` of the ids of requests, or of tokens, in some steps."""
+    for kind in kinds:
+        lost, ids = _lost(paths, steps)[kind], _ids(steps)[kind]
+        assert len(lost) <= (len(ids) // share if share else 0), (
+            f"its files lack the ids of {('requests', 'tokens')[kind]} of {len(lost)} of {len(ids)}, as {lost[0]}; "
+            "write all of a step, also of the last one, and append, or use another file for each observer, also of a "
+            "later process with the same id"
+        )
+
+
+def _lost(paths: Iterable[Path], steps: Iterable[SampledStep]) -> tuple[list[str], list[int]]:
+    """Return the ids of requests, and of tokens, as text or in four bytes, that files lack."""
+    written = b"".join(each.read_bytes() for each in paths if each.is_file() and each.stat().st_size < _MOST_BYTES)
+    found = {int(number) for number in re.findall(rb"(?<!\d)\d{9,10}(?!\d)", written)}
+    for at, order in product(range(4), ("<u4", ">u4")):
+        found.update(np.frombuffer(written[at : at + (len(written) - at) // 4 * 4], order).tolist())
+    names, tokens = _ids(steps)
+    return [each for each in names if each.encode() not in written], [each for each in tokens if each not in found]

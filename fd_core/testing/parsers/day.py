@@ -93,7 +93,7 @@ class DayAnswer:
 
     @property
     def text(self) -> str:
-        """What is read of it."""
+        """Text that a parser reads of it."""
         return "".join(self.pieces)
 
 
