@@ -205,8 +205,10 @@ class _User:
     def reasoned(self, turn: DayTurn, case: Case) -> AnswerModel:
         """Return an answer with reasoning."""
         count = int(len(turn.answer) * self.rng.choice((0, 0.2, 0.8, 1)))
-        texts = f"It{self.text(turn.answer[:count])}", f"So{self.text(turn.answer[count:])}".rstrip(SPACE)
-        return answer_model(self.target, case, texts)
+        parts = (f"It{self.text(turn.answer[:count])}", f"So{self.text(turn.answer[count:])}")
+        some = (count, len(turn.answer) - count)  # an answer may have no reasoning, or nothing else
+        texts = [part.rstrip(SPACE) if tokens else "" for part, tokens in zip(parts, some, strict=True)]
+        return answer_model(self.target, case, (texts[0], texts[1]))
 
     def answer(self, turn: DayTurn, begin: float) -> DayAnswer:
         """Return the answer to one request of the conversation."""
