@@ -40,6 +40,8 @@ class Talk(NamedTuple):
     session: str
     """Named by the client, or empty."""
     turns: Sequence[DayTurn]
+    shared: int = 0
+    """Tokens of the system prompt, which other conversations have as well."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def talks(
             who = f"{name}-{at}"
             system = shared[min(int(rng.expovariate(1.5)), len(shared) - 1)]
             turns = [*_turns(rng, name, who, system, begin, vocab_size, longest)]
-            made.append(Talk(name, who if at % 3 == 0 else "", turns))
+            if turns:
+                made.append(Talk(name, who if at % 3 == 0 else "", turns, len(system)))
     return sorted(made, key=lambda talk: talk.turns[0].pause)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,9 @@ import pytest
 from fd_core.ops.contract import Array
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.testing.hooks.purity import require_freed, unchanged_threads
-from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded
+from fd_core.testing.kit.days.account import account_of, require_as_good
+from fd_core.testing.kit.days.work import talks
+from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
@@ -42,6 +45,11 @@ _MOST_HELD = 2**24
 """Bytes that a postprocessor may allocate before its first step."""
 _MOST = 64
 """Most bytes and elements of a step, as multiples of those of its matrix."""
+_SERVERS: Final = {"defaults": (256, 3, 2), "large": (600, 8, 6)}
+"""Slots, drafts and steps in flight of the engines of a day."""
+_ANSWER: Final = 400
+_SLACK: Final = 4.0
+"""Memory of a day as a multiple of what the core's takes."""
 
 
 def in_order(slots: int, k: int) -> SampledRows:
@@ -131,6 +139,66 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
     size = max(count_bytes(make), 4 * count_elements(make))
     what = f"a postprocessor of {_MANY} slots and a context of {_LARGE['max_model_len']:,} tokens"
     require(size <= _MOST_HELD, "1", f"{what} takes {size:,} bytes, expected at most {_MOST_HELD:,}")
+
+
+@pytest.mark.law("1", "1.1", "1.2", "1.3", "8")
+@pytest.mark.fd_alone
+@pytest.mark.fd_thorough
+@pytest.mark.parametrize("server", _SERVERS)
+def test_an_ordinary_day_of_a_server(target: PostprocessTarget, server: str) -> None:
+    """Compute the steps of conversations that arrive, are preempted and end, and read each one later."""
+    framework, plugins = target.ops.framework, installed_plugins()
+    of_core = [plugins.load(POSTPROCESS, framework)] if framework in plugins.offered(POSTPROCESS) else []
+    _lengths_of_answers()
+    *core, mine = (
+        account_of(partial(_steps_of_a_day, replace(target, make=make), *_SERVERS[server]))
+        for make in (*of_core, target.make)
+    )
+    for each in core:
+        require_as_good(mine, each, "a day", "1", _SLACK)
+
+
+@cache
+def _lengths_of_answers() -> list[int]:
+    turns = [turn for talk in talks(300, longest=4096) for turn in talk.turns]
+    return [min(len(turn.answer), turn.leaves_after or _ANSWER, _ANSWER) for turn in turns]
+
+
+def _steps_of_a_day(
+    target: PostprocessTarget, slots: int, k: int, depth: int
+) -> Generator[None, None, Mapping[str, float]]:
+    """Yield after each hour of an engine that is never full in the morning, and always in the evening."""
+    rng, lengths = np.random.default_rng(8), _lengths_of_answers()
+    matrices = Matrices(target, slots, k, **_LARGE)
+    left, prompts = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+    flying: deque[tuple[Any, SampledRows]] = deque()
+    matrices.check(random_rows(rng, slots, k, rows=1, revoked=1))  # imports
+    for hour in range(6):
+        arrivals = slots * (0.1, 4, 12, 30, 50, 10)[hour] / 1000
+        with require_no_stall("a step of a day", "1"):
+            for _ in range(200):
+                free = np.flatnonzero(left == 0)
+                for slot in rng.permutation(free)[: rng.poisson(arrivals)]:
+                    left[slot], prompts[slot] = lengths[rng.integers(len(lengths))], rng.integers(0, 3)
+                running = np.flatnonzero(left)
+                gone = running[rng.random(len(running)) < (0.05, 0.01, 0.002)[min(hour, 2)]]
+                left[gone] = 0
+                prompts = np.maximum(prompts - 1, 0)
+                ready = rng.permutation(np.flatnonzero((left > 0) & (prompts == 0))).astype(np.int32)
+                accepted = np.minimum(rng.integers(0, k + 1, len(ready)), left[ready] - 1).astype(np.int32)
+                tokens = rng.integers(0, 152_064, (len(ready), 1 + k)).astype(np.int32)
+                left[ready] -= 1 + accepted
+                rows = SampledRows(tokens, accepted, ready, revoked=rng.permutation(gone).astype(np.int32))
+                given = matrices.upload(rows)
+                matrix = matrices.compute(given)
+                matrices.require_unchanged(given, rows)
+                flying.append((matrix, rows))
+                while len(flying) > rng.integers(0, depth + 1):
+                    matrices.compare(*flying.popleft())
+        yield
+    while flying:
+        matrices.compare(*flying.popleft())
+    return {}
 
 
 @pytest.mark.timing
