@@ -11,7 +11,6 @@ import tracemalloc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
+from fd_core.plugins import DRAFTER, installed_plugins
 from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.drafted import (
@@ -30,10 +30,10 @@ from fd_core.testing.hooks.drafted import (
     null_ops,
     small_engine,
 )
+from fd_core.testing.hooks.drafting_days import require_good_day
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.schedulers.scripts import whole_text
@@ -61,6 +61,8 @@ _HISTORY: Final = 120
 """Steps of a request, after which a counter of failures or successes is at its limit."""
 _VALUES: Final = ("word", "", -1, 0, 0.5, 1.5, 1, 2, 3, 8, 33, 1000)
 """Values of an option, of which a drafter may refuse some."""
+_DAY: Final = {"rows of forward passes": 1.3, "rejected drafts": 5.0, "peak": 4.0, "grown": 4.0}
+"""Figures and memory of a day as multiples of the core's."""
 _SECONDS: Final = 10.0
 """CPU time after which a slow drafter has done enough."""
 
@@ -118,18 +120,6 @@ class DrafterSuite(DrafterChoice):
         found = tokens[rows.index(slot), : int(counts[rows.index(slot)])].tolist()
         what = f"after {len(text):,} tokens with ids up to {max(text):,}, expected {following} or the first of them"
         require(found and found == following[: len(found)], "8", f"{what}, drafted {found}")
-
-    @pytest.mark.law("8")
-    def test_no_log_shows_a_text_or_its_drafts(self) -> None:
-        """Use ids of as many digits, of which no two that follow each other may be in a log."""
-        text, slot = 2 * draws(1).sample(range(100_000, 152_064), 40), np.zeros(1, np.int32)
-        shown = [f"{one}{between}{other}".encode() for one, other in pairwise(text) for between in (", ", " ")]
-        with kept_out_of_logs(*shown):
-            drafter = self.subject().new(1, 4, vocab_size=152_064)
-            drafter.admit(0, np.array(text[:60], np.int32))
-            for token in text[60:]:
-                drafter.propose(slot, 4)
-                drafter.extend(slot, np.array([[token]], np.int32), np.ones(1, np.int32))
 
     @pytest.mark.law("8")
     def test_text_of_the_length_of_the_model_is_accepted(self) -> None:
@@ -277,6 +267,14 @@ class DrafterSuite(DrafterChoice):
                 require(found == right[0], "8", f"request {number} has the drafts {found}, others have {right[0]}")
                 if time.thread_time() - began > _SECONDS:
                     break
+
+    @pytest.mark.fd_alone
+    @pytest.mark.fd_thorough
+    @pytest.mark.law("8")
+    def test_an_ordinary_day(self) -> None:
+        core = installed_plugins().load(DRAFTER, "draft_model" if self.drafter_class().uses_model else "ngram")
+        slack = dict(_DAY) if self.repeats.reason is None else {**_DAY, "rows of forward passes": 2.0}
+        require_good_day(self.subject(), core, slack)
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

@@ -45,14 +45,14 @@ class Shortest(NgramDrafter):
         self._sizes = range(2, 0, -1)
 
 
-@noticed("test_no_log_shows_a_text_or_its_drafts")
+@noticed("test_an_ordinary_day")
 class LogsTexts(Shortest):
     def admit(self, slot, tokens):
         logging.getLogger("drafts").debug("slot %d has %s", slot, tokens.tolist())
         super().admit(slot, tokens)
 
 
-@noticed("test_no_log_shows_a_text_or_its_drafts")
+@noticed("test_an_ordinary_day")
 class PrintsDrafts(Shortest):
     def propose(self, slots, limit):
         tokens, counts = super().propose(slots, limit)
