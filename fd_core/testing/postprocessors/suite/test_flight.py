@@ -148,12 +148,10 @@ def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget)
 def test_an_ordinary_day_of_a_server(target: PostprocessTarget, server: str) -> None:
     """Compute the steps of conversations that arrive, are preempted and end, and read each one later."""
     framework, plugins = target.ops.framework, installed_plugins()
-    of_core = [plugins.load(POSTPROCESS, framework)] if framework in plugins.offered(POSTPROCESS) else []
+    offered = framework in plugins.offered(POSTPROCESS)
+    of_core = [replace(target, make=plugins.load(POSTPROCESS, framework))] if offered else []
     _lengths_of_answers()
-    *core, mine = (
-        account_of(partial(_steps_of_a_day, replace(target, make=make), *_SERVERS[server]))
-        for make in (*of_core, target.make)
-    )
+    *core, mine = (account_of(partial(_steps_of_a_day, each, *_SERVERS[server])) for each in (*of_core, target))
     for each in core:
         require_as_good(mine, each, "a day", "1", _SLACK)
 
