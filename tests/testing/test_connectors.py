@@ -15,6 +15,7 @@ from fd_core.disagg.connectors.kv_store import KVStoreConnector
 from fd_core.testing.axes import parts
 from fd_core.testing.connectors import ConnectorSuite, cases
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
+from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from tests.testing.witnesses import check_of
 from tests.testing.wrong.moving import WRONG
@@ -249,13 +250,18 @@ def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path,
     monkeypatch.setattr(parts, "_REDUCED", {"transfer"})
     text, right = WRONG[cls]
     for each in (right, cls):
-        recipe = Recipe(f"{each.__module__}:{each.__qualname__}", f"disk:{tmp_path / each.__name__}", 1.0)
-        case, pair = TRANSFERS.case(text), ConnectorPair(recipe.make, partial(far.make, recipe))
+        kv_store = f"disk:{tmp_path / each.__name__}"
+        recipe = Recipe(f"{each.__module__}:{each.__qualname__}", None if text in SERVERS else kv_store, 1.0)
+        if text in SERVERS:
+            check = partial(require_an_ordinary_day, each, recipe, text)
+        else:
+            pair = ConnectorPair(recipe.make, partial(far.make, recipe))
+            check = partial(TRANSFERS.case(text).check, pair, "pytest")
         if each is right:
-            case.check(pair, "pytest")
+            check()
         else:
             with pytest.raises(AssertionError):
-                case.check(pair, "pytest")
+                check()
 
 
 class ReachesOtherWorkers(KVStoreConnector):

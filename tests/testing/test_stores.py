@@ -5,23 +5,26 @@ import logging
 import os
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.testing.axes import parts
 from fd_core.testing.stores import StoreSuite, closed
 from fd_core.testing.stores.cases import STORES, StorePlace
+from fd_core.testing.stores.day import SERVERS
 from fd_core.testing.stores.values import CONTENTS
 from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
 from tests.testing.right.keeping import CompressedDoor, CompressingStore
 from tests.testing.witnesses import check_of
-from tests.testing.wrong.keeping import HISTORY, WRONG
+from tests.testing.wrong.keeping import DAY, HISTORY, WRONG
 
 
 class Kit:
@@ -78,6 +81,33 @@ class SupportsSmallValues(MemoryStore):
     def put(self, values, timeout):
         assert all(sum(memoryview(part).nbytes for part in parts) <= 100_000 for _, parts in values)
         return super().put(values, timeout)
+
+
+def test_calls_of_days_vary_in_every_argument(tmp_path):
+    """Each argument of the contract has more than one value, and each kind of buffer occurs."""
+    seen, buffers = {}, set()
+
+    def noted(name):
+        method = getattr(MemoryStore, name)
+
+        def call(self, *arguments):
+            for parameter, value in zip(inspect.signature(method).parameters.values(), (self, *arguments), strict=True):
+                sized = hasattr(value, "__len__")
+                seen.setdefault((name, parameter.name), set()).add(len(value) if sized else str(value)[:60])
+            if name == "put":
+                buffers.update(type(part) for _, parts in arguments[0] for part in parts)
+            return method(self, *arguments)
+
+        return call
+
+    timed = [name for name, method in vars(KVStore).items() if "timeout" in getattr(method, "__annotations__", ())]
+    cls = type("Noted", (MemoryStore,), {name: noted(name) for name in timed})
+    for server in SERVERS:
+        assert Kit(cls, tmp_path).fails(DAY, {"server": server}) is None
+    arguments = {(name, each) for name in timed for each in inspect.signature(getattr(KVStore, name)).parameters}
+    few = {each for each in arguments if len(seen.get(each, ())) < 2 and each[1] != "self"}
+    assert not few
+    assert buffers == set(get_args(Bytes))
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -144,7 +174,7 @@ def test_intact_store_passes(test, arguments, tmp_path):
         *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
         *[(HISTORY, {"seed": seed}) for seed in range(6)],
         ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
-        ("test_statistics_do_not_count_deleted_values", {}),
+        *[(DAY, {"server": server}) for server in SERVERS],
     ],
     ids=lambda value: str(value)[:60],
 )

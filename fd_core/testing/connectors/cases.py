@@ -41,27 +41,6 @@ _MOVES: Final[dict[str, tuple[str, ...]]] = {
     "at random": (),
 }
 """Orders of the possible moves by preference."""
-_MANY_LEASES: Final[Case] = {
-    "leases": 300,
-    "pieces": 8,
-    "window": 8,
-    "value_bytes": 65,
-    "sizes": "full",
-    "moves": "a window at a time",
-    "peer": "none",
-}
-"""More pieces between `take` and `done`, over 1,500, than a connector may have buffers in a ring."""
-_LARGE_WINDOW: Final[Case] = {
-    "value_bytes": 5_242_960,
-    "window": 8,
-    "pieces": 9,
-    "sizes": "full",
-    "moves": "a window at a time",
-    "sent": "when it is taken",
-    "peer": "none",
-}
-"""The window of an engine full of blocks of a model of 70 billion parameters, 40 MiB."""
-
 AXES: Final = (
     Axis("pieces", (9, 1, 2, 3, 5, 33, 129, 257), ("Connector.open_inbox.pieces",)),
     Axis(
@@ -81,7 +60,6 @@ AXES: Final = (
         rare=(
             {"value_bytes": 4_194_305, "window": 2, "pieces": 2},
             {"value_bytes": 16_777_217, "window": 1, "pieces": 1},
-            _LARGE_WINDOW,
         ),
     ),
     Axis("sizes", ("falling", "full", "empty", "every second empty")),
@@ -90,7 +68,7 @@ AXES: Final = (
     Axis("buffer", tuple(BUFFERS)),
     Axis("moves", tuple(_MOVES), ("KVInbox.take.reference", "KVInbox.take.frames", "KVInbox.done.reference")),
     Axis("take", ("rising", "falling", "twice")),
-    Axis("leases", (1, 2, 3, 9), rare=(_MANY_LEASES,)),
+    Axis("leases", (1, 2, 3, 9)),
     Axis(
         "lease",
         tuple(_LEASES),

@@ -40,6 +40,7 @@ from fd_core.kv.stores.contract import FailureReason, KVStore, StoreError
 from fd_core.plugins import CONNECTOR, installed_plugins
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
+from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
@@ -203,6 +204,14 @@ class ConnectorSuite:
     @pytest.mark.fd_cases(TRANSFERS)
     def test_case(self, recipe: Recipe, far: RemoteProcess, case: KitCase) -> None:
         case.check(ConnectorPair(recipe.make, partial(far.make, recipe)), "pytest", option="--fd-case")
+
+    @pytest.mark.fd_thorough
+    @pytest.mark.fd_alone
+    @pytest.mark.law("6.1", "6.2")
+    @pytest.mark.parametrize("server", SERVERS)
+    def test_an_ordinary_day_costs_no_more_than_with_a_connector_of_the_core(self, recipe: Recipe, server: str) -> None:
+        """Move the prompts of a day between workers that begin and end; compare pieces, messages and memory."""
+        require_an_ordinary_day(self.connector_class(), recipe, server)
 
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:

@@ -41,6 +41,7 @@ from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
+from fd_core.testing.stores.day import SERVERS, Place, require_an_ordinary_day
 from fd_core.testing.stores.values import assert_hidden, assert_value, changed, draws, keys_of, of_one_checksum
 from fd_core.testing.stores.writer import writer_process
 
@@ -369,6 +370,38 @@ class StoreSuite:
                 STORES.case(f"value_bytes={size},count=1").check(place, "pytest", option="--fd-case")
         case.with_only(can).check(place, "pytest", option="--fd-case")
 
+    @pytest.mark.fd_thorough
+    @pytest.mark.fd_alone
+    @pytest.mark.law("5.2", "5.4", "5.5")
+    @pytest.mark.parametrize("server", SERVERS)
+    def test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core(
+        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, server: str
+    ) -> None:
+        """Serve the conversations of a day, with all accidents; compare values, blocks computed again and costs."""
+        shares, capped = self.sharing.reason is None, self.size_cap.reason is None
+
+        def make(limit: int | None) -> KVStore:
+            if limit is None:
+                return make_store() if shares else store
+            return make_store(with_parameter(location, f"max_bytes={limit >> 10}Ki"))
+
+        def restart(stores: Sequence[KVStore], _: Sequence[bytes]) -> None:
+            back_door.restart()
+            for each in stores:
+                usable_again(each)
+
+        place = Place(
+            make,
+            engines=3 if shares else 1,
+            door=back_door if shares or not capped or SERVERS[server].share is None else None,
+            capped=capped,
+            persists=self.persistence.reason is None and shares,
+            zeros=type(back_door).write_zeros is not BackDoor.write_zeros,
+            restart=restart if type(back_door).restart is not BackDoor.restart else None,
+            survives=self.survives_restart.reason is None,
+        )
+        require_an_ordinary_day(place, server)
+
     @pytest.mark.law("5.4")
     def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(B, [value_of(B)])], TIMEOUT)
@@ -497,25 +530,6 @@ class StoreSuite:
         keys = [key, *(key_of(number) for number in range(stops + 1))]
         for at, (each, found) in enumerate(zip(keys, store.get(keys, LIMIT, TIMEOUT), strict=True)):
             assert_value(f"value {at} of two machines that put at the same time", found, value_of(each))
-
-    @pytest.mark.law("5.5")
-    def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
-        """Read while a put waits in the middle of its values: the readers get what they want before it goes on."""
-        store.put([(A, [value_of(A)])], TIMEOUT)
-        values = _PausedValues([(key_of(number), [value_of(key_of(number))]) for number in range(2, 9)], TIMEOUT)
-        with ThreadPoolExecutor(1) as pool:
-            writer = pool.submit(store.put, values, 2 * TIMEOUT)
-            try:
-                assert values.paused.wait(TIMEOUT), "put read none of its values"
-                for call in _calls(TIMEOUT)[1::2]:
-                    try:
-                        call(store)
-                    except StoreError as error:
-                        raise AssertionError(f"a reader waited for a writer: {error}") from None
-                assert not values.went_on, "a reader waited for a writer until that went on"
-            finally:
-                values.go_on.set()
-        assert writer.result() == 7
 
     @pytest.mark.law("5.2", "5.4", "5.5")
     @pytest.mark.parametrize(("name", "change"), _AT_ANY_LINE)
@@ -1037,24 +1051,6 @@ class StoreSuite:
         assert back_door.read(B) in (None, value_of(B, LIMIT))
         assert store.put([(B, [value_of(B, LIMIT)]), (C, [value_of(C)])], TIMEOUT) == 2
         assert as_bytes(store.get([B, C], LIMIT, TIMEOUT)) == [value_of(B, LIMIT), value_of(C)]
-
-    @pytest.mark.law("5.5")
-    def test_statistics_do_not_count_deleted_values(self, store: KVStore, back_door: BackDoor) -> None:
-        """Write, replace and delete 1 MiB eight times: a server's buffers may grow with the first round, but not with
-        each. Neither do other values take their space.
-        """
-        counted: dict[str, Callable[[], int]] = {"statistics": lambda: store.stats(TIMEOUT).bytes or 0}
-        if back_door.counts:
-            counted["the location"] = back_door.size
-        levels: list[dict[str, int]] = []
-        for number in range(8):
-            for key in (A, A, key_of(100 + number)):
-                store.put([(key, [bytes(range(256)) * 4096])], TIMEOUT)
-            store.delete([A, key_of(100 + number)], TIMEOUT)
-            levels.append({name: count() for name, count in counted.items()})
-        for name in counted:
-            grown = levels[-1][name] - levels[0][name]
-            assert grown < 4 << 20, f"bytes that {name} counted after each round: {[each[name] for each in levels]}"
 
     @pytest.mark.law("5.5")
     def test_a_new_store_holds_nothing_and_a_closed_one_neither(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -117,6 +118,18 @@ def parts_of(value: bytes, count: int, buffer: str) -> Sequence[Bytes]:
     draw = draws(len(value) * 31 + count)
     cuts = sorted(draw.randrange(max(1, len(value))) for _ in range(count - 1))
     return [BUFFERS[buffer](value[start:end]) for start, end in zip([0, *cuts], [*cuts, len(value)], strict=True)]
+
+
+HEADER_BYTES: Final = 80
+_NOISE: Final = draws(0).randbytes(6 << 20)
+
+
+def sealed(key: bytes, version: int, length: int) -> tuple[bytes, memoryview]:
+    """Return header and payload of a block: each seal has another header, the payload is that of the key."""
+    begin = int.from_bytes(key[:8], "big") % (len(_NOISE) - length)
+    header = b"FDKV\1" + key.ljust(32, b"\0")
+    header += hashlib.shake_128(b"%b %d" % (key, version)).digest(HEADER_BYTES - len(header))
+    return header, memoryview(_NOISE)[begin : begin + length]
 
 
 def assert_hidden(value: bytes, error: Exception) -> None:

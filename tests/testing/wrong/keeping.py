@@ -26,6 +26,7 @@ from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
 ANY_LINE = "test_a_value_may_change_or_be_read_at_any_line_of_a_call"
+DAY = "test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core"
 HISTORY = "test_it_answers_like_a_dict_up_to_its_limit"
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
@@ -313,7 +314,7 @@ class WritesInPlace(DiskStore):
         return len(values)
 
 
-@found_by("test_a_reader_does_not_wait_for_a_slow_writer")
+@found_by(DAY, server="small blocks")
 class HoldsALockWhileItWrites(MemoryStore):
     def __init__(self, location):
         super().__init__(location)
@@ -340,7 +341,7 @@ def in_turn(name):
     return call
 
 
-@found_by("test_a_reader_does_not_wait_for_a_slow_writer")
+@found_by(DAY, server="small blocks")
 class HasOneWorker(MemoryStore):
     """Makes all calls in one thread, and ends those in time that wait for another one."""
 
@@ -530,7 +531,7 @@ class TimesEachValue(MemoryStore):
         return sum(super(TimesEachValue, self).put([value], timeout) for value in values)
 
 
-@found_by("test_statistics_do_not_count_deleted_values")
+@found_by(DAY, server="large blocks")
 class NeverSubtractsFromItsStatistics(MemoryStore):
     written = 0
 
@@ -991,7 +992,7 @@ class KeepsTheFirstTimeout(MemoryStore):
         return super().put(values, self.first)
 
 
-@found_by("test_statistics_do_not_count_deleted_values")
+@found_by(DAY, server="small blocks")
 class KeepsDeletedValues(DiskStore):
     """Moves deleted values to another folder, for the next start to remove."""
 

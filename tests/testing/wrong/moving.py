@@ -18,11 +18,11 @@ from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.disagg.connectors.tcp import TCPConnector
 
 WRONG = {}
-"""By class: the case that detects it, and the right class."""
+"""By class: the case that detects it, or the server of a day, and the right class."""
 
 
 def found_by(case):
-    """Name the case that detects a connector."""
+    """Name the case, or the server of a day, that detects a connector."""
 
     def register(cls):
         WRONG[cls] = case, next(base for base in cls.__mro__ if not issubclass(base, Changed))
@@ -133,7 +133,7 @@ class KeepsIndicesIn16Bits(Changed, TCPConnector):
         end.take = lambda index, *piece: whole.take(index, *piece) if index < 65_536 else b""
 
 
-@found_by("value_bytes=5242960,window=8,pieces=9,sizes=full,moves=a window at a time,sent=when it is taken,peer=none")
+@found_by("large blocks")
 class SendsFromARing(Changed, TCPConnector):
     """Copies pieces into a ring of at most 32 MiB, also where more may be in flight."""
 
@@ -533,7 +533,7 @@ class TakesValuesOfAnyLength(Changed, TCPConnector):
         end.take = lambda index, reference, frames: b"".join(frames)
 
 
-@found_by("leases=300,pieces=8,window=8,value_bytes=65,sizes=full,moves=a window at a time,peer=none")
+@found_by("many requests")
 class HasBuffersFor128Leases(Changed, TCPConnector):
     """All leases share a ring of 1024 buffers."""
 
