@@ -14,6 +14,8 @@ from fd_core.testing.hooks.victims import VictimPolicySuite
 from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
+DAYS = ["crowded", "drafts", "store"]
+
 
 @pytest.mark.in_turn(5)
 class TestSchedulingPolicies(SchedulingPolicySuite):
@@ -21,11 +23,23 @@ class TestSchedulingPolicies(SchedulingPolicySuite):
     def _policy(self, request):
         self.policy_class = lambda: request.param
 
+    @pytest.mark.fd_alone
+    @pytest.mark.in_turn(15)
+    @pytest.mark.parametrize("name", DAYS)
+    def test_an_ordinary_day(self, name):
+        super().test_an_ordinary_day(name)
+
 
 class TestVictimPolicies(VictimPolicySuite):
     @pytest.fixture(autouse=True, params=[FewestTokens, LatestArrival, LeastImportant])
     def _policy(self, request):
         self.policy_class = lambda: request.param
+
+    @pytest.mark.fd_alone
+    @pytest.mark.in_turn(9)
+    @pytest.mark.parametrize("name", DAYS)
+    def test_an_ordinary_day(self, name):
+        super().test_an_ordinary_day(name)
 
 
 @pytest.fixture(autouse=True)

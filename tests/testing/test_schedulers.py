@@ -30,6 +30,7 @@ MODULES = (scheduling, planning)
 """Each adds its wrong schedulers."""
 WRONG = scheduling.WRONG
 PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
+DAY = "_ordinary_day["
 LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
 _NOT_IN_DAYS = {
     "vocab_size": "no scheduler reads it",
@@ -44,22 +45,31 @@ LATER = [
     *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
 ]
 """Run in `nox -s soak` only: most cases of the parts."""
+TIMED = [name for name in CASES if ":test_a_step_of_" in name or ":test_time_of_" in name]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.in_turn(3, by=lambda name: check_of(name))
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if name in LATER else ()) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name in LATER else pytest.mark.timing if name in TIMED else ())
+        for name in CASES
+    ],
 )
 def test_continuous_scheduler_passes(name: str) -> None:
     CASES[name].check(find_scheduler("continuous"))
 
 
-OTHER = [name for name in CASES if name not in LATER and ":test_a_step_of_" not in name]  # which compare times
+OTHER = [name for name in CASES if name not in LATER and name not in TIMED]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if at % 2 else ()) for at, name in enumerate(OTHER)]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if at % 2 or (DAY in name and "crowded" not in name) else ())
+        for at, name in enumerate(OTHER)
+    ],
 )
 def test_scheduler_of_another_kind_passes(name: str) -> None:
     CASES[name].check(SchedulerTarget("last slot", TakesTheLastSlot))

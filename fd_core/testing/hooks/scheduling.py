@@ -234,12 +234,20 @@ class SchedulingPolicySuite:
             SchedulerSetup(limits=limits, policy=self.policy_class()(), victims=FewestTokens(), hasher=None),
         )
         preempted = sent = 0
+        names, displaced = dict[int, str](), ""
         for step in range(600):
             for number in range(12 if step % 20 == 0 and step < 100 else 0):
                 run.scheduler.add(greedy(f"r{step}-{number}", (step, number), 40, tenant=f"t{step}"))
                 sent += 1
             plan, _ = run.step()
-            preempted += 0 if plan is None else len(plan.revocations)
+            if plan is None:
+                continue
+            for admission in plan.admissions:
+                names[admission.slot], back = admission.request_id, displaced == admission.request_id
+                require(not back, "8", f"{displaced} is displaced for a request that waits, and returns before it")
+                displaced = ""
+            for revoked in plan.revocations:
+                preempted, displaced = preempted + 1, names[revoked.slot]
         left = run.scheduler.request_ids()
         require(
             not left, "2.2", f"after 600 steps with 6 slots, {len(left)} of {sent} texts of 40 tokens are unfinished"

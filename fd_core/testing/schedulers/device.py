@@ -105,6 +105,8 @@ class HashingDevice:
         self._tables = np.full((limits.max_num_seqs, limits.blocks_per_seq + 1), -1, np.int64)
         self._gens = np.zeros(limits.max_num_seqs, np.int32)
         self._lengths = np.zeros(limits.max_num_seqs, np.int64)
+        self._computed = np.zeros(limits.max_num_seqs, np.int64)
+        """Tokens of each slot that have KV: not all while a prompt, or a preempted text, is computed in parts."""
         self._owners: list[DayRequest | None] = [None] * limits.max_num_seqs
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -140,7 +142,7 @@ class HashingDevice:
         same = (admission.params, admission.adapter) == (request.spec.params, request.spec.adapter)
         require(same, "4", f"{admission.request_id} was admitted with other parameters")
         self._owners[slot], self._gens[slot], self._lengths[slot] = request, admission.gen, length
-        self._tables[slot] = -1
+        self._tables[slot], self._computed[slot] = -1, admission.computed
 
     def _sample(self, request: DayRequest, slot: int, own: int, drafts: int, rows: _Rows) -> None:
         length = int(self._lengths[slot])
@@ -161,6 +163,7 @@ class HashingDevice:
         self._lengths[slot] = length + accepted + 1
 
     def _write(self, request: DayRequest, slot: int, start: int, end: int, rows: _Rows) -> None:
+        self._computed[slot] = end
         if end == start + 1 < len(request.hashes) and (block := self._tables[slot, start // self._size]) >= 0:
             self.content[block, start % self._size] = request.hashes[start] + self.weights  # as below, but faster
         else:
@@ -187,11 +190,10 @@ class HashingDevice:
             broken("3.5", f"{request.spec.request_id} {what} is of other tokens, from position {wrong[0]:,} on")
 
     def check_running(self, names: Container[str]) -> None:
-        """Check all KV of these requests, as far as they run, but that of the last tokens."""
+        """Check all KV of these requests, as far as they run."""
         for slot, request in enumerate(self._owners):
-            length = int(self._lengths[slot])
-            if request is not None and request.spec.request_id in names and length > len(request.spec.prompt):
-                self._check(slot, min(length - 1 - self.limits.max_drafts, len(request.hashes)), "reads KV that")
+            if request is not None and request.spec.request_id in names:
+                self._check(slot, min(int(self._computed[slot]), len(request.hashes)), "reads KV that")
 
 
 class _Rows:

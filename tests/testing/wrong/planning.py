@@ -464,6 +464,19 @@ class CopiesTheQueue(ExaminesTheQueue):
         return super().plan()
 
 
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[context]")
+class ReservesWholeTexts(Changed):
+    """Memory for all tokens that a request may get, while it waits."""
+
+    def change(self):
+        self.reserved = {}
+
+    def add(self, spec):
+        effects = super().add(spec)
+        self.reserved[spec.request_id] = np.zeros(self._requests[spec.request_id].limit, np.int32)
+        return effects
+
+
 @breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[served]")
 class RemembersEveryRequest(Changed):
     def change(self):
@@ -1176,7 +1189,7 @@ class AdmitsOneLongPromptAtATime(Changed):
         return deltas, effects
 
 
-@breaks("2.1", "budget:test_steps_are_planned_while_others_are_in_flight[2]")
+@breaks("2.1", "budget:test_steps_are_planned_while_others_are_in_flight[1-2-3]")
 class WaitsForEachOutput(Changed):
     """The device has nothing to do between the steps."""
 
@@ -1192,6 +1205,19 @@ class WaitsForEachOutput(Changed):
     def commit(self, plan, output):
         self.waits = False
         return super().commit(plan, output)
+
+
+@breaks("2.1", "budget:test_steps_are_planned_while_others_are_in_flight[4-4-64]")
+class FillsOnePlanOfAPipeline(Changed):
+    """All requests whose tokens are known are in one plan: the other stages have nothing to do."""
+
+    def change(self):
+        slots = self._slots
+        instead(
+            self._planner,
+            "_of_this_plan",
+            lambda _, __, ready: ready[slots.num_planned[ready] <= slots.num_tokens[ready]],
+        )
 
 
 CONVERSATIONS = "blocks:test_conversations_are_computed_from_their_last_turn_on"

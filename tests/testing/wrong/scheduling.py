@@ -569,10 +569,22 @@ class UsesPartialLoads(Changed):
         super().complete(completion)
 
 
-@breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[False]")
+@breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[host-2.5-2]")
 class AlwaysLoads(Changed):
     def change(self):
         self._offloading.load_or_recompute.prefill_measured = lambda pace: None
+
+
+@breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[all-0.4-8]")
+class ComparesABlockWithAToken(Changed):
+    """Loading a block has to be faster than computing one token of it."""
+
+    def change(self):
+        def decide(_, right, name, host, store, tokens):
+            decision = right(name, host, store, tokens // self.limits.block_size)
+            return msgspec.structs.replace(decision, num_tokens=tokens)
+
+        instead(self._offloading.load_or_recompute, "decide", decide)
 
 
 # Pairs --------------------------------------------------------------------------------------------------------

@@ -291,8 +291,9 @@ _WAITING: Final[Mapping[str, Callable[[int], RequestSpec]]] = {
     "turns": lambda number: greedy(f"waits {number}", (number % 250, number // 250, 1), 8, tenant=f"tenant {number}"),
     "prefix": lambda number: greedy(f"waits {number}", range(12), 8),
     "grammars": lambda number: greedy(f"waits {number}", (number % 250, 1), 8, grammar=f"start: /{number}/"),
+    "context": lambda number: greedy(f"waits {number}", (number % 250, number // 250, 1), 2**31 - 1),
 }
-"""Requests by number, by what they wait for."""
+"""Requests by number, by what they wait for; those of `context` set no limit of tokens, and it grows as they do."""
 
 
 @pytest.mark.law("2.6")
@@ -302,7 +303,8 @@ def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits
     waiting, costs = _WAITING[waits_for], list[dict[str, int]]()
     for count in (_FEW, _MANY):
         policy = FairShare() if waits_for == "turns" else _Counted()
-        run = _run(target, policy, max_num_seqs=8, max_model_len=400, num_kv_blocks=800 * count // _FEW)
+        context = min(400 * count // _FEW, target.envelope.max_model_len or 1 << 30) if waits_for == "context" else 400
+        run = _run(target, policy, max_num_seqs=8, max_model_len=context, num_kv_blocks=800 * count // _FEW)
         scheduler = run.scheduler
         for number in range(8):
             scheduler.add(greedy(f"runs {number}", (250, number), 300))
@@ -414,4 +416,5 @@ def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec
         plan = measure_bytes("plan", scheduler.plan)[0]
         output = run.output(plan)
         measure_bytes("commit", lambda: scheduler.commit(plan, output))  # noqa: B023
+        measure_bytes("add", lambda: scheduler.add(waiting(count + 5 + number)))  # noqa: B023
     return {name: min(each) for name, each in found.items()}

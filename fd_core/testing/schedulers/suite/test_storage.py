@@ -111,17 +111,25 @@ def test_damaged_value_is_recomputed_and_stored_again(target: SchedulerTarget, h
 
 
 @pytest.mark.law("5.6")
-@pytest.mark.parametrize("loading_is_faster", [False, True])
-def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget, *, loading_is_faster: bool) -> None:
-    driver = drive(target, keep=OffloadSelection(True, True, True))
-    quick, slow = 1e-6, 1.0
-    load, compute = (quick, slow) if loading_is_faster else (slow, quick)
+@pytest.mark.parametrize("term", ["host", "store", "latency", "all"])
+@pytest.mark.parametrize("times", [0.4, 2.5])
+@pytest.mark.parametrize("size", [2, 8])
+def test_kv_is_loaded_only_where_that_beats_computing_it(
+    target: SchedulerTarget, size: int, times: float, term: str
+) -> None:
+    """Loading takes so many times as long as computing the same tokens, because of a term or of all."""
+    driver = drive(target, keep=OffloadSelection(True, True, True), block_size=size, num_kv_blocks=64 // size)
+    compute, blocks = 1e-4, 28 // size
+    whole, on_host = times * compute * blocks * size, blocks // 2
+    by_term = {"host": whole / on_host, "store": whole / (blocks - on_host), "latency": whole}
+    host, store, latency = (each / 3 if term == "all" else each * (name == term) for name, each in by_term.items())
     driver.tell(PrefillPaceMeasured(compute))
-    driver.tell(LoadPaceMeasured(load, load, load))
+    driver.tell(LoadPaceMeasured(host, store, latency))
     run_returning(driver, OperationEnd.WELL)
     loads = driver.begun(Load)
-    what = f"a token is computed in {compute} s, a block loaded in {load} s, and {len(loads)} loads begin"
-    require(bool(loads) == loading_is_faster, "5.6", what)
+    what = f"a token is computed in {compute:g} s, a block of {size} loaded in {host:g} s from the host tier and in"
+    what = f"{what} {store:g} s from the store, after {latency:g} s, and {len(loads)} loads begin"
+    require(bool(loads) == (times < 1), "5.6", what)
 
 
 @pytest.mark.law("5.4")
