@@ -54,6 +54,8 @@ _FASTER: Final = 30.0
 _STEP_SECONDS: Final = 0.02
 _UNNOTICED: Final = 0.1
 """Seconds that no user notices."""
+_PACES: Final = (0.25, 0.5, 0.25, 2.0)
+"""Time to load a block, as a multiple of that to compute its tokens, hour by hour."""
 _SAMPLED: Final = 48
 """Every so many steps, the bytecodes of the calls are counted."""
 
@@ -213,6 +215,8 @@ class ServerDay:
         self.scheduler = self._make(self._setup())
         for hour in range(_HOURS + 1):
             end = (hour + 1) * self.server.seconds / _HOURS if hour < _HOURS else float("inf")
+            if self.server.keep is not None:
+                self._measure(_PACES[hour % len(_PACES)])
             # Modules may be imported where something is used first.
             with require_no_stall("a call of a step", "2.6") if 2 * hour > _HOURS else nullcontext():
                 while self.now < end and (self._begins or self._open or self._flying or self.tiers.next < float("inf")):
@@ -224,6 +228,12 @@ class ServerDay:
         held = self.scheduler.held()
         require(held.idle and not self.scheduler.has_work, "3.6", f"after the day, it holds {held}")
         return self._figures()
+
+    def _measure(self, times: float) -> None:
+        """Report the paces of computing and loading, as an engine does."""
+        each = self.tiers.load_seconds = times * TOKEN_SECONDS * self._sizes.block_size
+        for pace in (operations.PrefillPaceMeasured(TOKEN_SECONDS), operations.LoadPaceMeasured(each, each, 0.002)):
+            self._deliver(self.scheduler.complete(pace))
 
     def _setup(self) -> SchedulerSetup:
         server, sizes, k = self.server, self._sizes, self._sizes.max_drafts

@@ -260,6 +260,8 @@ class TimedTiers:
     def __init__(self, device: HashingDevice, room: int) -> None:
         """`room` is that of the store, in blocks."""
         self.figures = Counter[str]()
+        self.load_seconds = _BLOCK_SECONDS
+        """Time to load a block."""
         self.begun = Counter[type]()
         """Effects by kind."""
         self.awaited = set[str]()
@@ -277,7 +279,8 @@ class TimedTiers:
             blocks = len(getattr(effect, "blocks", getattr(effect, "keys", ())))
             self.figures[f"blocks to {kind.__name__.lower()}"] += blocks
             computed = effect.job.num_tokens if isinstance(effect, operations.Fetch) else 0
-            due = now + TOKEN_SECONDS * computed + _SECONDS.get(kind, _BLOCK_SECONDS * blocks)
+            each = self.load_seconds if kind is operations.Load else _BLOCK_SECONDS
+            due = now + TOKEN_SECONDS * computed + _SECONDS.get(kind, each * blocks)
             heapq.heappush(self._due, (due, next(self._numbers), effect))
 
     @property
