@@ -5,7 +5,8 @@ A store moves opaque bytes. Their format, integrity and authenticity are checked
 hold values of other programs; it must not hang.
 
 The core never calls a store while planning, and from two background threads at most: one that reads (`longest_prefix`,
-`get`), one that writes (`put`, `delete`). A read does not wait for a write. Every call receives its timeout.
+`get`), one that writes (`put`, `delete`). A read does not wait for a write, and no call until another store object of
+the location has written the values of a put. Every call receives its timeout.
 """
 
 from __future__ import annotations

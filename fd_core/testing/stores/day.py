@@ -131,20 +131,24 @@ def _bytes_moved() -> int:
 
 
 class _Meanwhile(Sequence[tuple[bytes, Sequence[Bytes]]]):
-    """Values for a put during which a call of another thread is made and ends."""
+    """Values for a put during which calls of other threads are made and end."""
 
-    def __init__(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], call: Callable[[], Future[object]]) -> None:
-        self._values, self._call, self.late = values, call, False
+    def __init__(
+        self, values: Sequence[tuple[bytes, Sequence[Bytes]]], calls: Mapping[str, Callable[[], Future[object]]]
+    ) -> None:
+        self._values, self._calls, self.made, self.late = values, calls, dict[str, Future[object]](), ""
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, index: Any) -> Any:
-        if index == len(self._values) // 2 and not self.late:
+        for who in self._calls if index == len(self._values) // 2 and not self.made else ():
+            self.made[who] = self._calls[who]()
             try:
-                self._call().exception(_PATIENCE)
+                self.made[who].exception(_PATIENCE)
             except TimeoutError:
-                self.late = True
+                self.late = who
+                break
         return self._values[index]
 
 
@@ -175,7 +179,7 @@ class _History:
     """The day: what was put, what must still be there, and what the calls cost."""
 
     def __init__(self, place: Place, server: Server, limit: int | None) -> None:
-        self.place, self.server, self.limit = place, server, limit
+        self.place, self.server, self.limit, self.engines = place, server, limit, list[_Engine]()
         self.held: dict[bytes, tuple[int | bytes, ...]] = {}
         """Versions of a value, or damaged ones, one of which may be there."""
         self.used: dict[bytes, int] = {}
@@ -256,10 +260,14 @@ class _History:
         self.held[key] = (rights[found],)
         self.use(key)
         self.in_hand.append((value, hashlib.blake2b(found).digest()))
-        if len(self.in_hand) > 2 * self.server.batch:
+        self.copy(all_but=2 * self.server.batch)
+        return isinstance(rights[found], int)
+
+    def copy(self, all_but: int) -> None:
+        """Copy values in hand to the device: they are what they were when they were read."""
+        while len(self.in_hand) > all_but:
             value, digest = self.in_hand.popleft()
             require(hashlib.blake2b(value).digest() == digest, "5.2", "a value in hand changes")
-        return isinstance(rights[found], int)
 
     def gone(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -332,7 +340,7 @@ class _History:
         return True
 
     def put(self, engine: _Engine, keys: Sequence[bytes], others: Sequence[bytes], limit: int) -> None:
-        """Put blocks; during every fourth call, the other thread of the engine reads."""
+        """Put blocks; during every fourth call, the other thread of the engine reads, and other engines write."""
         version, buffers = self.timed.count + 1, tuple(BUFFERS)
         kind = buffers[self.timed.count % len(buffers)]
         values: list[tuple[bytes, Sequence[Bytes]]] = []
@@ -346,20 +354,17 @@ class _History:
             self.use(key, 2)
         stamps = {key: self.used.pop(key) for key in keys}
         given: Sequence[tuple[bytes, Sequence[Bytes]]] = values
-        reading: list[Future[object]] = []
-
-        def read() -> Future[object]:
-            reading.append(self._read(engine, others, limit))
-            return reading[-1]
-
-        meanwhile = _Meanwhile(values, read)
+        calls = {"a reader": partial(self._read, engine, others, limit)}
+        calls |= {f"engine {at}": partial(self._write, each, limit) for at, each in enumerate(self.engines)
+                  if each is not engine}  # fmt: skip
+        meanwhile = _Meanwhile(values, calls)
         if self.timed.count % 4 == 0 and others:
             given = meanwhile
         self.held.update((key, (*self.held.get(key, ()), version)) for key in keys)
         stored = self.call(engine, "put", given, values=None if given is meanwhile else size)
-        require(not meanwhile.late, "5.5", "a reader waits for a writer")
-        for each in reading:
-            each.result()
+        require(not meanwhile.late, "5.5", f"{meanwhile.late} waits until the values of a put are written")
+        for made in meanwhile.made.values():
+            made.result()
         if stored is None:
             return
         require(stored == len(keys), "5.2", f"put of {len(keys)} values returned {stored}")
@@ -374,6 +379,23 @@ class _History:
                 self.check("a value during a put", key, value, limit)
 
         return engine.reader.submit(read)
+
+    def _write(self, engine: _Engine, limit: int) -> Future[object]:
+        """Store a block and delete it."""
+        key = hashlib.blake2b(b"%d" % self.timed.count, digest_size=16).digest()
+        self.lengths[key] = limit - HEADER_BYTES
+        self.use(key, 2)
+        del self.used[key]
+
+        def write() -> None:
+            value = sealed(key, 0, self.lengths.pop(key))
+            for what, count in (
+                ("put", engine.store.put([(key, value)], 2 * _PATIENCE)),
+                ("delete", engine.store.delete([key], 2 * _PATIENCE)),
+            ):
+                require(count == 1, "5.2", f"{what} of a value during a put of another engine returned {count}")
+
+        return engine.writer.submit(write)
 
     # Each hour
 
@@ -499,7 +521,7 @@ def _live(place: Place, server: Server) -> Generator[None, None, Mapping[str, fl
     history, hours = _History(place, server, limit), itertools.count(1)
     with ExitStack() as stack:
         stack.enter_context(history.timed.counted())
-        engines = [_Engine(place.make(limit), blocks) for _ in range(place.engines)]
+        engines = history.engines = [_Engine(place.make(limit), blocks) for _ in range(place.engines)]
         stack.callback(lambda: [*map(_Engine.close, engines)])
         for key, size in zeros.items():
             assert place.door is not None
@@ -515,6 +537,7 @@ def _live(place: Place, server: Server) -> Generator[None, None, Mapping[str, fl
                 history.end_of_hour(engines, [*soon], draw)
                 if place.persists and history.hour % 2:
                     history.restart(engines, _Engine(place.make(limit), blocks))
+                history.copy(all_but=0)  # the memory that a store holds is measured, not theirs
                 yield
             at = (turn.engine + history.hour // 3) % len(engines)
             with history.timed.at(turn.at, engines[at].store, uptime=at * 1_000_000):

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -1036,6 +1036,17 @@ class WaitsForTheLock(DiskStore):
     def _reservations(self, root, deadline):
         with super()._reservations(root, deadline) as right:
             yield _WaitsForEver(self, root, right.partial, usage=right._usage, deadline=deadline)
+
+
+@found_by(DAY, server="small blocks")
+class LocksItsFolderDuringAPut(DiskStore):
+    """Counts and writes under one lock, for which other engines wait."""
+
+    @contextmanager
+    def _reservations(self, root, deadline):
+        with super()._reservations(root, deadline) as right, right._locked():
+            right._locked = nullcontext
+            yield right
 
 
 @found_by("test_no_call_waits_for_a_writer_that_stands_still")
