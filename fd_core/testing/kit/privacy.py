@@ -47,11 +47,31 @@ def _watch() -> None:
     sys.addaudithook(note_all)  # which cannot be removed
 
 
+class _Created(Collection[Path]):
+    """Paths that are text until they are read.
+
+    `Path` interns the parts of each, and when the table of interned strings grows, at any name, it takes some MB, which
+    would count as memory of the plugin.
+    """
+
+    def __init__(self) -> None:
+        self.names = dict[str, None]()
+
+    def __contains__(self, path: object) -> bool:
+        return str(path) in self.names
+
+    def __iter__(self) -> Iterator[Path]:
+        return map(Path, [*self.names])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 @contextmanager
 def created_paths() -> Iterator[Collection[Path]]:
     """Yield the files, folders and sockets that the process has created since, which may be gone again."""
-    made: dict[Path, None] = {}
-    with audited(partial(_note, made)):
+    made = _Created()
+    with audited(partial(_note, made.names)):
         yield made
 
 
@@ -134,7 +154,7 @@ def _open_paths() -> Iterator[Path]:
     yield from (Path(name) for name in (*found.descriptors, *found.mapped) if name.startswith(("/dev/shm/", "/tmp/")))  # noqa: S108
 
 
-def _note(made: dict[Path, None], event: str, arguments: tuple[Any, ...]) -> None:
+def _note(made: dict[str, None], event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT:
         _add(made, arguments[0])
     elif event == "socket.bind":
@@ -143,7 +163,7 @@ def _note(made: dict[Path, None], event: str, arguments: tuple[Any, ...]) -> Non
         _add(made, arguments[at], arguments[-1])
 
 
-def _add(made: dict[Path, None], name: Any, folder: Any = -1) -> None:
+def _add(made: dict[str, None], name: Any, folder: Any = -1) -> None:
     """Note a path, in the folder of a descriptor if there is one."""
     if not isinstance(name, str | bytes | os.PathLike):
         return
@@ -151,5 +171,6 @@ def _add(made: dict[Path, None], name: Any, folder: Any = -1) -> None:
     if "__pycache__" in text or text[:1] in ("", "\0", ":"):
         return
     with suppress(OSError):
-        base = Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) and folder >= 0 else ""
-        made[Path(base, text).absolute()] = None
+        of_descriptor = isinstance(folder, int) and folder >= 0
+        base = os.readlink(f"/proc/self/fd/{folder}") if of_descriptor else os.getcwd()  # noqa: PTH109, PTH115
+        made[os.path.join(base, text)] = None  # noqa: PTH118 - see `_Created`

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +17,7 @@ import pytest
 from fd_core.testing.kit.days.account import Day, account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
 from fd_core.testing.kit.law import InvariantViolated
+from fd_core.testing.kit.privacy import created_paths
 from fd_core.types import RequestSpec, SamplingParams
 
 _ELSEWHERE = {
@@ -88,3 +93,13 @@ def test_account_notices(what: str) -> None:
     finally:
         _END.set()
         _KEPT.clear()
+
+
+def test_names_of_created_files_are_not_interned(tmp_path: Path) -> None:
+    """The table of interned strings grows by megabytes at any name, which would count as memory of a plugin."""
+    name = secrets.token_hex()
+    with created_paths() as made:
+        os.close(os.open(f"{tmp_path}/{name}", os.O_CREAT))
+    again = name[:1] + name[1:]
+    assert sys.intern(again) is again
+    assert [*made] == [tmp_path / name]
