@@ -103,7 +103,7 @@ def test_calls_of_days_vary_in_every_argument(tmp_path):
     timed = [name for name, method in vars(KVStore).items() if "timeout" in getattr(method, "__annotations__", ())]
     cls = type("Noted", (MemoryStore,), {name: noted(name) for name in timed})
     for server in SERVERS:
-        assert Kit(cls, tmp_path).fails(DAY, {"server": server}) is None
+        assert Kit(cls, tmp_path).fails(DAY, {"day": server}) is None
     arguments = {(name, each) for name in timed for each in inspect.signature(getattr(KVStore, name)).parameters}
     few = {each for each in arguments if len(seen.get(each, ())) < 2 and each[1] != "self"}
     assert not few
@@ -161,7 +161,11 @@ def test_wrong_store_fails_what_names_its_fault(cls, tmp_path):
 
 @pytest.mark.in_turn(4, by=lambda test, arguments: check_of(test))
 @pytest.mark.parametrize(
-    ("test", "arguments"), {str(found): found for found in WRONG.values()}.values(), ids=lambda value: str(value)[:60]
+    ("test", "arguments"),
+    {  # the tests of each store have its days
+        str(found): pytest.param(*found, marks=pytest.mark.soak if found[0] == DAY else ()) for found in WRONG.values()
+    }.values(),
+    ids=lambda value: str(value)[:60],
 )
 def test_intact_store_passes(test, arguments, tmp_path):
     on_disk = any(issubclass(cls, DiskStore) for cls, found in WRONG.items() if found == (test, arguments))
@@ -174,7 +178,10 @@ def test_intact_store_passes(test, arguments, tmp_path):
         *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
         *[(HISTORY, {"seed": seed}) for seed in range(6)],
         ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
-        *[(DAY, {"server": server}) for server in SERVERS],
+        *[
+            pytest.param(DAY, {"day": name}, marks=pytest.mark.soak if max(server.lengths) > 1 << 20 else ())
+            for name, server in SERVERS.items()
+        ],
     ],
     ids=lambda value: str(value)[:60],
 )

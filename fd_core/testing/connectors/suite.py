@@ -208,10 +208,10 @@ class ConnectorSuite:
     @pytest.mark.fd_thorough
     @pytest.mark.fd_alone
     @pytest.mark.law("6.1", "6.2")
-    @pytest.mark.parametrize("server", SERVERS)
-    def test_an_ordinary_day_costs_no_more_than_with_a_connector_of_the_core(self, recipe: Recipe, server: str) -> None:
+    @pytest.mark.parametrize("day", SERVERS)
+    def test_an_ordinary_day_costs_no_more_than_with_a_connector_of_the_core(self, recipe: Recipe, day: str) -> None:
         """Move the prompts of a day between workers that begin and end; compare pieces, messages and memory."""
-        require_an_ordinary_day(self.connector_class(), recipe, server)
+        require_an_ordinary_day(self.connector_class(), recipe, day)
 
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:

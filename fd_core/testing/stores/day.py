@@ -472,7 +472,7 @@ class _History:
             )
             if self.limit is not None:
                 require(stats.limit_bytes == self.limit, "5.5", f"expected the limit {self.limit:,}, got {stats}")
-                size = max(size, stats.bytes or 0)
+            size = max(size, stats.bytes or 0)
         self.held_most = max(self.held_most, size)
         require(
             self.limit is None or size <= self.limit,
@@ -605,6 +605,7 @@ def require_an_ordinary_day(place: Place, server: str) -> None:
     firsts = [(turn.keys[0], turn.length) for turn in _turns(settings) if turn.keys][:3]
     secrets = [(key, bytes(sealed(key, 1, length)[1][:64])) for key, length in firsts]
     mine = account_of(day_of(place, settings), *itertools.chain.from_iterable(secrets))
+    mine = mine._replace(left=[each for each in mine.left if not Path(each).is_dir()])  # folders of values may stay
     core = _core_account(
         settings,
         place.engines,

@@ -373,9 +373,9 @@ class StoreSuite:
     @pytest.mark.fd_thorough
     @pytest.mark.fd_alone
     @pytest.mark.law("5.2", "5.4", "5.5")
-    @pytest.mark.parametrize("server", SERVERS)
+    @pytest.mark.parametrize("day", SERVERS)
     def test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core(
-        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, server: str
+        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, day: str
     ) -> None:
         """Serve the conversations of a day, with all accidents; compare values, blocks computed again and costs."""
         shares, capped = self.sharing.reason is None, self.size_cap.reason is None
@@ -393,14 +393,14 @@ class StoreSuite:
         place = Place(
             make,
             engines=3 if shares else 1,
-            door=back_door if shares or not capped or SERVERS[server].share is None else None,
+            door=back_door if shares or not capped or SERVERS[day].share is None else None,
             capped=capped,
             persists=self.persistence.reason is None and shares,
             zeros=type(back_door).write_zeros is not BackDoor.write_zeros,
             restart=restart if type(back_door).restart is not BackDoor.restart else None,
             survives=self.survives_restart.reason is None,
         )
-        require_an_ordinary_day(place, server)
+        require_an_ordinary_day(place, day)
 
     @pytest.mark.law("5.4")
     def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:

@@ -314,7 +314,7 @@ class WritesInPlace(DiskStore):
         return len(values)
 
 
-@found_by(DAY, server="small blocks")
+@found_by(DAY, day="small blocks")
 class HoldsALockWhileItWrites(MemoryStore):
     def __init__(self, location):
         super().__init__(location)
@@ -341,7 +341,7 @@ def in_turn(name):
     return call
 
 
-@found_by(DAY, server="small blocks")
+@found_by(DAY, day="small blocks")
 class HasOneWorker(MemoryStore):
     """Makes all calls in one thread, and ends those in time that wait for another one."""
 
@@ -531,7 +531,7 @@ class TimesEachValue(MemoryStore):
         return sum(super(TimesEachValue, self).put([value], timeout) for value in values)
 
 
-@found_by(DAY, server="large blocks")
+@found_by(DAY, day="large blocks")
 class NeverSubtractsFromItsStatistics(MemoryStore):
     written = 0
 
@@ -992,7 +992,7 @@ class KeepsTheFirstTimeout(MemoryStore):
         return super().put(values, self.first)
 
 
-@found_by(DAY, server="small blocks")
+@found_by(DAY, day="small blocks")
 class KeepsDeletedValues(DiskStore):
     """Moves deleted values to another folder, for the next start to remove."""
 
@@ -1038,7 +1038,7 @@ class WaitsForTheLock(DiskStore):
             yield _WaitsForEver(self, root, right.partial, usage=right._usage, deadline=deadline)
 
 
-@found_by(DAY, server="small blocks")
+@found_by(DAY, day="small blocks")
 class LocksItsFolderDuringAPut(DiskStore):
     """Counts and writes under one lock, for which other engines wait."""
 
