@@ -407,7 +407,7 @@ class BeginsAnotherFile(Observer):
         self.begun = self.now()
 
     def now(self):
-        return self.written >> 24
+        return self.written >> 26
 
     def observe(self, step):
         if (now := self.now()) != self.begun:

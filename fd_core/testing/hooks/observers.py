@@ -50,8 +50,10 @@ _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
 _FULL: Final = "steps=900,requests=64"
 _LARGE: Final = "requests=1024,tokens=33,drafts=all accepted,token_id=2147483647"
-_LARGE_STEPS: Final = 48
-"""Steps of that size, whose tokens are 17 MB as text."""
+_LARGE_STEPS: Final = 512
+"""Steps of that size, whose tokens are 180 MB as text, and 70 MB in four bytes."""
+_MOST_WRITTEN: Final = 1 << 27
+"""Bytes of files after which no more are observed."""
 _STEP_SECONDS: Final = 0.005
 """Mean time of such a step."""
 _CLOSE_SECONDS: Final = 3.0
@@ -173,9 +175,11 @@ class ObserverSuite:
         ):
             observer = self.new_observer()
             for number in range(_LARGE_STEPS):
-                day, at = divmod(number, _LARGE_STEPS // 4)
+                day = min(number, 3)
                 days.append(86_400 * day)
-                observer.observe(msgspec.structs.replace(step, epoch=1 + day, step=at))
+                observer.observe(msgspec.structs.replace(step, epoch=1 + day, step=number - day))
+                if number % 16 == 0 and _bytes_in(folder) > _MOST_WRITTEN:
+                    break
             observer.close()
 
     @pytest.mark.law("8")
@@ -233,6 +237,10 @@ def _hidden(step: SampledStep) -> AbstractContextManager[None]:
     token = step.requests[0].token_ids[0]
     forms = str(token).encode(), *(token.to_bytes(4, order) for order in _ORDERS)
     return hidden_from_other_users(Path(gettempdir()), *forms)
+
+
+def _bytes_in(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _times(observer: Observer, text: str) -> list[float]:
