@@ -1,6 +1,7 @@
 """The core's parsers pass the kit, and each wrong one fails the case that names its fault."""
 
 import re
+from itertools import product
 
 import pytest
 
@@ -8,15 +9,18 @@ from fd_core.errors import PluginError
 from fd_core.plugins import installed_plugins
 from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
 from fd_core.testing.parsers.answers import part_of
-from fd_core.testing.parsers.day import answers_of
+from fd_core.testing.parsers.day import answers_of, day_of
+from fd_core.testing.parsers.suite import test_day
 from fd_core.testing.parsers.suite.test_calls import test_answer_with_calls as over_calls
 from fd_core.testing.parsers.suite.test_reasoning import test_answer_with_reasoning as over_answers
 from fd_core.text.parsing import argument_types
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.json_calls import HermesTools
+from tests.testing.right.parsing import EmitsCharacters
 from tests.testing.witnesses import check_of
 from tests.testing.wrong.parsing import WRONG
 
@@ -66,6 +70,17 @@ def test_core_plugins_pass_every_case(kind, name):
         case.check(found, "")
 
 
+def test_characters_may_be_events_of_their_own():
+    mine, core = ParserTarget("characters", EmitsCharacters, TOOL_PARSER), find_parser("qwen3_coder", TOOL_PARSER)
+    days = [day_of(each, answers_of(each)[::16]) for each in (mine, core)]
+    require_as_good(*map(account_of, days), "a day", "8.4", test_day.SLACK)
+
+
+@pytest.mark.soak
+def test_right_parser_passes():
+    passes(ParserTarget("characters", EmitsCharacters, TOOL_PARSER), CASES[TOOL_PARSER].values())
+
+
 @pytest.mark.slow
 @pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
@@ -106,6 +121,9 @@ def test_a_day_has_all_that_parsers_are_given(kind, name):
     constants = [each for reader in readers for each in reader.__code__.co_consts[1:]]  # after the docstring
     words = {*argument_types.KINDS, *(each for each in constants if isinstance(each, str) and each.strip("~01/#"))}
     assert not [word for word in words if f'"{word}"' not in schemas]
+    around = [re.escape(f'{{"{word}": [') for word in ("anyOf", "oneOf", "allOf")]
+    inner = [*around, re.escape('{"$ref"')]
+    assert all(re.search(outer + each, schemas) for outer, each in product(around, inner))
     values = [value for answer in answers for _, called, _ in answer.model.calls for value in called.values()]
     assert {argument_types.kind_of(value) for value in values} == argument_types.KINDS
     assert {*[0, 1, 2]} <= {len(answer.model.calls) for answer in answers}

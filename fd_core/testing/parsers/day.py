@@ -6,7 +6,8 @@ import json
 import random
 import re
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
@@ -68,9 +69,17 @@ _PLAIN: Final[Mapping[str, Sequence[Any]]] = {
     "null": (None,),
     "array": ([], [[], {}, [{}]], ["10115", 7, None, True, "{"], [{"x": [1.5]}, "]"]),
     "object": ({}, {"a": {"b": [0, "true"]}}, {"type": "x", "properties": {"name": "null"}}),
-    "string": tuple(VALUES.values()),
+    "string": (*VALUES.values(), "10115", "-1e5", "false", "[]", '{"a": 1}', "10115"),
 }
 """Values of each type of JSON; strings are also texts."""
+_AROUND: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "anyOf": lambda schema: {"anyOf": [schema, {"type": "null"}], "default": None},
+    "oneOf": lambda schema: {"oneOf": [schema, {"type": "null"}]},
+    "allOf": lambda schema: {"allOf": [schema], "default": "7"},
+    "nullable": lambda schema: {**schema, "nullable": True},
+    "not": lambda schema: {**schema, "not": {"enum": ["never"]}},
+}
+"""Schemas around another one, which leave the type of its values, but for null; `$ref` is one as well."""
 _MOST_TOOLS: Final = 300
 _SHARES: Final = {"finish": 0.6, "flush": 0.1, "cut": 0.2, "leaves": 0.05, "malformed": 0.05}
 """Ends of answers: that of the model, or of its tokens, within a text, without one; some are none of the format."""
@@ -110,6 +119,9 @@ class _User:
         starts = () if form is None else (form.trigger, (form.opening + form.begin).strip())
         self.marked = form is None or any(marker in form.opening + form.begin for marker in target.markers)
         self.markup = sorted({*target.markers, *starts} - {""}, key=len, reverse=True)
+        self.around = random.Random(f"around {number}")  # noqa: S311
+        self.defined: dict[str, Any] = {}
+        """Definitions of the schema of a tool."""
         self.tools: dict[str, Any] = {}
         self.kinds: dict[str, dict[str, tuple[str, str]]] = {}
         """Type and form of each parameter of each tool."""
@@ -133,12 +145,14 @@ class _User:
             more = None if self.rng.random() < 0.9 else self._parameter()
             found = {key: self._schema(kind, form) for key, (kind, form) in own.items() if (kind, form) != more}
             self.kinds[name] = {**own, "more": more} if more else own
-            schema = {"type": "object", "properties": found, **DEFINITIONS, "title": f"Arguments of {name}"}
+            schema: dict[str, Any] = {"type": "object", "properties": found, "title": f"Arguments of {name}"}
             if more:
                 schema["additionalProperties"] = self._schema(*more)
             elif self.rng.random() < 0.2:
-                schema = {"$ref": "#/definitions/A%20B", "definitions": {"A B": schema, **DEFINITIONS["definitions"]}}
-                schema["$defs"] = DEFINITIONS["$defs"]
+                schema = {"$ref": "#/definitions/A%20B", "definitions": {"A B": schema}}
+            for words, defined in DEFINITIONS.items():
+                schema[words] = {**schema.get(words, {}), **defined, **self.defined}
+            self.defined = {}
             self.tools[name] = schema if own else self.rng.choice(({}, {"type": "object"}, schema))
 
     def _keys(self, count: int) -> list[str]:
@@ -152,6 +166,12 @@ class _User:
     def _schema(self, kind: str, form: str) -> Any:
         value = self.rng.choice(_PLAIN[kind]) if kind != "string" else "it"
         found = FORMS[form](kind, value)
+        for word in self.around.choices([*_AROUND, "$ref"], k=self.around.choice((0, 1, 2, 3, 4))):
+            if isinstance(found, dict) and word == "$ref":
+                self.defined[f"Of {len(self.defined)}"] = found
+                found = {"$ref": f"#/{self.around.choice([*DEFINITIONS])}/Of%20{len(self.defined) - 1}"}
+            elif isinstance(found, dict):
+                found = _AROUND[word](found)
         noise = {"description": f"The {kind}, as {self.number}", "examples": ["7", 7], "title": "type"}
         return {**found, **noise} if isinstance(found, dict) and self.rng.random() < 0.5 else found
 
@@ -262,29 +282,27 @@ def day_of(target: ParserTarget, answers: Sequence[DayAnswer]) -> Day:
     """Return a day of a parser, of which each answer is checked."""
 
     def live() -> Generator[None, None, Mapping[str, float]]:
-        alone, events = target.alone(), 0
+        alone = target.alone()
         for hour in range(_HOURS):
             due = deque(each for each in answers if min(int(each.begin / HOUR), _HOURS - 1) == hour)
-            running = deque[Generator[None, None, int]]()
+            running = deque[Iterator[None]]()
             with require_no_stall("a call", "8.6"):
                 while due or running:
                     while due and len(running) < _SLOTS:
                         running.append(_read(alone, due.popleft()))
                     reading = running.popleft()
-                    try:
+                    with suppress(StopIteration):
                         next(reading)
                         running.append(reading)
-                    except StopIteration as end:
-                        events += end.value
             re.purge()  # of the patterns of texts
             yield
-        return {"events": events}
+        return {}
 
     return live
 
 
-def _read(target: ParserTarget, answer: DayAnswer) -> Generator[None, None, int]:
-    """Read an answer piece by piece, and check what its client gets; return the number of events."""
+def _read(target: ParserTarget, answer: DayAnswer) -> Iterator[None]:
+    """Read an answer piece by piece, and check what its client gets, in any number of events."""
     tools, finished = json.loads(answer.tools), answer.end == "finish"
     events, last, model = list[Event](), list[Event](), answer.model
     for name in tools:
@@ -295,7 +313,7 @@ def _read(target: ParserTarget, answer: DayAnswer) -> Generator[None, None, int]
     pieces = target.listen(*answer.pieces, tools=tools, prompt=model.prompt, finish=finished)
     for number, last in enumerate(pieces):
         if answer.end == "leaves" and number >= len(answer.pieces) - 1:
-            return len(events)
+            return
         events += last
         yield
     meaning, text = meaning_of(joined(events)), answer.text
@@ -306,7 +324,7 @@ def _read(target: ParserTarget, answer: DayAnswer) -> Generator[None, None, int]
     if answer.end == "malformed":
         whole = target.read(text, tools=tools, prompt=model.prompt, finish=finished)
         require(joined(events) == whole, "8.1", f"pieces of {shortened(text)} yield other events than the whole text")
-        return len(events)
+        return
     limit = max(target.patience, len(model.tail.strip()))
     require(held <= limit, "8.2", f"{held} characters were held back until the end of {shortened(text)}")
     for event in events:
@@ -319,4 +337,3 @@ def _read(target: ParserTarget, answer: DayAnswer) -> Generator[None, None, int]
         model.require_of_part(meaning, len(text), markers, finished=finished)
     else:
         model.require_of(meaning, whole=True, finished=finished)
-    return len(events)

@@ -1369,6 +1369,44 @@ class IgnoresAdditionalProperties(DropsSchemas):
         return False
 
 
+@breaks("8.3", "day:test_an_ordinary_day")
+class KnowsNoReferencesInAllOf(DropsSchemas):
+    """As pydantic 1 and OpenAPI 3.0 write a parameter that has a type of its own and a default."""
+
+    def is_unknown(self, part):
+        return any("$ref" in each for each in part.get("allOf", ()) if isinstance(each, dict))
+
+
+@breaks("8.2", "day:test_an_ordinary_day")
+class HoldsLinesOfArguments(QwenCoderTools):
+    """Of a value with several lines, all after the first line break waits for the end of the call."""
+
+    def __init__(self, tools):
+        super().__init__(tools)
+        self.several, self.late = False, []
+
+    def push(self, text):
+        return [*self.passed(super().push(text))]
+
+    def flush(self):
+        return [*self.passed(super().flush()), *self.late]
+
+    def finish(self):
+        return [*self.passed(super().finish()), *self.late]
+
+    def passed(self, events):
+        for event in events:
+            if not isinstance(event, ArgumentsDelta):
+                yield from self.late
+                self.several, self.late = False, []
+            elif self.several:
+                self.late.append(event)
+                continue
+            else:
+                self.several = "\\n" in event.text
+            yield event
+
+
 @breaks("8.4", "day:test_an_ordinary_day")
 class KeepsTheToolsOfRequests(QwenCoderTools):
     """Works out each list of tools once, for as long as the server runs."""

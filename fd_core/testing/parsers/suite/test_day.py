@@ -8,7 +8,7 @@ from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.parsers.day import PRIVATE, answers_of, core_of, day_of
 from fd_core.testing.parsers.target import ParserTarget
 
-_SLACK = {"events": 1.5, "peak": 2.0, "grown": 2.0}
+SLACK = {"peak": 2.0, "grown": 2.0}
 
 
 @pytest.mark.law("8", "8.1", "8.2", "8.3", "8.4")
@@ -16,4 +16,4 @@ _SLACK = {"events": 1.5, "peak": 2.0, "grown": 2.0}
 @pytest.mark.fd_thorough
 def test_an_ordinary_day(target: ParserTarget) -> None:
     mine, core = (account_of(day_of(each, answers_of(each)), PRIVATE.encode()) for each in (target, core_of(target)))
-    require_as_good(mine, core, "an ordinary day", "8.4", _SLACK)
+    require_as_good(mine, core, "an ordinary day", "8.4", SLACK)
