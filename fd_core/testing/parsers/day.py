@@ -153,7 +153,7 @@ class _User:
             for words, defined in DEFINITIONS.items():
                 schema[words] = {**schema.get(words, {}), **defined, **self.defined}
             self.defined = {}
-            self.tools[name] = schema if own else self.rng.choice(({}, {"type": "object"}, schema))
+            self.tools[name] = schema if self.kinds[name] else self.rng.choice(({}, {"type": "object"}, schema))
 
     def _keys(self, count: int) -> list[str]:
         names = self.rng.sample(_NAMES, count)
