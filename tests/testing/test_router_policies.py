@@ -19,7 +19,16 @@ from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Expiring, RequestNum, RouterPolicy, SessionAffinity, least, lowest
+from fd_core.router.policies import (
+    Candidate,
+    Expiring,
+    RequestNum,
+    RouterPolicy,
+    SessionAffinity,
+    fewest_requests,
+    least,
+    lowest,
+)
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
@@ -492,6 +501,26 @@ class TimesSessionsFromTheirFirstUse(SessionAffinity):
         self._homes.put = lambda key, *rest: key in self._homes._entries or put(key, *rest)
 
 
+class RanksTwiceASecond(SessionAffinity):
+    """All requests of a burst without a known session go to the worker that was the least busy one before it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._best, self._ranked = None, 0.0
+
+    def choose(self, context):
+        home = None if context.session is None else self._homes.get(context.session, context.now)
+        is_fresh = 0 <= context.now - self._ranked < 0.5
+        known = {each.worker.url: each for each in context.candidates}
+        chosen = known.get(home) or (known.get(self._best) if is_fresh else None)
+        if chosen is None:
+            chosen = fewest_requests(context)
+            self._best, self._ranked = chosen.worker.url, context.now
+        if context.session is not None:
+            self._homes.put(context.session, chosen.worker.url, context.now)
+        return chosen
+
+
 class LooksAtThePrefixFirst(RouterPolicy):
     uses_prefix = True
 
@@ -783,6 +812,7 @@ def without_shrinking(monkeypatch):
         (CutsUrls, DAY, ()),
         (TimesSessionsFromTheirFirstUse, DAY, ()),
         (LooksAtThePrefixFirst, PREFIX, ()),
+        (RanksTwiceASecond, DAY, ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

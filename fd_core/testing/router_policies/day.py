@@ -29,7 +29,7 @@ from fd_core.router.selection import IDLE, NoWorker, RouteRequest, Selection
 from fd_core.router.workers import Role, RouterWorker
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.days.account import Day, DayAccount, account_of, require_as_good, worst_of
-from fd_core.testing.kit.days.work import HOUR, DayTurn, Talk, talks
+from fd_core.testing.kit.days.work import HOUR, DayTurn, Talk, each_talk
 from fd_core.testing.kit.law import require
 from fd_core.testing.stores.values import draws
 from fd_core.types import IntArray
@@ -181,20 +181,20 @@ class _RoutedTurn:
     """It repeats the one before."""
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # of a fleet and of the easy day
 def _work(number: int) -> tuple[list[Talk], dict[str, tuple[IntArray, tuple[bytes, ...]]]]:
     """Return conversations, and the tokens and keys of each of their prompts."""
     found, hasher, prompts = list[Talk](), block_hasher(_BLOCK), dict[str, tuple[IntArray, tuple[bytes, ...]]]()
-    for talk in talks(number, hours=1, longest=_LONGEST):
+    for talk in each_talk(number, hours=1, longest=_LONGEST):
         turns = list[DayTurn]()
         for turn in talk.turns:
             tokens = np.array(turn.spec.prompt, np.int32)
             tokens.flags.writeable = False
             prompts[turn.spec.request_id] = tokens, block_keys(hasher, tokens, turn.spec.cache_salt)
             spec = replace(turn.spec, prompt=())  # which takes several times the memory of the array
-            turns.append(DayTurn(turn.pause, spec, turn.answer, turn.leaves_after))
+            turns.append(DayTurn(turn.pause, spec, (0,) * len(turn.answer), turn.leaves_after))
         found.append(Talk(talk.habit, talk.session, turns))
-    return found, prompts
+    return sorted(found, key=lambda talk: talk.turns[0].pause), prompts
 
 
 class _RouterDay:

@@ -83,7 +83,15 @@ def talks(
 
     No prompt and answer together exceed `longest` tokens; `number` is that of all conversations.
     """
-    rng, made = random.Random(seed), list[Talk]()  # noqa: S311
+    made = each_talk(number, hours=hours, vocab_size=vocab_size, longest=longest, seed=seed)
+    return sorted(made, key=lambda talk: talk.turns[0].pause)
+
+
+def each_talk(
+    number: int, *, hours: int, vocab_size: int = 32_000, longest: int = 131_072, seed: int = 0
+) -> Iterator[Talk]:
+    """Yield these conversations by habit; a thousand of them take about a GiB at once."""
+    rng = random.Random(seed)  # noqa: S311
     for name, habit in _HABITS.items():
         shared = [_tokens(rng, habit.shared[0], vocab_size) for _ in range(habit.shared[1])]
         count = max(1, round(number * habit.share))
@@ -95,8 +103,7 @@ def talks(
             system = shared[min(int(rng.expovariate(1.5)), len(shared) - 1)]
             turns = [*_turns(rng, name, who, system, begin, vocab_size, longest)]
             if turns:
-                made.append(Talk(name, who if at % 3 == 0 else "", turns, len(system)))
-    return sorted(made, key=lambda talk: talk.turns[0].pause)
+                yield Talk(name, who if at % 3 == 0 else "", turns, len(system))
 
 
 def _turns(
