@@ -381,6 +381,17 @@ class RemovesAllThatIdle(Proposes):
         return load.target if now - self.since < 45 else needed
 
 
+class RemovesAllWithoutLoad(LoadPolicy):
+    """After the time with room, all workers that are not needed at this moment leave at once."""
+
+    def propose(self, load, now):
+        found = super().propose(load, now)
+        if found >= load.target:
+            return found
+        fits = (each for each in range(1, found) if load.running <= self.options.room * load.slots * each / load.ready)
+        return next((each for each in fits if self._pressure(load, each) <= self.options.room), found)
+
+
 class TriesOneLess(LoadPolicy):
     """Each eight minutes, and adds it again."""
 
@@ -485,6 +496,7 @@ DAY = "test_an_ordinary_day"
         (BeginsAtOne, DAY, ()),
         (RemovesOneEachHour, DAY, ()),
         (RemovesAllThatIdle, DAY, ()),
+        (RemovesAllWithoutLoad, DAY, ()),
         (TriesOneLess, DAY, ()),
         (SimulatesItsGroup, DAY, ()),
         (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name", ()),

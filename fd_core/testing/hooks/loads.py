@@ -132,25 +132,29 @@ GROUPS: Final[Mapping[str, Group]] = {
     "a large model": Group("decode", 700, clock=2**31 / 1000 - 18_000, every=5, start=300.0, held=1000, first=20),
     "thousands": Group("mixed", 5000, clock=1e8, every=2, start=60.0, held=1000),
 }
-_HOURS: Final[Mapping[str, Callable[[int], float]]] = {
-    "an even morning": lambda second: 0.4,
-    "a rising hour": lambda second: 0.4 + 0.6 * second / 3600,
-    "an hour with a lull in each minute": lambda second: 0.2 if second % 60 < 15 else 1.0,
-    "the hour in which workers end": lambda second: 1.0,
-    "an even noon": lambda second: 1.0,
-    "the hour in which the machine was suspended": lambda second: 1.0 if second < 100 else 8.0 if second < 104 else 1.5,
-    "a rush beyond what the file allows": lambda second: 3.0 if second < 1200 else 1.0,
-    "a quiet evening": lambda second: 0.125,
-    "a later evening": lambda second: 0.125,
-    "an hour of few requests": lambda second: 0.002,
-    "a night without requests": lambda second: 0.0,
-    "a night with a burst at its end": lambda second: 1.0 if second > 3500 else 0.0,
-    "the end of the night": lambda second: 0.0,
-    "a small morning": lambda second: 0.1,
-    "the next morning": lambda second: 0.4,
-    "the next noon": lambda second: 1.0,
+_HOURS: Final[Mapping[str, Callable[[int, float], float]]] = {
+    "an even morning": lambda second, _: 0.4,
+    "a rising hour": lambda second, _: 0.4 + 0.6 * second / 3600,
+    "an hour with lulls shorter than a start": lambda second, start: (
+        0.2 if second % (3 * start) < 0.75 * start else 1.0
+    ),
+    "the hour in which workers end": lambda second, _: 1.0,
+    "an even noon": lambda second, _: 1.0,
+    "the hour in which the machine was suspended": lambda second, _: (
+        1.0 if second < 100 else 8.0 if second < 104 else 1.5
+    ),
+    "a rush beyond what the file allows": lambda second, _: 3.0 if second < 1200 else 1.0,
+    "a quiet evening": lambda second, _: 0.125,
+    "a later evening": lambda second, _: 0.125,
+    "an hour of few requests": lambda second, _: 0.002,
+    "a night without requests": lambda second, _: 0.0,
+    "a night with a burst at its end": lambda second, _: 1.0 if second > 3500 else 0.0,
+    "the end of the night": lambda second, _: 0.0,
+    "a small morning": lambda second, _: 0.1,
+    "the next morning": lambda second, _: 0.4,
+    "the next noon": lambda second, _: 1.0,
 }
-"""Part of the demand of noon in each second of an hour."""
+"""Part of the demand of noon in each second of an hour, for workers that start in so many seconds."""
 _LOST: Final = {("the hour in which workers end", 900): 2, ("the hour in which workers end", 2400): 10**9}
 """Moments at which the ready workers are divided by a number."""
 _NOISY: Final = "the next noon"
@@ -160,9 +164,9 @@ _LIMITS: Final = {"a rush beyond what the file allows": 1.5}
 """Most workers that the file allows, as a multiple of those that noon needs."""
 _GIVEN_UP: Final = {"a night with a burst at its end": 0.9}
 """Part of the requests that may be given up; workers for a burst come too late."""
-_STARTED: Final = 4
+_STARTED: Final = {"an hour with lulls shorter than a start": 2}
 _TURNS: Final = 4
-"""Workers started for each one needed, and changes of direction under an even load, that nobody minds in an hour."""
+"""Workers started in an hour for each one needed, 4 in others, and turns under an even load, that nobody minds."""
 _RIGHT: Final[Sequence[Mapping[str, float]]] = (
     {},
     {"down-seconds": 500, "up-seconds": 15, "room": 0.5},
@@ -207,7 +211,7 @@ def _live(
     for hour, (name, share_of) in enumerate((name, _HOURS[name]) for name in hours):
         paid = waited = asked = started = lost = 0.0
         times, counts, limit = list[float](), list[int](), _LIMITS.get(name, 100.0) * group.needed
-        is_even = "even" in name.split()
+        is_even, demands = "even" in name.split(), [group.demand * share_of(at, group.start) for at in range(3600)]
         for second in range(3600):
             clock += 1
             if starting and starting[0] <= clock:
@@ -216,7 +220,7 @@ def _live(
             ready //= _LOST.get((name, second), 1)
             if name == _CANCELLED and second == 0:
                 waiting = running = 0.0
-            arrived = group.demand * share_of(second) * (1.0 if is_even else draw.uniform(0.9, 1.1)) / _ANSWER_SECONDS
+            arrived = demands[second] * (1.0 if is_even else draw.uniform(0.9, 1.1)) / _ANSWER_SECONDS
             capacity = ready * min(_SLOTS, group.held)
             waiting += max(0.0, running - capacity)  # of workers that ended
             running = min(running, capacity) * (1 - 1 / _ANSWER_SECONDS)
@@ -252,13 +256,14 @@ def _live(
                 starting = starting[: max(0, target - ready)]
                 ready = min(ready, target)
             starting += [clock + group.start] * (target - ready - len(starting))
-        needed = -(-int(group.demand * max(map(share_of, (0, 30, 103, 3599)))) // min(_SLOTS, group.held))
+        needed = -(-int(max(demands)) // min(_SLOTS, group.held))
         figures[f"workers in {name}"] = max(paid / 3600, 2 * needed + 1)
         figures[f"most workers in {name}"] = max(*counts, 2 * max(needed, before) + 1)
         figures[f"workers at the end of {name}"] = max(target, 2 * needed + 1)
         figures[f"requests given up in {name}, of all"] = max(lost / max(asked, 1.0), _GIVEN_UP.get(name, 0.1))
-        figures[f"workers removed although needed in {name}"] = max(min(needed, counts[0]) - min(counts), needed / 3)
-        figures[f"workers started in {name}"] = max(started, _STARTED * group.needed)
+        removed = min(needed, counts[0], int(limit)) - min(counts)
+        figures[f"workers removed although needed in {name}"] = max(removed, needed / 3)
+        figures[f"workers started in {name}"] = max(started, _STARTED.get(name, 4) * group.needed)
         figures[f"seconds that each request waits in {name}"] = max(
             waited / max(asked, 1.0), min(2 + group.start / 8, 20)
         )

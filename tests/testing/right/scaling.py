@@ -8,21 +8,23 @@ from fd_core.cluster.scaling import LoadPolicy, ScalingPolicy
 
 
 class OneForEight(ScalingPolicy):
-    """A worker for each eight requests; fewer after five minutes, as the scaffold's."""
+    """A worker for each eight requests; fewer after five minutes that need fewer, as the scaffold's."""
 
     def __init__(self, options):
-        self.since = None
+        self.since, self.most = None, 0
 
     def propose(self, load, now):
         needed = math.ceil((load.running + load.waiting) / 8)
         if needed >= load.target:
             self.since = None
             return needed
-        self.since = now if self.since is None else self.since
+        if self.since is None:
+            self.since, self.most = now, 0
+        self.most = max(self.most, needed)
         if now - self.since < 300:
             return load.target
         self.since = None
-        return needed
+        return self.most
 
 
 class TracksATarget(ScalingPolicy):
@@ -33,7 +35,7 @@ class TracksATarget(ScalingPolicy):
 
     def propose(self, load, now):
         if not load.ready or load.ready < load.target:
-            self.recent.clear()
+            self.recent = [(now, load.target)]
             return load.target
         use = max((load.running + load.waiting) / load.slots, load.kv_usage) / 0.75
         needed = load.target if 0.9 < use < 1.1 else max(1, math.ceil(load.ready * min(use, 2)))
