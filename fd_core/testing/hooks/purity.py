@@ -100,12 +100,28 @@ def _perturbed(shift: int, user: object) -> Iterator[None]:
 @contextmanager
 def started_earlier(seconds: int, user: object) -> Iterator[None]:
     """Advance monotonic clocks, also those that the package of `user` imported, as on a machine with more uptime."""
-    with pytest.MonkeyPatch.context() as patch:
-        for clock in ("monotonic", "monotonic_ns"):
-            now = getattr(time, clock)
-            patch.setattr(time, clock, lambda now=now, shift=seconds * _CLOCKS[clock]: now() + shift)
-        _replace_imported_clocks(patch, user)
+    with moving_clocks(user, "monotonic", "monotonic_ns") as move:
+        move(seconds)
         yield
+
+
+@contextmanager
+def moving_clocks(user: object, *clocks: str) -> Iterator[Callable[[float], None]]:
+    """Yield a function that advances clocks by seconds, all of them unless some are named, as hours of a day do.
+
+    Those that the package of `user` has imported by name are advanced as well.
+    """
+    ahead = [0.0]
+
+    def move(seconds: float) -> None:
+        ahead[0] += seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        for clock in clocks or _CLOCKS:
+            now, unit = getattr(time, clock), _CLOCKS[clock]
+            patch.setattr(time, clock, lambda now=now, unit=unit: now() + int(unit * ahead[0]))
+        _replace_imported_clocks(patch, user)
+        yield move
 
 
 def _replace_imported_clocks(patch: pytest.MonkeyPatch, user: object) -> None:

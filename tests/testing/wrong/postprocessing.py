@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -175,6 +176,28 @@ class StoresSixDrafts(NumpyPostprocess):
         return super().token_matrix(sampled, np.minimum(accepted, 6), slots, revoked)
 
 
+@breaks("1", "flight:test_an_ordinary_day_of_a_server[defaults]")
+class SavesEachHour(NumpyPostprocess):
+    """Waits in the first step of each hour until the disk has its counters."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self.saved = time.monotonic()
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if time.monotonic() - self.saved > 3600:
+            self.saved = time.monotonic()
+            os.sync()
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("8", "flight:test_an_ordinary_day_of_a_server[defaults]")
+class LogsARow(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        logging.getLogger("post").debug("row 0: %s", sampled[:1].tolist())
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
 @breaks("1", "matrix")
 class OmitsIdleSlots(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -326,6 +349,17 @@ class ReturnsInt64(TorchPostprocess):
 class ComputesOnTheHost(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked).numpy()
+
+
+@breaks("1", "device:test_its_own_arrays_are_on_the_device")
+class KeepsItsColumnsOnTheHost(TorchPostprocess):
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._columns = torch.from_numpy(np.arange(1 + limits.max_drafts, dtype=np.int32))
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        delivered = self._columns[: sampled.shape[1]] <= accepted[:, None]
+        return super().token_matrix(torch.where(delivered, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
@@ -115,6 +117,23 @@ def test_the_host_waits_for_nothing(target: PostprocessTarget, rows: int, revoke
         ours, right = place_of(matrix), place_of(given[0])
         require(ours == right and matrix.dtype == given[0].dtype, "1", f"it is {matrix.dtype}, {ours}; tokens: {right}")
         matrices.compare(matrix, step)
+
+
+@pytest.mark.law("1")
+def test_its_own_arrays_are_on_the_device(target: PostprocessTarget) -> None:
+    """Compute a step on torch's device without memory, which refuses tensors of the host as any other device does."""
+    if target.ops.framework != "torch":
+        lacks("arrays of this framework are on one device")
+    from fd_core.ops.torch.ops import TorchOps
+
+    matrices = Matrices(replace(target, ops=TorchOps(device="meta")), 6, 3)
+    given = matrices.upload(random_rows(np.random.default_rng(1), 6, 3, rows=3, revoked=2))
+    try:
+        found = place_of(matrices.compute(given))
+    except RuntimeError as error:  # also of kernels that have none for this device
+        require(not {"cpu", "meta", "device"} <= {*re.findall("[a-z]+", f"{error}")}, "1", f"on a device: {error}")
+        lacks("it does not compute on torch's device without memory")
+    require(found == place_of(given[0]), "1", f"the matrix is {found}, the tokens {place_of(given[0])}")
 
 
 @pytest.mark.law("1")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 
 from fd_core.ops.contract import Array
 from fd_core.plugins import POSTPROCESS, installed_plugins
-from fd_core.testing.hooks.purity import require_freed, unchanged_threads
+from fd_core.testing.hooks.purity import moving_clocks, require_freed, unchanged_threads
 from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
 from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded, require_no_stall
@@ -48,6 +49,8 @@ _MOST = 64
 _SERVERS: Final = {"defaults": (256, 3, 2), "large": (600, 8, 6)}
 """Slots, drafts and steps in flight of the engines of a day."""
 _ANSWER: Final = 400
+_STEP: Final = 24.0
+"""Seconds of the day that a step takes, so that it has each minute and hour."""
 _SLACK: Final = 4.0
 """Memory of a day as a multiple of what the core's takes."""
 
@@ -151,9 +154,18 @@ def test_an_ordinary_day_of_a_server(target: PostprocessTarget, server: str) -> 
     offered = framework in plugins.offered(POSTPROCESS)
     of_core = [replace(target, make=plugins.load(POSTPROCESS, framework))] if offered else []
     _lengths_of_answers()
-    *core, mine = (account_of(partial(_steps_of_a_day, each, *_SERVERS[server])) for each in (*of_core, target))
+    secrets = [f"{one}{between}{other}".encode() for one, other in pairwise(_ids()) for between in (", ", " ")]
+    *core, mine = (
+        account_of(partial(_steps_of_a_day, each, *_SERVERS[server]), *secrets) for each in (*of_core, target)
+    )
     for each in core:
         require_as_good(mine, each, "a day", "1", _SLACK)
+
+
+@cache
+def _ids() -> list[int]:
+    """Return the text of a day, which each request has a part of, and which no log may show."""
+    return np.random.default_rng(9).integers(10_000, 152_064, 600).tolist()
 
 
 @cache
@@ -166,15 +178,16 @@ def _steps_of_a_day(
     target: PostprocessTarget, slots: int, k: int, depth: int
 ) -> Generator[None, None, Mapping[str, float]]:
     """Yield after each hour of an engine that is never full in the morning, and always in the evening."""
-    rng, lengths = np.random.default_rng(8), _lengths_of_answers()
+    rng, lengths, text = np.random.default_rng(8), _lengths_of_answers(), np.array(_ids(), np.int32)
     matrices = Matrices(target, slots, k, **_LARGE)
     left, prompts = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     flying: deque[tuple[Any, SampledRows]] = deque()
     matrices.check(random_rows(rng, slots, k, rows=1, revoked=1))  # imports
     for hour in range(6):
         arrivals = slots * (0.1, 4, 12, 30, 50, 10)[hour] / 1000
-        with require_no_stall("a step of a day", "1"):
+        with require_no_stall("a step of a day", "1"), moving_clocks(target.make) as move:
             for _ in range(200):
+                move(_STEP)
                 free = np.flatnonzero(left == 0)
                 for slot in rng.permutation(free)[: rng.poisson(arrivals)]:
                     left[slot], prompts[slot] = lengths[rng.integers(len(lengths))], rng.integers(0, 3)
@@ -184,7 +197,7 @@ def _steps_of_a_day(
                 prompts = np.maximum(prompts - 1, 0)
                 ready = rng.permutation(np.flatnonzero((left > 0) & (prompts == 0))).astype(np.int32)
                 accepted = np.minimum(rng.integers(0, k + 1, len(ready)), left[ready] - 1).astype(np.int32)
-                tokens = rng.integers(0, 152_064, (len(ready), 1 + k)).astype(np.int32)
+                tokens = text[rng.integers(0, len(text) - k, (len(ready), 1)) + np.arange(1 + k)]
                 left[ready] -= 1 + accepted
                 rows = SampledRows(tokens, accepted, ready, revoked=rng.permutation(gone).astype(np.int32))
                 given = matrices.upload(rows)
