@@ -53,6 +53,9 @@ _MANY_IDS: Final = 33_000
 _TOKEN_BYTES: Final = 1024
 """Twice those of the core's drafters in a text without repetitions."""
 _SLACK: Final = 3.0
+_EXTENDED: Final = 544
+_FEW_STEPS: Final = 192
+"""Steps after a text, so that its index is made anew twice if each 256th one does that; fewer if they take long."""
 _REPEATED: Final = 64
 """Tokens of a text that repeats its beginning, of which the last ones are to be drafted."""
 _CALLS: Final = 66_000
@@ -372,7 +375,7 @@ def _first_drafts(drafter: Drafter, slot: int, text: Sequence[int]) -> list[int]
 
 
 def _seconds(subject: DrafterUnderTest, text: str, length: int) -> tuple[float, float]:
-    """Return the shortest CPU time of 16 steps of a text after a length of it, and that of its admission.
+    """Return the mean CPU time of a step of a text after a length of it, and that of its admission.
 
     A `frequent` text has one n-gram again and again, each time after others, as a table has its separators.
     """
@@ -380,18 +383,18 @@ def _seconds(subject: DrafterUnderTest, text: str, length: int) -> tuple[float, 
     rows = np.random.default_rng(1).integers(0, 257, (length, 5))
     rows[:, 2:] = [1, 2, 3]
     period = {"constant": [7], "periodic": [5, 6, 7, 8, 9], "random": rows[:, :2].ravel(), "frequent": rows.ravel()}
-    whole = np.resize(np.array(period[text], np.int32), length + 12 * 16)
+    whole = np.resize(np.array(period[text], np.int32), length + _EXTENDED)
     tokens, following = whole[:length], whole[length:, None]
     slot, counts = np.zeros(1, np.int32), np.ones(1, np.int32)
     began = time.thread_time()
     drafter.admit(0, tokens)
     admission = max(time.thread_time() - began, 1e-5)
     drafter.propose(slot, 4)
-    times = []
-    for number in range(12):
-        began = time.thread_time()
-        for token in following[16 * number :][:16]:
-            drafter.extend(slot, token[None].copy(), counts)
-            drafter.propose(slot, 4)
-        times.append(time.thread_time() - began)
-    return min(times), admission
+    began, steps = time.thread_time(), 0
+    for token in following:
+        drafter.extend(slot, token[None].copy(), counts)
+        drafter.propose(slot, 4)
+        steps += 1
+        if steps >= _FEW_STEPS and time.thread_time() - began > 1.0:
+            break
+    return (time.thread_time() - began) / steps, admission

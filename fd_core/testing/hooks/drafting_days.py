@@ -13,6 +13,7 @@ import numpy as np
 
 from fd_core.runner.drafting import Drafter
 from fd_core.testing.hooks.drafted import DrafterUnderTest
+from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
 from fd_core.testing.kit.growth import require_no_stall
@@ -24,6 +25,8 @@ _VOCABULARY: Final = 152_064
 _CONTEXT: Final = 32_768
 _K: Final = 4
 _HOURS: Final = 6
+_STEP: Final = 24.0
+"""Seconds of the day that a step takes, so that it has each minute and hour."""
 _STARTED: Final = 12
 """Requests that start in a step at most."""
 _PREEMPTED: Final = 0.003
@@ -88,8 +91,9 @@ class DraftingDay:
         rows = rejected = 0
         for hour in range(_HOURS):
             left, shown = len(self._requests) * (_HOURS - 1 - hour) // _HOURS, list[tuple[list[int], list[int]]]()
-            with require_no_stall("a step of a day", "8"):
+            with require_no_stall("a step of a day", "8"), moving_clocks(self._subject.cls) as move:
                 while len(waiting) > left or (hour == _HOURS - 1 and running):
+                    move(_STEP)
                     self._admit(drafter, rng, running=running, free=free, waiting=waiting)
                     slots = [slot for slot in rng.sample(sorted(running), len(running)) if rng.random() < 0.95]
                     if slots:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -228,6 +229,29 @@ class SearchesThePromptAtAdmission(Shortest):
     def admit(self, slot, tokens):
         super().admit(slot, tokens)
         self.known = [len(np.flatnonzero(tokens[:at] == tokens[at])) for at in range(len(tokens))]
+
+
+@noticed("test_time_of_a_step_does_not_grow_with_the_text")
+class RebuildsItsIndex(Shortest):
+    """New tokens go to a small index; each 256th one, that of the whole text is made anew, and all requests wait."""
+
+    def grow(self, slot, tokens):
+        super().grow(slot, tokens)
+        if len(self._texts[slot]) % 256 == 0:
+            self.digest = [sha256(b"%d" % token).digest() for token in self._texts[slot]]
+
+
+@noticed("test_an_ordinary_day")
+class SavesEachMinute(Shortest):
+    def __init__(self, context):
+        super().__init__(context)
+        self.saved = time.monotonic()
+
+    def propose(self, slots, limit):
+        if time.monotonic() - self.saved > 60:
+            self.saved = time.monotonic()
+            os.sync()
+        return super().propose(slots, limit)
 
 
 @noticed("test_memory_of_past_requests_is_freed")
