@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from fd_core.deprecations import accept_old_names
 from fd_core.scheduling.requests import QueuedRequest
-from fd_core.scheduling.victims import RunningRequests
+from fd_core.scheduling.victims import RunningRequests, VictimPolicy
 
 __all__ = ["FairShare", "Fcfs", "Priority", "SchedulingPolicy"]
 
 Rank = tuple[int, ...]
-_NOBODY: Final[npt.NDArray[np.intp]] = np.empty(0, np.intp)
 
 
 @accept_old_names
@@ -78,13 +77,13 @@ class SchedulingPolicy(abc.ABC):
         """
         return np.arange(len(running.slots))
 
-    def displaced_by(self, request: QueuedRequest, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """Return indices into `running`: one of these is preempted for a waiting request without slot or blocks.
+    def displaced_by(self, request: QueuedRequest, running: RunningRequests, victims: VictimPolicy) -> int | None:
+        """Return the row of `running` that is preempted for a waiting request without slot or blocks; none by default.
 
-        `request` is the first of the queue, and must stay before the preempted one. None is displaced by default. Turns
-        may increase.
+        `request` is the first of the queue, and must stay before the preempted one. `victims` chooses among several.
+        Turns may increase.
         """
-        return _NOBODY
+        return None
 
 
 class Fcfs(SchedulingPolicy):
@@ -142,6 +141,8 @@ class FairShare(SchedulingPolicy):
         """Number of clocks above which those of other tenants are dropped."""
         self._charges: dict[int, tuple[int, int, str]] = {}
         """Tokens at the first admission, charge and tenant of each admitted request, by arrival."""
+        self._displaced: set[int] = set()
+        """Arrivals of requests that made room for other tenants and did not return yet."""
         self._unfinished: dict[str, int] = {}
         """Requests of each tenant that wait or run."""
         self._usual_output = float(self._USUAL_OUTPUT)
@@ -150,13 +151,13 @@ class FairShare(SchedulingPolicy):
         """Order of arrival within the tenant."""
         return (request.arrival,)
 
-    def flow(self, request: QueuedRequest) -> str:
-        """The tenant."""
-        return request.tenant
+    def flow(self, request: QueuedRequest) -> str | None:
+        """The tenant, or the flow of requests that lost their blocks, which go first: their tokens are charged."""
+        return None if request.preempted and request.arrival not in self._displaced else request.tenant
 
     def turn(self, flow: str | None) -> int:
         """The clock of the tenant."""
-        return self._clocks.get(flow or "", 0)
+        return -1 if flow is None else max(self._clocks.get(flow, 0), 0)
 
     def arrived(self, request: QueuedRequest) -> None:
         """Start the clock of a tenant that was idle at the current virtual time."""
@@ -167,6 +168,7 @@ class FairShare(SchedulingPolicy):
 
     def admitted(self, request: QueuedRequest) -> None:
         """Advance the clock of the tenant by the tokens that the request will probably use."""
+        self._displaced.discard(request.arrival)
         if request.arrival in self._charges:
             return
         tenant = request.tenant
@@ -178,6 +180,7 @@ class FairShare(SchedulingPolicy):
     def ended(self, request: QueuedRequest, num_computed: int) -> None:
         """Replace the charge by the actual use; a request that ended before its admission is charged nothing."""
         tenant = request.tenant
+        self._displaced.discard(request.arrival)
         admitted = self._charges.pop(request.arrival, None)
         if admitted is not None:
             num_prompt, charge, _ = admitted
@@ -196,13 +199,13 @@ class FairShare(SchedulingPolicy):
             self._clocks = {each: clock for each, clock in known if each in self._unfinished or clock > self._now}
             self._most_clocks = 2 * len(self._clocks) + self._FEW  # so that each clock is copied about once
 
-    def displaced_by(self, request: QueuedRequest, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """Return the requests of the tenant that runs most, and at least two more than that of `request`.
+    def displaced_by(self, request: QueuedRequest, running: RunningRequests, victims: VictimPolicy) -> int | None:
+        """Return a request of the tenant that runs most, and at least two more than that of `request`.
 
         Its clock is ahead from now on, or its request would return to the slot at once.
         """
         if len(self._unfinished) < 2:
-            return _NOBODY
+            return None
         tenants = list[str]()
         for arrival, num_tokens in zip(running.arrivals.tolist(), running.num_tokens.tolist(), strict=True):
             num_prompt, charge, tenant = self._charges[arrival]
@@ -214,7 +217,10 @@ class FairShare(SchedulingPolicy):
         enough = counts[request.tenant] + 2
         over = [tenant for tenant, count in counts.items() if count >= enough and self._clocks[tenant] >= clock]
         if not over:
-            return _NOBODY
+            return None
         largest = max(over, key=counts.__getitem__)
         self._clocks[largest] = max(self._clocks[largest], clock + 1)
-        return np.array([row for row, tenant in enumerate(tenants) if tenant == largest], np.intp)
+        rows = np.array([row for row, tenant in enumerate(tenants) if tenant == largest], np.intp)
+        row = int(rows[victims.choose(running.only(rows))])
+        self._displaced.add(int(running.arrivals[row]))
+        return row

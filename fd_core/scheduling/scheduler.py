@@ -98,6 +98,7 @@ class ContinuousBatchingScheduler(Scheduler):
         self._admission_planner = AdmissionPlanner(
             _limits=limits,
             _policy=policy,
+            _victims=setup.victims,
             _pool=pool,
             _slots=slots,
             _waiting=waiting,

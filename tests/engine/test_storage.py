@@ -29,7 +29,7 @@ def preempt(stepper: Stepper, name: str) -> None:
     pool = stepper.probe.pool
     slot = stepper.probe.requests[name].slot
     assert slot is not None
-    stepper.scheduler._planner._choose_victim = lambda _: slot  # type: ignore[method-assign]  # override
+    stepper.scheduler._planner._choose_victim = lambda: slot  # type: ignore[method-assign]  # override
     hostage = pool.allocate(pool.num_free)
     assert hostage is not None
     while stepper.state_of(name) is State.RUNNING:

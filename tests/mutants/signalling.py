@@ -79,8 +79,8 @@ MUTANTS = (
         "1.2: a request leaves DRAINING only on the -9 with its gen",
         (
             PLANNER,
-            "                self._running_batch.preempt(self._choose_victim(candidates), builder)\n",
-            "                victim = self._choose_victim(candidates)\n"
+            "                self._running_batch.preempt(self._choose_victim(), builder)\n",
+            "                victim = self._choose_victim()\n"
             "                self._running_batch.preempt(victim, builder)\n"
             "                self._admit.__self__.wait(self._running_batch.release(victim))\n",
         ),

@@ -191,18 +191,17 @@ def test_abort_refunds_unused_charge() -> None:
     assert served.count("a") > 4 * served.count("b"), "a uses 10 tokens a request, b 120"
 
 
-def test_preempted_request_goes_before_others_of_its_tenant() -> None:
+def test_preempted_request_goes_first_and_is_charged_once() -> None:
     queue = Queue(FairShare())
     first = queue.add("a", 10, 50)
     queue.add("b", 10, 50)
-    queue.add("a", 10, 50)
     assert queue.admit() is first
     queue.preempt(first, after=20)
-    assert queue.admit().spec.tenant == "b"
-    assert queue.admit() is first
+    assert queue.admit() is first, "although it is b's turn"
     queue.end(first, 10)
-    queue.add("b", 10, 60)
-    assert queue.admit().spec.tenant == "a", "charged 40 tokens compared with 60"
+    queue.add("a", 10, 50)
+    assert queue.admit().spec.tenant == "b"
+    assert queue.admit().spec.tenant == "a"
 
 
 def filled(tenants: dict[str, int], slots: int = 6, blocks: int = 600) -> ContinuousBatchingScheduler:

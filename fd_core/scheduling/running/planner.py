@@ -22,7 +22,7 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.running.plan import Decodes, PlanBuilder, allot_decodes
 from fd_core.scheduling.running.running_batch import RunningBatch, slot_of
 from fd_core.scheduling.running.slots import SlotTable
-from fd_core.scheduling.victims import RunningRequests, VictimPolicy
+from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import IntArray, Phase, StepPlan
 
 
@@ -41,8 +41,8 @@ class Planner:
     _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
-    _displaced: Callable[[int], RunningRequests | None]
-    """Returns running requests of which one is preempted for a waiting one; receives the number of the step."""
+    _displaced: Callable[[int], int | None]
+    """Returns the slot that is preempted for a waiting request; receives the number of the step."""
     _step: int
     paused: bool = False
     """True if plans preempt every running slot and admit none."""
@@ -69,7 +69,7 @@ class Planner:
             for slot in np.flatnonzero(self._slots.running).tolist():
                 self._running_batch.preempt(slot, builder)
         elif (displaced := self._displaced(self._step)) is not None:
-            self._running_batch.preempt(self._choose_victim(displaced), builder)
+            self._running_batch.preempt(displaced, builder)
         decodes = self._decodes
         if decodes is not None and (decodes.membership != self._slots.membership or not decodes.plans_left):
             decodes = None
@@ -151,9 +151,7 @@ class Planner:
             while blocks is None and awaited + count > (
                 pool.num_free + pool.num_fenced + (slots.num_leaving() if slides else 0)
             ):
-                running = slots.running_requests()
-                candidates = running.only(self._policy.preemption_candidates(running))
-                self._running_batch.preempt(self._choose_victim(candidates), builder)
+                self._running_batch.preempt(self._choose_victim(), builder)
                 if not slots.running[slot]:
                     break
                 blocks = pool.allocate(count)
@@ -166,8 +164,10 @@ class Planner:
             return ready
         return ready[slots.running[ready] & ~np.isin(ready, stalled)]
 
-    def _choose_victim(self, candidates: RunningRequests) -> int:
-        return int(candidates.slots[self._victims.choose(candidates)])
+    def _choose_victim(self) -> int:
+        running = self._slots.running_requests()
+        preemption_candidates = running.only(self._policy.preemption_candidates(running))
+        return int(preemption_candidates.slots[self._victims.choose(preemption_candidates)])
 
     def _decode(self, rows: npt.NDArray[np.intp], builder: PlanBuilder) -> None:
         """Charge one token for each decode, all of them first.

@@ -34,7 +34,7 @@ from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.running_batch import RunningBatch
 from fd_core.scheduling.running.slots import SlotTable
-from fd_core.scheduling.victims import RunningRequests
+from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import Phase
@@ -57,6 +57,7 @@ class AdmissionPlanner:
 
     _limits: Limits
     _policy: SchedulingPolicy
+    _victims: VictimPolicy
     _pool: BlockPool
     _slots: SlotTable
     _waiting: WaitingQueue
@@ -98,8 +99,8 @@ class AdmissionPlanner:
         request.compiling = None
         self._prefix_wait_expired.discard(request.arrival)
 
-    def displaced(self, step: int) -> RunningRequests | None:
-        """Return running requests of which one is preempted for the head of the queue, which waits for long.
+    def displaced(self, step: int) -> int | None:
+        """Return the slot that is preempted for the head of the queue if that has waited for long.
 
         One at a time, as a plan that preempts admits nobody.
         """
@@ -110,8 +111,8 @@ class AdmissionPlanner:
         if head.arrival != arrival or step - since < _PATIENCE_STEPS:
             return None
         self._short, running = (arrival, step), slots.running_requests()
-        rows = self._policy.displaced_by(head.queued_view or head.queued(), running)
-        return running.only(rows) if len(rows) else None
+        row = self._policy.displaced_by(head.queued_view or head.queued(), running, self._victims)
+        return None if row is None else int(running.slots[row])
 
     def admit(self, builder: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""

@@ -264,7 +264,7 @@ class Auditor:
         self.paused = False
         """True if plans must preempt everything and admit nothing."""
         self.displaced: set[int] = set()
-        """Arrivals of which the scheduling policy lets the current plan preempt one for a waiting request."""
+        """Arrival that the scheduling policy lets the current plan preempt for a waiting request, or none."""
         self._weights = 0
         """Number of changes of the weights."""
         self._epoch = epoch
@@ -475,9 +475,6 @@ class Auditor:
         revoked = [live[each.slot] for each in plan.revocations if each.slot in live]
         revoked = [each for each in revoked if not each.request.abort_requested]
         preempted = [str(each) for each in revoked if each.request.arrival not in self.displaced]
-        displaced = [str(each) for each in revoked if each.request.arrival in self.displaced]
-        if not preempted and len(displaced) > 1:
-            broken("8", f"step {plan.step} preempts {displaced} for one request, of which the policy displaces one")
         loads = any(each.loading is not None for each in self.requests.values())  # its other blocks are not known yet
         if loads or self.paused or not preempted:
             return

@@ -81,12 +81,14 @@ class PolicyAuditor:
     def check(self) -> None:
         """Compare the calls since the last check with the requests as they are now."""
         calls, self._calls[:] = self._calls[:], []
-        for name, (shown, *more), value in calls:
+        for number, (name, (shown, *more), value) in enumerate(calls):
+            if name == "choose" and [each.name for each in calls[number + 1 : number + 2]] == ["displaced_by"]:
+                continue  # the scheduling policy asked
             if isinstance(shown, RunningRequests):
                 self._check_running(name, shown, value)
             elif name == "displaced_by":
                 self._check_queued(name, shown)
-                self._check_running(name, more[0], value)
+                self._check_running(name, more[0], [] if value is None else [value])
             else:
                 self._check_queued(name, shown, *more)
 
@@ -166,8 +168,8 @@ class PolicyAuditor:
         named = {arrivals[int(row)] for row in value}
         if name == "displaced_by":
             self._auditor.displaced |= named
-            if not named:
-                return
+            self._chosen |= named
+            return
         self._candidates = named
         if len(self._candidates) == 1:
             self._chosen |= self._candidates

@@ -254,8 +254,8 @@ class DisplacesWhoeverRuns(Fcfs):
 
     noticed_by = "test_displaced_requests_return_and_end"
 
-    def displaced_by(self, request, running):
-        return np.arange(len(running.slots))
+    def displaced_by(self, request, running, victims):
+        return victims.choose(running)
 
 
 class CountsRequestsByFlow(FairShare):

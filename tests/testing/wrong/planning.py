@@ -573,8 +573,9 @@ class PreemptsAnyone(Changed):
     """Does not ask the scheduling policy for candidates: important requests are preempted."""
 
     def change(self):
-        def choose(planner, right, _):
-            return right(self._slots.running_requests())
+        def choose(planner, right):
+            running = self._slots.running_requests()
+            return int(running.slots[planner._victims.choose(running)])
 
         instead(self._planner, "_choose_victim", choose)
 
