@@ -308,7 +308,8 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+    """`_replace` is a public method of named tuples, whose fields have all other names."""
+    return name.startswith("_") and not name.endswith("__") and name != "_replace"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

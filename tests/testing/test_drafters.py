@@ -30,6 +30,10 @@ class _Quick(DrafterSuite):
 class TestNgram(_Quick):
     drafter = "ngram"
 
+    @pytest.mark.soak  # twenty seconds; that of suffixes takes eight
+    def test_an_ordinary_day(self):
+        super().test_an_ordinary_day()
+
 
 class TestSuffix(_Quick):
     drafter = "suffix"

@@ -438,7 +438,7 @@ class WritesAFirst(WritesTokensForAll):
 
 class WritesTheFirstRequest(WritesAFirst):
     def observe(self, step):
-        self.file.write(f"{step.requests[0]}\n")
+        self.file.writelines(f"{each}\n" for each in step.requests[:1])
 
 
 class WritesEachStepToItsFile(Counts):

@@ -24,7 +24,7 @@ class TestSchedulingPolicies(SchedulingPolicySuite):
         self.policy_class = lambda: request.param
 
     @pytest.mark.fd_alone
-    @pytest.mark.in_turn(15)
+    @pytest.mark.in_turn(45)
     @pytest.mark.parametrize("name", DAYS)
     def test_an_ordinary_day(self, name):
         super().test_an_ordinary_day(name)
@@ -36,7 +36,7 @@ class TestVictimPolicies(VictimPolicySuite):
         self.policy_class = lambda: request.param
 
     @pytest.mark.fd_alone
-    @pytest.mark.in_turn(9)
+    @pytest.mark.in_turn(18)
     @pytest.mark.parametrize("name", DAYS)
     def test_an_ordinary_day(self, name):
         super().test_an_ordinary_day(name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SMALL: Final = 1 << 16
 
 
-class Server(NamedTuple):
+class PeerDay(NamedTuple):
     """Settings that the workers of a day have in common."""
 
     talks: int
@@ -43,9 +43,9 @@ class Server(NamedTuple):
 
 
 SERVERS: Final = {
-    "many requests": Server(100, 8192, (600, 900), at_once=300),
-    "long prompts": Server(7, 131_072, (500,), at_once=3, block=16),
-    "large blocks": Server(7, 16_384, (737_360, 5_242_960), at_once=3, block=1024),
+    "many requests": PeerDay(100, 8192, (600, 900), at_once=300),
+    "long prompts": PeerDay(7, 131_072, (500,), at_once=3, block=16),
+    "large blocks": PeerDay(7, 16_384, (737_360, 5_242_960), at_once=3, block=1024),
 }
 
 
@@ -60,7 +60,7 @@ class _Job(NamedTuple):
 
 
 @cache
-def _jobs(server: Server) -> list[_Job]:
+def _jobs(server: PeerDay) -> list[_Job]:
     """Return the prompts of a day, without the blocks that the decode worker has from the turn before."""
     found = list[_Job]()
     for number, talk in enumerate(talks(server.talks, longest=server.longest, seed=1)):
@@ -83,7 +83,7 @@ def value_of(name: str, index: int, length: int) -> tuple[bytes, memoryview]:
 
 
 @dataclass
-class _Lease:
+class _MovedLease:
     """A lease: its ends, and where each piece is."""
 
     job: _Job
@@ -105,12 +105,12 @@ class _Lease:
         return len(self.put) + len(self.sent) + len(self.taken)
 
 
-class _History:
-    def __init__(self, make: Callable[[], Connector], server: Server) -> None:
+class _DayOfLeases:
+    def __init__(self, make: Callable[[], Connector], server: PeerDay) -> None:
         self.make, self.server, self.draw = make, server, random.Random(2)  # noqa: S311
         self.decodes, self.prefills = ([make() for _ in range(2)] for _ in range(2))
         self.pools = [ThreadPoolExecutor(1) for _ in range(4)]
-        self.leases = list[_Lease]()
+        self.leases = list[_MovedLease]()
         self.timed = TimedCalls()
         self.run = self.timed.run
         self.messages: dict[str, float] = defaultdict(float)
@@ -127,17 +127,17 @@ class _History:
         outbox: Any = self.run(threads[1], prefill.open_outbox, job.name, inbox.address, **limits)
         inbox, outbox = (TimedEnd(end, decode.settings.timeout) for end in (inbox, outbox))
         self.messages[job.habit] += MAX_ADDRESS_BYTES + len(inbox.address) + 64 * len(job.pieces)
-        lease = _Lease(job, inbox, outbox, (decode, prefill), threads, limits, deque(job.pieces))
+        lease = _MovedLease(job, inbox, outbox, (decode, prefill), threads, limits, deque(job.pieces))
         if gives_up:
             lease.until = 1 + number % 29
         self.leases.append(lease)
 
-    def value(self, lease: _Lease, index: int) -> bytes:
+    def value(self, lease: _MovedLease, index: int) -> bytes:
         return b"".join(value_of(lease.job.name, index, lease.job.length))
 
-    def move(self, lease: _Lease) -> bool:
+    def move(self, lease: _MovedLease) -> bool:
         """Make a move that is possible; return False if there is none."""
-        moves: list[Callable[[_Lease], None]] = []
+        moves: list[Callable[[_MovedLease], None]] = []
         if lease.unsent and lease.flying < lease.limits["window"]:
             moves.append(self._put)
         moves += [self._send] * bool(lease.put) + [self._take] * bool(lease.sent) + [self._done] * bool(lease.taken)
@@ -146,7 +146,7 @@ class _History:
         self.draw.choice(moves)(lease)
         return True
 
-    def _put(self, lease: _Lease) -> None:
+    def _put(self, lease: _MovedLease) -> None:
         index = lease.unsent.popleft()
         header, payload = value_of(lease.job.name, index, lease.job.length)
         kind = (*BUFFERS,)[index % len(BUFFERS)]
@@ -163,12 +163,12 @@ class _History:
                 flat[:] = bytes(len(flat))
         lease.put.append((index, reference, frames))
 
-    def _send(self, lease: _Lease) -> None:
+    def _send(self, lease: _MovedLease) -> None:
         index, reference, frames = lease.put.popleft()
         lease.sent[index] = bytes(reference), tuple(bytes(frame) for frame in frames)
         self.messages[lease.job.habit] += len(reference) + sum(map(len, lease.sent[index][1]))
 
-    def _take(self, lease: _Lease) -> None:
+    def _take(self, lease: _MovedLease) -> None:
         index = self.draw.choice([*lease.sent])
         reference, frames = lease.sent.pop(index)
         if self.timed.count % 50 == 1:
@@ -178,14 +178,14 @@ class _History:
         assert_value(f"piece {index}", value, self.value(lease, index))
         lease.taken[index] = reference, value
 
-    def _done(self, lease: _Lease) -> None:
+    def _done(self, lease: _MovedLease) -> None:
         index = self.draw.choice([*lease.taken])
         reference, value = lease.taken.pop(index)
         assert_value(f"piece {index} before it is done", value, self.value(lease, index))
         self.run(lease.threads[0], lease.inbox.done, index, reference)
 
     def refused(
-        self, lease: _Lease, what: str, call: Callable[[], object], thread: int = 1, hidden: bytes = b""
+        self, lease: _MovedLease, what: str, call: Callable[[], object], thread: int = 1, hidden: bytes = b""
     ) -> None:
         try:
             self.run(lease.threads[thread], call)
@@ -194,7 +194,7 @@ class _History:
         else:
             require(False, "6.1", f"{what} was accepted")
 
-    def close(self, lease: _Lease) -> None:
+    def close(self, lease: _MovedLease) -> None:
         """Close both ends; one that is given up has pieces in flight, and its frames may be sent later."""
         before = [tuple(map(bytes, frames)) for _, _, frames in lease.put]
         ends: list[KVInbox | KVOutbox] = [lease.inbox, lease.outbox]
@@ -221,8 +221,8 @@ class _History:
         old.close()
 
 
-def _live(make: Callable[[], Connector], server: Server) -> Generator[None, None, Mapping[str, float]]:
-    history = _History(make, server)
+def _live(make: Callable[[], Connector], server: PeerDay) -> Generator[None, None, Mapping[str, float]]:
+    history = _DayOfLeases(make, server)
     with ExitStack() as stack:
         for each in (*history.decodes, *history.prefills):
             stack.callback(each.close)

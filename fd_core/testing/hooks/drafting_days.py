@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.runner.drafting import Drafter
+from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.hooks.drafted import DrafterUnderTest
 from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_good
@@ -154,7 +155,7 @@ class DraftingDay:
             request.done += len(given)
             request.text += given
         drafter.extend(np.array(slots, np.int32), tokens, lengths)
-        tokens.fill(-9)
+        tokens.fill(PREEMPTED_TOKEN_ID)
         return rejected
 
     def _compare(self, text: Sequence[int], drafts: Sequence[int]) -> None:

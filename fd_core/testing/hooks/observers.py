@@ -128,8 +128,14 @@ class ObserverSuite:
         secrets = [str(token).encode() for token in _ids(busy)[1][::997]]
         kinds, counted, clock = list[int](), counted_by(self.new_observer), [0]
 
+        def begun(count: int) -> list[Observer]:
+            """Construct observers as in a new process."""
+            cls = imported_again(self.observer_class())
+            with mock.patch.object(self, "observer_class", lambda: cls):
+                return [self.new_observer() for _ in range(count)]
+
         def live() -> Generator[None, None, Mapping[str, float]]:
-            every, before = [self.new_observer()], list[Mapping[str, int]]()
+            every, before = begun(1), list[Mapping[str, int]]()
             for hour in range(HOURS):
                 clock.append(3600 * (4 * hour - 5 * (hour == 3)))  # which is set back once
                 if hour == 1:
@@ -137,9 +143,7 @@ class ObserverSuite:
                     recorded = enumerate(_lost(made, night[: len(night) // 4]))
                     kinds.extend(kind for kind, lost in recorded if not lost and self.complete.reason is None)
                     _require_all(made, night, kinds)
-                    cls = imported_again(self.observer_class())
-                    with mock.patch.object(self, "observer_class", lambda cls=cls: cls):
-                        every += [self.new_observer() for _ in engines]
+                    every += begun(len(engines))
                     before = [numbers_of(observer) for observer in every[1:]]
                 for together in zip_longest(*(hours[hour] for hours in engines)):
                     for observer, step in zip(every[-2:], together, strict=False):

@@ -48,7 +48,7 @@ _SECONDS_PER_TOKEN: Final = 0.03
 _COUNTS: Final = Path("/proc/self/io")
 
 
-class Server(NamedTuple):
+class StoreDay(NamedTuple):
     """Settings that the engines of a day have in common."""
 
     talks: int
@@ -67,9 +67,9 @@ class Server(NamedTuple):
 
 
 SERVERS: Final = {
-    "small blocks": Server(16, 32_768, (500, 900), share=None),
-    "a store at its limit": Server(10, 8192, (700, 3000), share=0.15),
-    "large blocks": Server(7, 16_384, (737_280, 5_242_880), share=0.4, block=1024, batch=2, zeros=9 << 30),
+    "small blocks": StoreDay(16, 32_768, (500, 900), share=None),
+    "a store at its limit": StoreDay(10, 8192, (700, 3000), share=0.15),
+    "large blocks": StoreDay(7, 16_384, (737_280, 5_242_880), share=0.4, block=1024, batch=2, zeros=9 << 30),
 }
 
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     """Values survive a restart of the server."""
 
 
-class _Turn(NamedTuple):
+class _StoredTurn(NamedTuple):
     at: float
     habit: str
     engine: int
@@ -105,9 +105,9 @@ class _Turn(NamedTuple):
 
 
 @cache
-def _turns(server: Server) -> list[_Turn]:
+def _turns(server: StoreDay) -> list[_StoredTurn]:
     """Return the requests of a day in the order of their arrival."""
-    found = list[_Turn]()
+    found = list[_StoredTurn]()
     for number, talk in enumerate(talks(server.talks, longest=server.longest)):
         now, keys, seed = 0.0, list[bytes](), talk.turns[0].spec
         salt = f"{seed.tenant}{seed.cache_salt}{seed.adapter}{number % len(server.lengths)}".encode()
@@ -119,7 +119,7 @@ def _turns(server: Server) -> list[_Turn]:
                 tokens = repr(text[at * server.block : (at + 1) * server.block]).encode()
                 keys.append(hashlib.blake2b(tokens, digest_size=16, key=keys[-1] if keys else salt[:64]).digest())
             length = server.lengths[number % len(server.lengths)]
-            found.append(_Turn(now, talk.habit, number, tuple(keys), asked, length, scored=len(found) % 7 == 3))
+            found.append(_StoredTurn(now, talk.habit, number, tuple(keys), asked, length, scored=len(found) % 7 == 3))
             del keys[asked:]  # an answer that was cut is not in the next prompt
             now += len(told) * _SECONDS_PER_TOKEN
     return sorted(found, key=lambda turn: turn.at)
@@ -175,10 +175,10 @@ class _Engine:
         self.store.close()
 
 
-class _History:
+class _DayOfValues:
     """The day: what was put, what must still be there, and what the calls cost."""
 
-    def __init__(self, place: Place, server: Server, limit: int | None) -> None:
+    def __init__(self, place: Place, server: StoreDay, limit: int | None) -> None:
         self.place, self.server, self.limit, self.engines = place, server, limit, list[_Engine]()
         self.held: dict[bytes, tuple[int | bytes, ...]] = {}
         """Versions of a value, or damaged ones, one of which may be there."""
@@ -276,7 +276,7 @@ class _History:
 
     # Users
 
-    def turn(self, engine: _Engine, turn: _Turn) -> None:
+    def turn(self, engine: _Engine, turn: _StoredTurn) -> None:
         """Serve a request: blocks that neither the device nor the store has are computed, and put."""
         limit, prompt = turn.length + HEADER_BYTES, turn.keys[: turn.asked]
         for key in turn.keys:
@@ -503,12 +503,12 @@ class _History:
         return found
 
 
-def day_of(place: Place, server: Server) -> Day:
+def day_of(place: Place, server: StoreDay) -> Day:
     """Return a day of some engines with a store."""
     return partial(_live, place, server)
 
 
-def _live(place: Place, server: Server) -> Generator[None, None, Mapping[str, float]]:
+def _live(place: Place, server: StoreDay) -> Generator[None, None, Mapping[str, float]]:
     turns, draw = _turns(server), random.Random(1)  # noqa: S311
     sizes = {key: turn.length for turn in turns for key in turn.keys}
     blocks, limit, zeros = len(sizes) // 50, None, dict[bytes, int]()
@@ -518,7 +518,7 @@ def _live(place: Place, server: Server) -> Generator[None, None, Mapping[str, fl
             zeros = {turns[-1].keys[0][:1] + b"zeros %d" % at: 1 << 30 for at in range(server.zeros >> 30)}
             limit += sum(zeros.values())
     del sizes
-    history, hours = _History(place, server, limit), itertools.count(1)
+    history, hours = _DayOfValues(place, server, limit), itertools.count(1)
     with ExitStack() as stack:
         stack.enter_context(history.timed.counted())
         engines = history.engines = [_Engine(place.make(limit), blocks) for _ in range(place.engines)]
@@ -581,7 +581,7 @@ def _delete(stores: Sequence[KVStore], keys: Sequence[bytes]) -> None:
 
 @cache
 def _core_account(
-    server: Server, engines: int, capped: bool, *, door: bool, persists: bool, restart: Any
+    server: StoreDay, engines: int, capped: bool, *, door: bool, persists: bool, restart: Any
 ) -> DayAccount:
     """Return the account of a day with a store of the core that has the abilities of another one."""
     cls = DiskStore if engines > 1 else MemoryStore
