@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <type_traits>
 
 namespace fd {
 namespace {
@@ -33,28 +32,7 @@ template <class E, class A, int R, int N>
         for (int k = 0; k < steps; k++, a += P::kStep, b += b_step) {
             if (ahead_times-- > 0)
                 for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
-            if constexpr (std::is_same_v<E, A>) {
-                typename P::Operand columns[N];
-                unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
-                unroll<R>([&](int r) {
-                    const typename P::Operand x = P::broadcast(a + r * a_stride);
-                    unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
-                });
-            } else {
-                // One half of the pairs after the other: both take more registers than there are.
-                auto multiply = [&](auto half, int i) {
-                    V columns[N];
-                    unroll<N>([&](int v) { columns[v] = pinned(half(P::load(b + v * kLanes * P::kStep))); });
-                    unroll<R>([&](int r) {
-                        const V x = vset(a[r * a_stride + i]);
-                        unroll<N>([&](int v) {
-                            acc[r * N + v] = pinned(vfma(x, columns[v], acc[r * N + v]));
-                        });
-                    });
-                };
-                multiply([](auto pairs) { return P::low(pairs); }, 0);
-                multiply([](auto pairs) { return P::high(pairs); }, 1);
-            }
+            multiply_step<E, A, R, N>(acc, a, a_stride, [&](int v) { return P::load(b + v * kLanes * P::kStep); });
         }
     });
     unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });

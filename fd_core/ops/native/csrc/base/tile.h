@@ -6,6 +6,8 @@
 // a row's result does not depend on which rows it is computed with.
 #pragma once
 
+#include <type_traits>
+
 #include "base/amx.h"
 #include "base/simd.h"
 
@@ -86,6 +88,32 @@ struct RowOf<bf16> {
 #endif
 template <class E>
 using Row = typename RowOf<E>::type;
+
+/// One k step of R rows times N vectors of columns: `columns(v)` is that of vector v.
+template <class E, class A, int R, int N, class Columns>
+inline void multiply_step(V (&acc)[R * N], const A* a, size_t a_stride, Columns&& columns) {
+    using P = Product<E>;
+    if constexpr (std::is_same_v<E, A>) {
+        typename P::Operand kept[N];
+        unroll<N>([&](int v) { kept[v] = pinned(columns(v)); });
+        unroll<R>([&](int r) {
+            const typename P::Operand x = P::broadcast(a + r * a_stride);
+            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, kept[v]); });
+        });
+    } else {
+        // One half of the pairs after the other: both take more registers than there are.
+        auto multiply = [&](auto half, int i) {
+            V kept[N];
+            unroll<N>([&](int v) { kept[v] = pinned(half(columns(v))); });
+            unroll<R>([&](int r) {
+                const V x = vset(a[r * a_stride + i]);
+                unroll<N>([&](int v) { acc[r * N + v] = pinned(vfma(x, kept[v], acc[r * N + v])); });
+            });
+        };
+        multiply([](auto pairs) { return P::low(pairs); }, 0);
+        multiply([](auto pairs) { return P::high(pairs); }, 1);
+    }
+}
 
 template <class E, class A = E>
 struct TileCall {

@@ -104,18 +104,25 @@ inline Range column_share(const Linear& w, int thread, int threads) {
     return {r.begin * unit, r.end * unit};
 }
 
-/// Rows as they are multiplied: in place, or widened in this thread's memory, a multiple of kLanes apart.
+/// Rows as they are multiplied, `stride` elements apart.
 template <class E>
-const Row<E>* multiplied(const E* x, size_t stride, int rows, int k) {
+struct MultipliedRows {
+    const Row<E>* data;
+    size_t stride;
+};
+
+/// Those rows, in place or widened in this thread's memory.
+template <class E>
+MultipliedRows<E> multiplied(const E* x, size_t stride, int rows, int k) {
     if constexpr (std::is_same_v<E, Row<E>>) {
-        return x;
+        return {x, stride};
     } else {
         thread_local std::vector<float> widened;
-        const int width = round_up(k, kLanes);
-        if (widened.size() < size_t(rows) * width) widened.resize(size_t(rows) * width);
+        const size_t width = round_up(k, kLanes);
+        if (widened.size() < rows * width) widened.resize(rows * width);
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < width; i += kLanes) vstore(widened.data() + r * width + i, vload(x + r * stride + i));
-        return widened.data();
+            for (size_t i = 0; i < width; i += kLanes) vstore(widened.data() + r * width + i, vload(x + r * stride + i));
+        return {widened.data(), width};
     }
 }
 
@@ -141,7 +148,7 @@ void whole_matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range 
     for (int g = 0; g < groups; g++) {
         const Range group = share(rows, g, groups);
         const int blocks = ceil_div(group.end - group.begin, S::kRows);
-        const A* const a = multiplied(x + group.begin * x_stride, x_stride, group.end - group.begin, w.padded_k);
+        const auto a = multiplied(x + group.begin * x_stride, x_stride, group.end - group.begin, w.padded_k);
         for (int vec = vecs.begin; vec < vecs.end;) {
             const Panel<E> panel(w, vec);
             const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
@@ -150,7 +157,7 @@ void whole_matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range 
             const int part_steps = round_up(ceil_div(steps, parts), std::max(1, S::kAlign / kStep));
             TileCall<E, A> call{};
             call.b_step = panel.step();
-            call.a_stride = std::is_same_v<E, A> ? x_stride : round_up(w.padded_k, kLanes);
+            call.a_stride = a.stride;
             call.c_stride = kColumns;
             call.a_passes = true;
             for (int step = 0; step < steps; step += part_steps) {
@@ -170,7 +177,7 @@ void whole_matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range 
                 const int ahead_lines = std::min(most_ahead, ceil_div(lines, times * blocks));
                 for (int i = 0; i < blocks; i++) {
                     const Range r = row_block<A>(group.end - group.begin, i, blocks);
-                    call.a = a + r.begin * call.a_stride + step * kStep;
+                    call.a = a.data + r.begin * a.stride + step * kStep;
                     call.c = parts > 1 ? c + r.begin * kColumns : c;
                     call.ahead = ahead;
                     call.ahead_lines = ahead < ahead_end ? ahead_lines : 0;

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "base/dot.h"
+
 namespace fd {
 
 #if defined(FD_SQUEEZES)
@@ -33,62 +35,36 @@ void squeeze_unit(const bf16* unit, const Places& places, uint8_t* to) {
             }
 }
 
-/// The bytes of the table, four times the same 16, at places of 4 bits, above which there are others.
-inline __m512i entries(__m512i table, __m512i places) {
-#if defined(__AVX512VBMI__)
-    return _mm512_permutexvar_epi8(places, table);
-#else
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(places, _mm512_set1_epi8(15)));
-#endif
-}
-
-/// The values of two vectors, whose bytes alternate: those of the first are chosen by a mask.
-inline void join(__m512i lower, __m512i upper, __m512i (&columns)[kSqueezedVecs]) {
-    columns[0] = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x00ff), lower, upper, 0xca);
-#if defined(__AVX512VBMI2__)
-    columns[1] = _mm512_shldi_epi16(upper, lower, 8);
-#else
-    columns[1] = _mm512_or_si512(_mm512_slli_epi16(upper, 8), _mm512_srli_epi16(lower, 8));
-#endif
-}
-
 template <int R>
 [[gnu::flatten]] void tile_of(const Squeezed& squeezed, const SqueezedPanel& panel, const SqueezedCall& call) {
-    using P = Product<bf16>;
     constexpr int N = kSqueezedVecs;
     V acc[R * N];
     unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
-    const bf16* a = call.a;
-    const size_t stride = call.a_stride;
-    auto multiply = [&](const P::Operand(&columns)[N]) {
-        unroll<R>([&](int r) {
-            const P::Operand x = P::broadcast(a + r * stride);
-            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
-        });
-        a += P::kStep;
+    const Row<bf16>* a = call.a.data;
+    auto multiply = [&](auto&& columns) {
+        multiply_step<bf16, Row<bf16>, R, N>(acc, a, call.a.stride, columns);
+        a += Product<bf16>::kStep;
+    };
+    auto multiply_joined = [&](I lower, I upper) {
+        const I columns[N]{_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)};
+        multiply([&](int v) { return columns[v]; });
     };
 
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)squeezed.upper));
+    const __m128i table = _mm_loadu_si128((const __m128i*)squeezed.upper);
     const uint8_t* b = panel.units;
     const bf16* whole = panel.whole;
     const char* ahead = call.ahead;
     const int* next = panel.exceptions;
-    P::Operand columns[N];
     for (int unit = 0;; unit++, b += kUnitBytes) {
         for (const int until = next < panel.end ? *next : call.units; unit < until; unit++, b += kUnitBytes) {
             for (int i = 0; i < call.ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
-            const __m512i places = _mm512_loadu_si512(b + 2 * kPairBytes);
-            join(_mm512_loadu_si512(b), entries(table, places), columns);
-            multiply(columns);
-            join(_mm512_loadu_si512(b + kPairBytes), entries(table, _mm512_srli_epi16(places, 4)), columns);
-            multiply(columns);
+            const I places = iload(b + 2 * kPairBytes);
+            multiply_joined(iload(b), lookup(table, low_nibbles(places)));
+            multiply_joined(iload(b + kPairBytes), lookup(table, high_nibbles(places)));
         }
         if (unit == call.units) break;
-        for (int step = 0; step < 2; step++) {
-            unroll<N>([&](int v) { columns[v] = P::load(whole + v * 2 * kLanes); });
-            multiply(columns);
-            whole += N * 2 * kLanes;
-        }
+        for (int step = 0; step < 2; step++, whole += kStepValues)
+            multiply([&](int v) { return iload(whole + v * 2 * kLanes); });
         next++;
     }
     unroll<R * N>([&](int i) { vstore(call.c + i * kLanes, acc[i]); });

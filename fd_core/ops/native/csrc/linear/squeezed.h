@@ -14,7 +14,7 @@
 
 namespace fd {
 
-#if defined(__AVX512BF16__) && !defined(FD_AMX)
+#if defined(__AVX512F__) && !defined(FD_AMX)
 #define FD_SQUEEZES 1
 #endif
 
@@ -23,7 +23,8 @@ constexpr int kUnitK = 4;                     // consecutive k of a unit: two st
 constexpr int kPairBytes = 4 * kLanes;        // lower bytes of a step
 constexpr int kUnitValues = 2 * kPairBytes;   // step by step and vector by vector, as `Product` reads them
 constexpr int kUnitBytes = 3 * kPairBytes;
-constexpr int kSqueezedRows = 12;             // rows that are computed at once
+/// Rows that are computed at once. Widening takes registers, and more sums beside it are spilled.
+constexpr int kSqueezedRows = std::is_same_v<Row<bf16>, bf16> ? 12 : 8;
 
 /// Store weights of bf16 in 12 bits if their values and sizes allow, and return the bytes that `data` has then, or 0.
 size_t squeeze(Linear& w, Team& team);
@@ -46,11 +47,13 @@ struct SqueezedPanel {
     }
 };
 
-/// Byte of a unit with the lower byte of a value: those of the two vectors alternate.
-constexpr int lower_byte(int step, int vec, int i) { return step * kPairBytes + 2 * i + vec; }
-/// Byte with the place of its upper byte, from bit 4 * step on. Upper bytes alternate the other way, so that both bytes of
-/// a value of the first vector are where they belong.
-constexpr int place_byte(int vec, int i) { return 2 * kPairBytes + 2 * i + 1 - vec; }
+/// Byte of a step with value `i` of a vector: 8 of each in turn, so that instructions that interleave bytes by halves of 128
+/// bits put lower and upper ones together.
+constexpr int byte_of_step(int vec, int i) { return i / 8 * 16 + vec * 8 + i % 8; }
+/// Byte of a unit with the lower byte of a value.
+constexpr int lower_byte(int step, int vec, int i) { return step * kPairBytes + byte_of_step(vec, i); }
+/// Byte with the place of its upper byte, from bit 4 * step on.
+constexpr int place_byte(int vec, int i) { return 2 * kPairBytes + byte_of_step(vec, i); }
 
 /// Hand the values of a column to `take(k, value)`.
 template <class Take>
@@ -71,8 +74,7 @@ void unsqueeze_column(const Linear& w, int column, Take&& take) {
 
 /// A product of `rows` rows with a panel.
 struct SqueezedCall {
-    const bf16* a;
-    size_t a_stride;  // elements
+    MultipliedRows<bf16> a;
     int units;
     float* c;  // [rows, kSqueezedVecs * kLanes]
     const char* ahead;
@@ -89,12 +91,13 @@ void squeezed_matmul(const Linear& w, const bf16* x, size_t stride, int rows, Ra
                      Epilogue&& epilogue) {
     constexpr int kColumns = kSqueezedVecs * kLanes;
     alignas(64) float c[kSqueezedRows * kColumns];
-    constexpr size_t kGroupBytes = TileShape<bf16>::kGroupBytes;
+    constexpr size_t kRowBytes = sizeof(Row<bf16>), kGroupBytes = TileShape<Row<bf16>>::kGroupBytes;
     const int units = w.padded_k / kUnitK;
-    const int groups = int((size_t(rows) * w.padded_k * sizeof(bf16) + kGroupBytes - 1) / kGroupBytes);
+    const int groups = int((size_t(rows) * w.padded_k * kRowBytes + kGroupBytes - 1) / kGroupBytes);
     for (int g = 0; g < groups; g++) {
         const Range group = share(rows, g, groups);
         const int count = group.end - group.begin, blocks = ceil_div(count, kSqueezedRows);
+        const auto a = multiplied(x + group.begin * stride, stride, count, w.padded_k);
         for (int vec = vecs.begin; vec < vecs.end; vec += kSqueezedVecs) {
             const bool last = vec + kSqueezedVecs >= vecs.end;
             const SqueezedPanel panel(w, vec), next(w, last ? vecs.begin : vec + kSqueezedVecs);
@@ -106,8 +109,8 @@ void squeezed_matmul(const Linear& w, const bf16* x, size_t stride, int rows, Ra
             for (int i = 0; i < blocks; i++, ahead += size_t(ahead_lines) * units * kCacheLine) {
                 const Range r = share(count, i, blocks);
                 const bool more = ahead < following.data + following.bytes;
-                const bf16* const a = x + (group.begin + r.begin) * stride;
-                squeezed_tile(w.squeezed, panel, r.end - r.begin, {a, stride, units, c, ahead, more ? ahead_lines : 0});
+                const MultipliedRows<bf16> block{a.data + r.begin * a.stride, a.stride};
+                squeezed_tile(w.squeezed, panel, r.end - r.begin, {block, units, c, ahead, more ? ahead_lines : 0});
                 epilogue(Block{group.begin + r.begin, r.end - r.begin, vec, kSqueezedVecs, c, kColumns});
             }
         }
