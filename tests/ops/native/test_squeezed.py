@@ -16,8 +16,9 @@ UNALIGNED = [(64, 33), (64, 34), (8, 64), (72, 64)]
 SQUEEZING = ("avx512_bf16", "avx512")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def random():
+    """Return numbers that do not depend on which tests ran before: of small weights not all draws can be squeezed."""
     return np.random.default_rng(17)
 
 
