@@ -66,6 +66,8 @@ class StoreDay(NamedTuple):
     """Bytes of another program's values, which are there in the morning."""
 
 
+_BUFFERS: Final = 1 << 18
+"""Bytes that buffers and connections to a medium may grow by in an afternoon."""
 SERVERS: Final = {
     "small blocks": StoreDay(16, 32_768, (500, 900), share=None),
     "a store at its limit": StoreDay(10, 8192, (700, 3000), share=0.15),
@@ -605,7 +607,8 @@ def require_an_ordinary_day(place: Place, server: str) -> None:
     firsts = [(turn.keys[0], turn.length) for turn in _turns(settings) if turn.keys][:3]
     secrets = [(key, bytes(sealed(key, 1, length)[1][:64])) for key, length in firsts]
     mine = account_of(day_of(place, settings), *itertools.chain.from_iterable(secrets))
-    mine = mine._replace(left=[each for each in mine.left if not Path(each).is_dir()])  # folders of values may stay
+    left = [each for each in mine.left if not Path(each).is_dir()]  # folders of values may stay
+    mine = mine._replace(left=left, grown=mine.grown - _BUFFERS)
     core = _core_account(
         settings,
         place.engines,
