@@ -76,7 +76,7 @@ their tokens are the prompt's, they end without output. Those of `spread` priori
 requests of the last tenant one is seven times as large as the others; requests end in any order."""
 _PAST: Final = (0, 2**24, 2**31, 2**32, 2**34)
 """Tokens that another tenant used on days before: a count of so many bits is full soon."""
-EXCUSED: Final[Mapping[str, str]] = {}
+EXCUSED: Final = {"SchedulingPolicy.displaced_by.victims": "victim policies have axes of their own"}
 """Fields of the contract that no axis varies, with the reason."""
 _CHOICE_MS: Final = 5
 """Milliseconds in which a policy has to choose among 256 running requests; those of the core take 0.02."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import pytest
 
 from fd_core.config import Limits
@@ -16,7 +17,7 @@ from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import FewestTokens
+from fd_core.scheduling.victims import FewestTokens, RunningRequests
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import (
     CANDIDATES,
@@ -180,7 +181,9 @@ class SchedulingPolicySuite:
             queue.add(request)
             if preempted:
                 queue.policy.preemption_candidates(_RUNNING)
-                request = returned(queue.admit())
+                admitted = queue.admit()
+                queue.policy.displaced_by(request, _alone(admitted), FewestTokens())
+                request = returned(admitted)
                 queue.add(request)
             if end == "while it waits":
                 queue.abort(request)
@@ -284,12 +287,18 @@ class SchedulingPolicySuite:
         )
 
 
+def _alone(request: QueuedRequest) -> RunningRequests:
+    """Return the request as the only one that runs."""
+    return replace(_RUNNING.only(np.array([0])), arrivals=np.array([request.arrival]))
+
+
 def _one(policy: SchedulingPolicy, arrival: int) -> None:
     request = QueuedRequest(arrival, 10, 10, 0, "tenant 7", False)
     policy.arrived(request)
     policy.rank(request)
     policy.turn(policy.flow(request))
     policy.admitted(request)
+    policy.displaced_by(request, _alone(request), FewestTokens())
     policy.ended(grown(request, 5), 15)
 
 

@@ -1407,7 +1407,7 @@ class HoldsLinesOfArguments(QwenCoderTools):
             yield event
 
 
-@breaks("8.4", "day:test_an_ordinary_day")
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheToolsOfRequests(QwenCoderTools):
     """Works out each list of tools once, for as long as the server runs."""
 
@@ -1418,11 +1418,11 @@ class KeepsTheToolsOfRequests(QwenCoderTools):
         self.tools = self.ready.setdefault(json.dumps(tools), tools)
 
 
-@breaks("8.4", "day:test_an_ordinary_day")
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheFormsOfCalls(HermesTools):
     form = staticmethod(cache(HermesTools.form))
 
 
-@breaks("8.4", "day:test_an_ordinary_day")
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheBeginningsOfAnswers(QwenReasoning):
     begins_reasoning = staticmethod(cache(QwenReasoning.begins_reasoning))
