@@ -73,7 +73,7 @@ class AdmissionPlanner:
     _blocked: tuple[int, int, int] | None = None
     """Arrival of the head of the queue that did not fit, blocks freed by then, and the step."""
     _short: tuple[int, int] | None = None
-    """Arrival of the head of the queue that finds no slot or no blocks, and the step since which nobody made room."""
+    """Arrival of the head of the queue that finds no slot or no blocks, and the step from which its wait is counted."""
 
     def enqueue(self, request: Request) -> None:
         """Enqueue a request, new or after a preemption."""
@@ -100,17 +100,17 @@ class AdmissionPlanner:
         self._prefix_wait_expired.discard(request.arrival)
 
     def displaced(self, step: int) -> int | None:
-        """Return the slot that is preempted for the head of the queue if that has waited for long.
+        """Return the slot to preempt for the head of the queue after `_PATIENCE_STEPS`; None to preempt nobody.
 
-        One at a time, as a plan that preempts admits nobody.
+        One slot at a time: a plan that preempts admits nobody.
         """
-        head, slots = self._waiting.first(), self._slots
-        if head is None or self._short is None or slots.num_draining or not slots.running.any():
+        slots = self._slots
+        if self._short is None or step - self._short[1] < _PATIENCE_STEPS or slots.num_draining:
             return None
-        arrival, since = self._short
-        if head.arrival != arrival or step - since < _PATIENCE_STEPS:
+        head = self._waiting.first()
+        if head is None or head.arrival != self._short[0] or not slots.running.any():
             return None
-        self._short, running = (arrival, step), slots.running_requests()
+        self._short, running = (head.arrival, step), slots.running_requests()
         row = self._policy.displaced_by(head.queued_view or head.queued(), running, self._victims)
         return None if row is None else int(running.slots[row])
 
