@@ -369,6 +369,16 @@ def test_error_of_rank_is_reported_verbatim(
         run(engine, SPECS[:1])
 
 
+def test_error_of_rank_keeps_its_kind_while_another_is_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = (
+        "if 'steps-1' in os.environ['FD_RANK_ENDPOINT']:\n    socket.recv()\n"
+        "send(Fault('a tensor is missing', 'model', None, 3))\nraise SystemExit(1)"
+    )
+    scripted_ranks(PLAYED.format(script=script), tmp_path, monkeypatch)
+    with pytest.raises(ModelError, match=r"rank [23]: a tensor is missing"):
+        null_engine(tensor_parallel_size=4).close()
+
+
 def test_rank_digest_covers_plan_and_sampled_tokens() -> None:
     def digest(frame: bytes, token: int) -> bytes:
         return step_digest(frame, StepOutput(1, 4, np.full((2, 1), token, np.int32), np.zeros(2, np.int32)))

@@ -256,31 +256,31 @@ class RankProcesses:
         try:
             yield
         except RankExchangeError as error:
-            reason = self.reason(str(error))
+            failure = self._failure(str(error))
             self.kill()
-            raise _dead(reason) from error
+            raise failure from error
         except BaseException:
             self.kill()
             raise
 
-    def reason(self, otherwise: str) -> str:
-        """Return the error message of the rank at fault, if it sent one, `otherwise` if none ended."""
+    def _failure(self, otherwise: str) -> FdError:
+        """Return the error of the rank at fault, if it sent one, `EngineDead` with `otherwise` if none ended."""
         if self._timeout_error:
-            return self._timeout_error
+            return _dead(self._timeout_error)
         deadline = time.monotonic() + _FINAL_MESSAGES_SECONDS
         while self.group.abandoned and time.monotonic() < deadline:
             with self._sockets_in_use:
                 for rank in self._ranks:
                     while self._steps[rank - 1].poll(0):
                         if isinstance(message := self._receive(rank), Fault):
-                            return f"rank {rank}: {message.message}"
+                            return _error_of(rank, message)
             if self._ended and not 0 <= self._ended[0][1] < NODE_LOST:
                 break  # by a signal, or with its node: it sent no message
             time.sleep(_POLL_MS / 1000)
         if not self._ended:
-            return otherwise
+            return _dead(otherwise)
         rank = self._ended[0][0]
-        return f"rank {rank} {self._processes[rank - 1].reason()}"
+        return _dead(f"rank {rank} {self._processes[rank - 1].reason()}")
 
     def kill(self) -> None:
         """End the processes at once, including stalled ones."""
@@ -404,7 +404,7 @@ class RankProcesses:
         if self._steps[rank - 1].poll(_POLL_MS, what):
             return True
         if self.group.abandoned:
-            raise _dead(self.reason(f"rank {rank} died"))
+            raise self._failure(f"rank {rank} died")
         return False
 
     def _expect(self, rank: int, message: messages.RankMessage, kind: type[_Message]) -> _Message:
@@ -412,8 +412,7 @@ class RankProcesses:
         if isinstance(message, kind):
             return message
         if isinstance(message, Fault):
-            error = message.error(f"rank {rank}: ")
-            raise _dead(error.message) if isinstance(error, EngineDead) else error
+            raise _error_of(rank, message)
         raise _dead(f"rank {rank}: expected {kind.__name__}, got {type(message).__name__}")
 
     def _receive(self, rank: int) -> messages.RankMessage:
@@ -552,6 +551,12 @@ def joined_shape(own: KVShape, shares: Sequence[tuple[int, int]], axis: int = -2
     if axis == 1:
         return replace(own, num_layers=end, first_layer=0)
     return replace(own, num_kv_heads=end, first_kv_head=0)
+
+
+def _error_of(rank: int, fault: Fault) -> FdError:
+    """Return the error that a rank sent: that of its settings, model or plugin, else `EngineDead`."""
+    error = fault.error(f"rank {rank}: ")
+    return _dead(error.message) if isinstance(error, EngineDead) else error
 
 
 def _dead(text: str) -> EngineDead:
