@@ -399,6 +399,22 @@ def test_pipelined_plans_split_the_requests() -> None:
     assert rows == 3 * [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]
 
 
+@pytest.mark.parametrize(("stages", "count"), [(4, 5), (4, 9), (4, 17), (3, 7), (8, 9)])
+def test_no_pipelined_plan_has_two_requests_more_than_another(stages: int, count: int) -> None:
+    room = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 200, "num_kv_blocks": 900}
+    made = scheduler(pipeline_depth=stages, num_stages=stages, **room)
+    for number in range(count):
+        made.add(spec(str(number), length=1, max_tokens=100 if number else 12))
+    made.commit(first := planned(made), output_of(made, first))
+    flying = [planned(made) for _ in range(stages)]
+    for _ in range(20 * stages):
+        made.commit(flying[0], output_of(made, flying.pop(0)))
+        flying.append(planned(made))
+    assert num_running(made) == count - 1
+    rows = [len(plan.slots) for plan in flying]
+    assert max(rows) - min(rows) <= 1, rows
+
+
 def test_pipelined_prompt_chunks_overlap() -> None:
     s = scheduler(pipeline_depth=2, num_stages=2, max_num_batched_tokens=8)
     s.add(spec("a", length=20))

@@ -116,12 +116,14 @@ class Planner:
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return the ready slots of this plan where pipeline stages compute different plans at the same time.
 
-        The first stage needs the token that the last one samples, so a slot whose token is in flight waits. Each plan
-        in flight gets its share of the others, the longest waiting first.
+        The first stage needs the token that the last one samples, so a slot whose token is in flight waits. The plans
+        still to come share the others, the longest waiting first, and no plan takes more than its share of all.
         """
-        slots = self._slots
-        known = ready[slots.num_planned[ready] <= slots.num_tokens[ready]]
-        share = -(-len(ready) // self._limits.pipeline_depth)
+        slots, depth = self._slots, self._limits.pipeline_depth
+        is_known = slots.num_planned[ready] <= slots.num_tokens[ready]
+        known = ready[is_known]
+        in_flight = len(set(slots.last_step[ready[~is_known]].tolist()))
+        share = min(-(-len(ready) // depth), -(-len(known) // max(1, depth - in_flight)))
         return np.sort(known[np.argsort(slots.last_step[known], kind="stable")[:share]])
 
     def _grow(self, ready: npt.NDArray[np.intp], builder: PlanBuilder) -> npt.NDArray[np.intp]:
