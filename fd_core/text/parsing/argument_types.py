@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -39,28 +39,27 @@ def referred(schema: Any, root: Any) -> Any:
 
 def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """Return the JSON types that values of a schema, which is part of `root`, can have."""
-    found: set[str] = set()
-    open_parts = [schema]
-    for _ in range(_MAX_PARTS):
-        if not open_parts:
-            return frozenset(found)
-        part = referred(open_parts.pop(), root)
-        if not isinstance(part, Mapping):
-            return KINDS
-        named, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
-        inner = [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) and part[word]]
-        if named is not None:
-            names = named if isinstance(named, list) else [named]
-            found.update("number" if name == "integer" else str(name) for name in names)
-        elif isinstance(values, list):
-            found.update(map(kind_of, values))
-        elif inner:
-            open_parts += inner[0]
-        elif isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1:
-            open_parts += part["allOf"]
-        else:
-            return KINDS
-    return KINDS
+    return _kinds_of(schema, root, iter(range(_MAX_PARTS)))
+
+
+def _kinds_of(schema: Any, root: Any, budget: Iterator[int]) -> frozenset[str]:
+    part = referred(schema, root)
+    if next(budget, None) is None or not isinstance(part, Mapping):
+        return KINDS
+    named, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
+    choices = [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) and part[word]]
+    found = KINDS
+    if named is not None:
+        names = named if isinstance(named, list) else [named]
+        found = frozenset("number" if name == "integer" else str(name) for name in names)
+    elif isinstance(values, list):
+        found = frozenset(map(kind_of, values))
+    elif choices:
+        found = frozenset().union(*(_kinds_of(each, root, budget) for each in choices[0]))
+    wanted = part.get("allOf")
+    for each in wanted if isinstance(wanted, list) else ():
+        found &= _kinds_of(each, root, budget)
+    return found
 
 
 def kind_of(value: object) -> str:
