@@ -12,6 +12,13 @@ T* carve(char*& memory, size_t count) {
     return p;
 }
 
+/// Blocks whose keys one product takes: two, where a product has room for the columns of both. A row's sums are added one
+/// after the other, so a product of few rows needs many columns to keep the multipliers busy.
+template <class E>
+int blocks_of_scores(const KvLayout& layout) {
+    return !layout.quantized && 2 * layout.block_k <= TileShape<E>::kVecs * kLanes ? 2 : 1;
+}
+
 }  // namespace
 
 /// Rows [rows.begin, rows.end) of a tile go through blocks [begin, end) of one table.
@@ -34,7 +41,8 @@ struct Attention<E>::Unit {
 /// Fetches the blocks that a thread will visit, in order and a fixed distance ahead.
 ///
 /// Blocks lie scattered, so the processor's own prefetching starts anew in each; and a core can wait for a few dozen
-/// cache lines at a time only. So every product, also those whose operands are in the cache, fetches a few lines.
+/// cache lines at a time only. So every product, also those whose operands are in the cache, fetches some lines: as many
+/// as it reads.
 template <class E>
 struct Attention<E>::Fetcher {
     std::vector<const char*> blocks;
@@ -44,7 +52,7 @@ struct Attention<E>::Fetcher {
     size_t offset = 0;                // bytes fetched of block `fetched`
 
     template <class Call>
-    void attach(Call& call) {
+    void attach(Call& call, int vecs) {
         if (fetched < visited + lead) {  // too late for the blocks before
             fetched = visited + lead;
             offset = 0;
@@ -53,7 +61,8 @@ struct Attention<E>::Fetcher {
         if (fetched >= blocks.size() || (fetched - visited) * block_bytes > kDistance) return;
         call.ahead = blocks[fetched] + offset;
         const int left = ceil_div(int(block_bytes - offset), kCacheLine);  // what lies behind a block is not needed
-        const int lines = left <= kLinesPerCall + kLinesPerCall / 4 ? left : kLinesPerCall;
+        const int most = std::max(kLeastLines, call.steps * vecs);  // a step reads a line of each vector
+        const int lines = left <= most + most / 4 ? left : most;
         call.ahead_lines = ceil_div(lines, ceil_div(call.steps, Call::kAheadSteps));
         call.ahead_times = ceil_div(lines, call.ahead_lines);
         offset += size_t(lines) * kCacheLine;
@@ -69,7 +78,7 @@ struct Attention<E>::Fetcher {
     }
 
    private:
-    static constexpr int kLinesPerCall = 64;
+    static constexpr int kLeastLines = 64;
     static constexpr size_t kDistance = 192 << 10;  // bytes: a fraction of a second-level cache
 };
 
@@ -280,7 +289,8 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, const Unit& unit) cons
         const int end = std::min(pass.end, chunk_begin + blocks);
         if (begin % plan_->span_blocks == 0 && begin > first) end_span(s, s.span, pass.rows);
         auto column = [&](int block) { return (block - begin) * layout.block_k; };
-        for (int b = begin; b < end; b++) score(s, pass, head, b, column(b));
+        const int together = blocks_of_scores<E>(layout);
+        for (int b = begin; b < end; b += together) score(s, pass, head, b, std::min(together, end - b), column(b));
         softmax(s, pass, head, begin, end);
         weigh(s, pass, head, begin, end);
         merge(s, s.span, s.chunk, pass.rows);
@@ -295,13 +305,11 @@ static int columns_of(const KvLayout& layout, int high, int block) {
     return std::min(layout.block_k, round_up(tokens, kLanes));
 }
 
-/// Elements of a block's head in the program's type, those at first + r * stride + [0, count) for each of some runs:
-/// in place, or of a quantized cache where the thread's panel has them at r * stride.
+/// Elements of a quantized block's head in the program's type, those at first + r * stride + [0, count) for each of some
+/// runs: the thread's panel has them at r * stride.
 template <class E>
 const E* Attention<E>::expanded(Scratch& s, int block, int head, size_t first, int runs, int count, size_t stride) const {
-    const char* stored = layer_.head(block, head);
-    if (!layer_.layout->quantized) return reinterpret_cast<const E*>(stored) + first;
-    const int8_t* from = reinterpret_cast<const int8_t*>(stored) + first;
+    const int8_t* from = reinterpret_cast<const int8_t*>(layer_.head(block, head)) + first;
     for (int r = 0; r < runs; r++, from += stride)
         for (int i = 0; i < count; i += kLanes) vstore(s.panel + r * stride + i, vload(from + i));
     return s.panel;
@@ -365,8 +373,9 @@ void Attention<E>::multiply(Scratch& s, Range rows, int vecs, TileCall<E> call) 
             const size_t first = rows.begin + r.begin;
             call.a = whole.a + first * call.a_stride;
             call.c = whole.c + first * call.c_stride + v * kLanes;
-            s.fetcher.attach(call);
-            tile<E>(r.end - r.begin, std::min(S::kVecs, vecs - v), call);
+            const int wide = std::min(S::kVecs, vecs - v);
+            s.fetcher.attach(call, wide);
+            tile<E>(r.end - r.begin, wide, call);
         }
     }
 }
@@ -383,16 +392,17 @@ void Attention<E>::multiply(Scratch& s, Range rows, int vecs, SplitCall call) co
             call.rows = whole.rows + first;
             call.first = whole.first + v * sizeof(I);
             call.c = whole.c + first * call.c_stride + v * kLanes;
-            s.fetcher.attach(call);
-            split_product(r.end - r.begin, std::min(kSplitVecs, vecs - v), call);
+            const int wide = std::min(kSplitVecs, vecs - v);
+            s.fetcher.attach(call, wide);
+            split_product(r.end - r.begin, wide, call);
         }
 }
 
-/// scores = q * keys for one block.
+/// scores = q * keys for `count` blocks, which are those of `blocks_of_scores` or fewer.
 template <class E>
-void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int column) const {
+void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int count, int column) const {
     const KvLayout& layout = *layer_.layout;
-    const int columns = columns_of(layout, pass.high, block);
+    const int columns = (count - 1) * layout.block_k + columns_of(layout, pass.high, block + count - 1);
     if (layout.integers) {
         const char* stored = layer_.head(pass.table[block], head);
         const int steps = layout.d_k / kDotK;
@@ -406,11 +416,15 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
     call.a_stride = s.q_stride;
     call.b_step = size_t(layout.block_k) * Product<E>::kStep;
     call.steps = call.block_steps = layout.d_k / Product<E>::kStep;
-    const char* const keys =
-        (const char*)(layout.latent && layout.quantized
-                          ? latent_keys(s, pass.table[block], call.steps, columns)
-                          : expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step));
-    call.blocks = &keys;
+    const char* keys[2] = {};
+    if (!layout.quantized)
+        for (int i = 0; i < count; i++) keys[i] = layer_.head(pass.table[block + i], head);
+    else if (layout.latent)
+        keys[0] = (const char*)latent_keys(s, pass.table[block], call.steps, columns);
+    else
+        keys[0] = (const char*)expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step);
+    call.blocks = keys;
+    call.apart = count > 1;
     call.c = s.scores + column;
     call.c_stride = s.columns;
     multiply(s, pass.rows, columns / kLanes, call);
@@ -555,13 +569,17 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block
     call.block_steps = layout.block_k / Product<E>::kStep;
     call.c = s.chunk.total;
     call.c_stride = s.d;
-    // Of few rows reading is the limit, and more calls fetch more of what comes next.
-    const bool many = pass.rows.end - pass.rows.begin > TileShape<E>::kRows;
-    if (many && !layout.quantized && !layout.latent) {
-        call.blocks = s.blocks.data();
+    if (!layout.quantized && !layout.latent) {
+        // Of few rows reading is the limit: a call fetches no more than one block, as much as it should read then.
+        const bool many = pass.rows.end - pass.rows.begin > TileShape<E>::kRows;
+        const int blocks = before + 1, together = many ? blocks : 2;
         call.first = layout.key_elements() * sizeof(E);
-        call.steps = before * call.block_steps + last_steps;
-        return multiply(s, pass.rows, layout.d_v / kLanes, call);
+        for (int b = 0; b < blocks; b += together, call.a += together * layout.block_k, call.accumulate = true) {
+            call.blocks = s.blocks.data() + b;
+            call.steps = std::min(together, before - b) * call.block_steps + (b + together > before ? last_steps : 0);
+            multiply(s, pass.rows, layout.d_v / kLanes, call);
+        }
+        return;
     }
     for (int b = first_block; b < end_block; b++, call.a += layout.block_k, call.accumulate = true) {
         call.steps = b + 1 < end_block ? call.block_steps : last_steps;

@@ -50,7 +50,7 @@ class Attention : public Operation {
     const E* latent_values(Scratch&, int block, int columns) const;
     void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
     void multiply(Scratch&, Range rows, int vecs, SplitCall call) const;
-    void score(Scratch&, const Pass&, int head, int block, int column) const;
+    void score(Scratch&, const Pass&, int head, int block, int count, int column) const;
     void weigh(Scratch&, const Pass&, int head, int first_block, int end_block) const;
     void softmax(Scratch&, const Pass&, int head, int first_block, int end_block) const;
     void merge(Scratch&, const Sums& into, const Sums& from, Range rows) const;

@@ -13,7 +13,7 @@ template <class E, class A, class F>
         f((const E*)(call.blocks[block] + call.first), first, std::min(call.block_steps, call.steps - first));
 }
 
-template <class E, class A, int R, int N>
+template <class E, class A, int R, int N, bool Apart>
 [[gnu::flatten]] void vector_tile(const TileCall<E, A>& call) {
     using P = Product<E>;
     V acc[R * N];
@@ -29,26 +29,35 @@ template <class E, class A, int R, int N>
     const int ahead_lines = call.ahead_lines;
     int ahead_times = call.ahead_times;
     each_block(call, [&](const E* b, int, int steps) {
-        for (int k = 0; k < steps; k++, a += P::kStep, b += b_step) {
+        constexpr int kFirst = (N + 1) / 2, kVector = kLanes * P::kStep;
+        const E* second = Apart ? (const E*)(call.blocks[1] + call.first) - kFirst * kVector : b;
+        for (int k = 0; k < steps; k++, a += P::kStep, b += b_step, second += b_step) {
             if (ahead_times-- > 0)
                 for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
-            multiply_step<E, A, R, N>(acc, a, a_stride, [&](int v) { return P::load(b + v * kLanes * P::kStep); });
+            multiply_step<E, A, R, N>(acc, a, a_stride,
+                                      [&](int v) { return P::load((Apart && v >= kFirst ? second : b) + v * kVector); });
         }
     });
     unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });
 }
 
-template <class E, class A, size_t... I>
+template <class E, class A, bool Apart, size_t... I>
 constexpr auto kernel_table(std::index_sequence<I...>) {
     constexpr int N = TileShape<E>::kVecs;
-    return std::array<void (*)(const TileCall<E, A>&), sizeof...(I)>{vector_tile<E, A, I / N + 1, I % N + 1>...};
+    return std::array<void (*)(const TileCall<E, A>&), sizeof...(I)>{vector_tile<E, A, I / N + 1, I % N + 1, Apart>...};
 }
 
 template <class E, class A>
 void dispatch(int rows, int vecs, const TileCall<E, A>& call) {
     constexpr int N = TileShape<E>::kVecs;
-    static constexpr auto table = kernel_table<E, A>(std::make_index_sequence<TileShape<A>::kRows * N>{});
-    table[(rows - 1) * N + vecs - 1](call);
+    using Kernels = std::make_index_sequence<TileShape<A>::kRows * N>;
+    const int kernel = (rows - 1) * N + vecs - 1;
+    if constexpr (std::is_same_v<E, A>) {
+        static constexpr auto apart = kernel_table<E, A, true>(Kernels{});
+        if (call.apart) return apart[kernel](call);
+    }
+    static constexpr auto table = kernel_table<E, A, false>(Kernels{});
+    table[kernel](call);
 }
 
 #if defined(FD_AMX)

@@ -124,6 +124,7 @@ struct TileCall {
     size_t first;               // bytes from a block to its first vector
     size_t b_step;              // elements from one k step to the next
     int block_steps, steps;     // of each block, and of all, k / kStep: the last block may have fewer
+    bool apart = false;         // the columns of B lie in two blocks: the first half, rounded up, and the others
     float* c;
     size_t c_stride;
     bool accumulate = false;
