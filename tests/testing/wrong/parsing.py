@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-import traceback
 import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
-from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema, referred
+from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
-from fd_core.text.parsing.reader import TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 
 WRONG: dict[str, WrongParser] = {}
@@ -209,15 +207,6 @@ class BeginsACallWithEachDelta(HermesTools):
 
 
 @breaks("8.[134]", "calls")
-class RepeatsEarlierArguments(HermesTools):
-    emitted = ""
-
-    def emit_arguments(self, text):
-        self.emitted += text
-        super().emit_arguments(self.emitted)
-
-
-@breaks("8.[134]", "calls")
 class LosesEmptyArguments(HermesTools):
     held = ""
 
@@ -281,12 +270,6 @@ class EmitsDictionaries(HermesTools):
 
 
 # Ends ---------------------------------------------------------------------------------------------------------
-
-
-@breaks("8.[134]", "calls")
-class EndsEveryAnswerWithALine(HermesTools):
-    def flush(self):
-        return [*super().flush(), Content("\n")]
 
 
 @breaks("8.4", "ends:test_a_text_may_end_anywhere")
@@ -573,20 +556,6 @@ class AlwaysStartsWithReasoning(QwenReasoning):
 # Long, nested and repeated parts, other ends and other answers: the parts `calls` and `answer` ------------------------
 
 
-@breaks("8.[134]", "calls")
-class KeepsEightThousandCharactersOfArguments(HermesTools):
-    emitted = 0
-
-    def begin_call(self, name, call_id=""):
-        self.emitted = 0
-        super().begin_call(name)
-
-    def emit_arguments(self, text):
-        if self.emitted < 8192:
-            super().emit_arguments(text)
-        self.emitted += len(text)
-
-
 @breaks("8.[134]", "calls:size=2300,chunk=64")
 class KeepsArgumentsInABufferOf128K(HermesTools):
     def begin_call(self, name, call_id=""):
@@ -621,12 +590,6 @@ class ReadsNumbersAsFloats(HermesTools):
 class ComposesArguments(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(unicodedata.normalize("NFC", text))
-
-
-@breaks("8.[134]", "calls")
-class ReadsFiftyCalls(HermesTools):
-    def push(self, text):
-        return [each for each in super().push(text) if getattr(each, "index", 0) < 50]
 
 
 @breaks("8.[134]", "calls")
@@ -801,15 +764,6 @@ class KnowsAsciiKeys(QwenCoderTools):
 
 
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
-class TracesEachPiece(HermesTools):
-    """Each piece takes a millisecond of the server's event loop, however long the text is."""
-
-    def push(self, text):
-        self.traces = [traceback.format_stack() for _ in range(9)]
-        return super().push(text)
-
-
-@breaks("8.6", "time:test_time_is_linear_in_the_text")
 class SearchesTheWholeText(HermesTools):
     seen = ""
 
@@ -922,15 +876,6 @@ class ReturnsReasoningAsContent(QwenReasoning):
         return events if self.answered or not self.reasoned else [*events, Content(self.reasoned)]
 
 
-@breaks("8.[134]", "answer")
-class FindsTheEndOfAnEarlierTurn(QwenReasoning):
-    """A prompt with the closed reasoning of an earlier turn opens none, even if it ends with the marker."""
-
-    @classmethod
-    def _opened_by(cls, prompt_tail):
-        return cls.begin in prompt_tail and cls.end not in prompt_tail
-
-
 @breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[-False-2]")
 class AppliesGrammarsToReasoning(QwenReasoning):
     """Only asks if the template can switch reasoning off."""
@@ -1015,22 +960,6 @@ class KeepsAbandonedAnswers(HermesTools):
         if self._ended:
             self.texts.pop(self.number, None)
         return super()._advance()
-
-
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
-class KeepsFinishedAnswers(KeepsAbandonedAnswers):
-    """Forgets the text of an answer that was truncated or abandoned."""
-
-    def _advance(self):
-        return TextReader._advance(self)
-
-    def flush(self):
-        self.texts.pop(self.number, None)
-        return super().flush()
-
-    def __del__(self):
-        if not self._ended:
-            self.texts.pop(self.number, None)
 
 
 @breaks("8.[134]", "calls")
@@ -1258,20 +1187,6 @@ class LooksAtTheEndOfThePrompt(QwenReasoning):
         super().__init__(prompt_tail[-100:])
 
 
-class ReadsUnionsAsStrings(GlmTools):
-    """An argument whose schema has no single `type` is a string: an optional integer becomes one."""
-
-    def _value(self, tool, key):
-        schema = self.tools.get(tool, {})
-        part = referred(parameter_schema(schema, key), schema)
-        if not part or isinstance(part.get("type"), str):
-            return (yield from super()._value(tool, key))
-        value, closed = yield from self.text_until(*self.tagged.ends)
-        if closed:
-            self.emit_arguments(json.dumps(value))
-        return bool(closed)
-
-
 class ChangesSchemas(QwenCoderTools):
     """Brings the schemas of all tools into one form."""
 
@@ -1326,12 +1241,6 @@ class StripsLineBreaks(ChangesStrings):
         return value.strip("\n")
 
 
-@breaks("8.[134]", "calls:value=breaks")
-class StripsTheLastLineBreaks(ChangesStrings):
-    def changed(self, value):
-        return value.rstrip("\n")
-
-
 class DropsSchemas(QwenCoderTools):
     """Assumes any type where a part of a schema is of an unknown form."""
 
@@ -1354,12 +1263,6 @@ class KnowsDefsOnly(DropsSchemas):
 
     def is_unknown(self, part):
         return not str(part.get("$ref", "#/$defs/")).startswith("#/$defs/")
-
-
-@breaks("8.3", "calls:value=word,schema=far_ref")
-class KnowsPlainPointersOnly(DropsSchemas):
-    def is_unknown(self, part):
-        return any(mark in str(part.get("$ref")) for mark in "~%")
 
 
 @breaks("8.3", "calls:value=word,schema=additional")
