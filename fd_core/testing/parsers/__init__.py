@@ -8,7 +8,6 @@ from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, Kind
 from fd_core.testing.models.cases import SuiteCase, cases_of
 from fd_core.testing.parsers.suite import (
     test_calls,
-    test_characters,
     test_cuts,
     test_day,
     test_ends,
@@ -25,4 +24,4 @@ __all__ = ["REASONING_PARSER", "TOOL_PARSER", "ParserTarget", "find_parser", "ki
 def kit_cases(kind: Kind[Any]) -> list[SuiteCase]:
     """Return all cases for parsers of a kind, section by section."""
     own = test_calls if kind is TOOL_PARSER else test_reasoning
-    return list(cases_of((test_cuts, test_waiting, test_characters, test_ends, test_markup, test_time, test_day, own)))
+    return list(cases_of((test_cuts, test_waiting, test_ends, test_markup, test_time, test_day, own)))

@@ -1,4 +1,4 @@
-"""Axes of an answer: its texts and calls, how it is cut into pieces, where it ends, and other answers meanwhile.
+"""Axes of an answer: its texts and calls, how it is cut into pieces, and where it ends.
 
 A case builds an answer from a model of it, so that the result is known without a parser.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pkgutil import resolve_name
@@ -21,14 +19,13 @@ import numpy as np
 
 from fd_core.plugins import TOOL_PARSER
 from fd_core.testing.axes.covering import Axis, Case, int_of
-from fd_core.testing.axes.interleaving import interleaved
-from fd_core.testing.axes.parts import Part, cases_of
+from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.law import InvariantViolated, broken, require
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.builtin import fd_register_reasoning_parsers, fd_register_tool_parsers
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
-from fd_core.text.parsing.events import CallBegun, Event, joined
+from fd_core.text.parsing.events import CallBegun
 from fd_core.text.parsing.reader import SPACE
 
 TEXTS: Final = {
@@ -66,31 +63,11 @@ _COMMON: Final = (
     Axis("end", ("flush", "finish")),
     Axis("tail", ("none", "space", "half-marker")),
     Axis("cut", (False, True)),
-    Axis("instances", ("one", "in-turn", "abandoned", "threads")),
-    Axis("earlier", ("none", "other cases")),
 )
-FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
-    "string": lambda kind, value: {"type": kind},
-    "optional": lambda kind, value: {"type": [kind, "null"]},
-    "any_of": lambda kind, value: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
-    "one_of": lambda kind, value: {"oneOf": [{"type": "null"}, {"type": kind}]},
-    "all_of": lambda kind, value: {"allOf": [{"type": kind}]},
-    "enum": lambda kind, value: {"enum": ["Rome", "10115", "true"] if kind == "string" else [value]},
-    "const": lambda kind, value: {"const": value},
-    "anything": lambda kind, value: {"type": kind} if kind == "string" and is_json(value) else True,
-    "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
-    "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
-    "definition": lambda kind, value: {"$ref": f"#/definitions/{kind}"},
-    "far_ref": lambda kind, value: {"$ref": f"#/$defs/a~1b~0c%20%24d/{kind}"},
-    "additional": lambda kind, value: {"type": kind},
-}
-"""Schemas of values of one type, as clients write them; all but the first describe all arguments of a call."""
 _NAMES: Final = ("w", "now_and_then", "getWeather", "get.weather-2_x", "x" * 64, "name", "arguments")
 """Names of tools and of their arguments."""
 _KEYWORDS: Final = ("properties", "type", "items", "enum", "required", "$ref", "anyOf", "const", "default", "format")
 """Keywords of JSON Schema, which parameters of tools are called too."""
-_TYPED: Final[tuple[Case, ...]] = ({"value": "word"}, {"shape": "numbers"}, {"shape": "words"})
-"""Cases whose arguments have each type of JSON, to meet each form of a schema."""
 CALL_AXES: Final = (
     Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
     Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
@@ -103,12 +80,7 @@ CALL_AXES: Final = (
     Axis("name", ("weather", *_NAMES), ("CallForm.begin",)),
     Axis("key", ("city", *_NAMES, *_KEYWORDS[:2], "größe 城市"), ("TaggedArguments.before_key",)),
     Axis("style", ("usual", "ascii", "compact", "indented")),
-    Axis(
-        "schema",
-        (*FORMS, "typed", "bare"),
-        ("ToolParser.tools",),
-        rare=tuple({"schema": form, **other} for form in list(FORMS)[1:] for other in _TYPED),
-    ),
+    Axis("schema", ("string", "typed", "bare"), ("ToolParser.tools",)),
     *_COMMON,
 )
 ANSWER_AXES: Final = (
@@ -137,8 +109,6 @@ _MAX_PUSHES: Final = 20_000
 _MORE_TOOLS: Final = 300
 """Tools of a request that its answer does not call, unless the schemas are the plainest."""
 _MAX_CUTS: Final = 16
-_OTHERS: Final = 100
-"""Answers that are read in turn with the one of a case."""
 
 
 @dataclass(slots=True)
@@ -253,7 +223,7 @@ def calls_model(target: ParserTarget, case: Case) -> AnswerModel:
         return _sample_model(target, case)
     kind, key, arguments = str(case["schema"]), _key(case, form), _arguments(target, case, form, 0)
     # Other tools have a number where this one has a string; the first and the last one are others.
-    other = _schema("typed" if kind in ("string", "bare") else kind, key, {**arguments, key: 0})
+    other = _schema("typed", key, {**arguments, key: 0})
     more = () if kind == "string" else range(_MORE_TOOLS)
     tools = {"now": other, "weather": other, name: _schema(kind, key, arguments), f"{name}2": other}
     model = AnswerModel({**{f"tool{number}": other for number in more}, **tools})
@@ -287,29 +257,11 @@ def _schema(form: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     """Return a schema of a tool with these arguments; `string` describes only texts, and `bare` nothing if it can."""
     if form == "bare" and not any(is_json(value) for value in arguments.values() if isinstance(value, str)):
         return {}
-    texts = {name: value for name, value in {key: "", **arguments}.items() if isinstance(value, str)}
-    described = texts if form in ("string", "bare") else {key: "", **arguments}
-    found = {name: _described(form, value) for name, value in described.items()}
-    if "ref" in form:
-        found["next"] = {"$ref": "#/$defs/Node"}
-    if form == "additional":
-        more = found[key]
-        named = {name: each for name, each in found.items() if each != more}
-        return {"type": "object", "properties": named, "additionalProperties": more}
-    return {"type": "object", "properties": found, **DEFINITIONS}
-
-
-def _described(form: str, value: Any) -> Any:
-    if value == "null":  # it would be ambiguous
-        form = "string"
-    kind = "integer" if value is None and form in _OPTIONAL else _TYPES[type(value)]
-    return FORMS.get(form, FORMS["string"])(kind, value)
-
-
-_OPTIONAL: Final = ("optional", "any_of", "one_of", "optional_ref")
-"""Forms of a schema that allow null as well."""
-_NODE: Final[Mapping[str, Any]] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
-"""Schema of a list, which refers to itself."""
+    described = {key: "", **arguments}
+    found = {
+        name: _TYPES[type(value)] for name, value in described.items() if form == "typed" or isinstance(value, str)
+    }
+    return {"type": "object", "properties": {name: {"type": kind} for name, kind in found.items()}}
 
 
 def is_json(text: object) -> bool:
@@ -330,12 +282,6 @@ _TYPES: Final[Mapping[type, str]] = {
     list: "array",
     dict: "object",
 }
-_DEFINED: Final = {kind: {"type": kind} for kind in _TYPES.values()}
-DEFINITIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "$defs": {"Node": _NODE, **_DEFINED, "a/b~c $d": {kind: {"$ref": f"#/definitions/{kind}"} for kind in _DEFINED}},
-    "definitions": _DEFINED,
-}
-"""Parts of schemas that others refer to."""
 
 
 def add_calls(
@@ -520,19 +466,10 @@ def _places(text: str, marker: str) -> Iterator[tuple[int, int]]:
     return ((found.start(), found.end()) for found in re.finditer(re.escape(marker), text))
 
 
-def _check(
-    target: ParserTarget, case: Case, model: AnswerModel, other: Callable[[], AnswerModel], *, whole: bool = True
-) -> None:
+def _check(target: ParserTarget, case: Case, model: AnswerModel, *, whole: bool = True) -> None:
     rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
-    if case["earlier"] == "none":
-        target = target.alone()
-    else:
-        _read_other_cases(target)
-    finished = case["end"] == "finish"
+    target, finished = target.alone(), case["end"] == "finish"
     pieces = pieces_of(target, model.text, case["chunk"], rng)
-    if case["instances"] == "abandoned":
-        another = other()
-        target.read(another.text[: 2 * len(another.text) // 3], tools=another.tools)
     schemas = json.dumps(model.tools)
     once = target.read(model.text, tools=model.tools, prompt=model.prompt, finish=finished)
     require(json.dumps(model.tools) == schemas, "8", f"it changed the schemas of the request's tools, {schemas:.200}")
@@ -542,7 +479,7 @@ def _check(
         fault = "is not in the text, so that another answer may have it; leave it empty, and the server chooses one"
         require(written in model.text, "8.3", f"the id {call_id!r} of a call {fault}")
     with another_world(shift=1):  # it has no clock
-        found = _read(target, case, model, pieces, other)
+        found = target.read(*pieces, tools=model.tools, prompt=model.prompt, finish=finished)
     if found != once:
         broken("8.1", f"the pieces {shortened(str(pieces))} yield other events than the whole text")
     if case["cut"] and whole and model.text:
@@ -557,58 +494,14 @@ def _check(
             model.require_of_part(meaning_of(there), cut, markers, finished=finished)
 
 
-@cache
-def _read_other_cases(target: ParserTarget) -> None:
-    """Read texts with all values, once, of which a parser may keep something in its class or its module."""
-    cases, count = cases_of(part_of(target))
-    for case in cases[:count]:
-        model = (calls_model if target.kind is TOOL_PARSER else answer_model)(target, case.values)
-        with suppress(InvariantViolated):
-            target.read(model.text, tools=model.tools, prompt=model.prompt)
-
-
-def _read(
-    target: ParserTarget, case: Case, model: AnswerModel, pieces: list[str], other: Callable[[], AnswerModel]
-) -> list[Event]:
-    """Return the events of an answer in pieces, while others are read as the case wants."""
-
-    def listen() -> Iterator[list[Event]]:
-        finish = case["end"] == "finish"
-        return target.listen(*pieces, tools=model.tools, prompt=model.prompt, finish=finish)
-
-    if case["instances"] == "in-turn":
-        another = other()
-        cut = pieces_of(target, another.text, 5, np.random.default_rng(1))
-        turns = deque(target.listen(*cut, tools=another.tools) for _ in range(_OTHERS))
-        found = []
-        for turn in turns:
-            next(turn)
-        for events in listen():
-            next(turns[0], None)
-            turns.rotate()
-            found += events
-        return joined(found)
-    if case["instances"] == "threads":
-        another = other()
-        package = target.cls.__module__.partition(".")[0]
-        return interleaved(
-            lambda: joined(event for events in listen() for event in events),
-            lambda: target.read(another.text, tools=another.tools),
-            package,
-        )
-    return joined(event for events in listen() for event in events)
-
-
 def check_calls(target: ParserTarget, case: Case) -> None:
     """Parse an answer with tool calls. Raises `InvariantViolated`."""
-    model = calls_model(target, case)
-    _check(target, case, model, lambda: calls_model(target, {**_PLAIN_CALLS, "value": "unicode", "name": "w"}))
+    _check(target, case, calls_model(target, case))
 
 
 def check_answer(target: ParserTarget, case: Case) -> None:
     """Parse an answer with reasoning. Raises `InvariantViolated`."""
-    model, whole = answer_model(target, case), case["blocks"] == 1
-    _check(target, case, model, lambda: answer_model(target, {**_PLAIN_ANSWER, "reasoning": "unicode"}), whole=whole)
+    _check(target, case, answer_model(target, case), whole=case["blocks"] == 1)
 
 
 def _allowed_calls(case: Case) -> bool:
@@ -637,8 +530,6 @@ def _fits(case: Case, characters: int) -> bool:
     return characters <= _MAX_CHARACTERS and (chunk == "whole" or pushes <= _MAX_PUSHES)
 
 
-_PLAIN_CALLS: Final[Case] = {axis.name: axis.values[0] for axis in CALL_AXES}
-_PLAIN_ANSWER: Final[Case] = {axis.name: axis.values[0] for axis in ANSWER_AXES}
 CALLS: Final[Part[ParserTarget]] = Part("calls", CALL_AXES, check_calls, _allowed_calls, mixed=True)
 ANSWERS: Final[Part[ParserTarget]] = Part("answer", ANSWER_AXES, check_answer, _allowed_answers, mixed=True)
 

@@ -25,13 +25,12 @@ from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.answers import (
     ANSWER_AXES,
     CALL_AXES,
-    DEFINITIONS,
-    FORMS,
     VALUES,
     AnswerModel,
     add_calls,
     add_content,
     answer_model,
+    is_json,
     pieces_of,
     shortened,
 )
@@ -72,6 +71,27 @@ _PLAIN: Final[Mapping[str, Sequence[Any]]] = {
     "string": (*VALUES.values(), "10115", "-1e5", "false", "[]", '{"a": 1}', "10115"),
 }
 """Values of each type of JSON; strings are also texts."""
+_FORMS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "string": lambda kind, value: {"type": kind},
+    "optional": lambda kind, value: {"type": [kind, "null"]},
+    "any_of": lambda kind, value: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
+    "one_of": lambda kind, value: {"oneOf": [{"type": "null"}, {"type": kind}]},
+    "all_of": lambda kind, value: {"allOf": [{"type": kind}]},
+    "enum": lambda kind, value: {"enum": ["Rome", "10115", "true"] if kind == "string" else [value]},
+    "const": lambda kind, value: {"const": value},
+    "anything": lambda kind, value: {"type": kind} if kind == "string" and is_json(value) else True,
+    "ref": lambda kind, value: {"$ref": f"#/$defs/{kind}"},
+    "optional_ref": lambda kind, value: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]},
+    "definition": lambda kind, value: {"$ref": f"#/definitions/{kind}"},
+    "far_ref": lambda kind, value: {"$ref": f"#/$defs/a~1b~0c%20%24d/{kind}"},
+}
+"""Schemas of values of one type, as clients write them."""
+_DEFINED: Final = {kind: {"type": kind} for kind in _PLAIN}
+_DEFINITIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "$defs": {**_DEFINED, "a/b~c $d": {kind: {"$ref": f"#/definitions/{kind}"} for kind in _DEFINED}},
+    "definitions": _DEFINED,
+}
+"""Parts of schemas that others refer to."""
 _AROUND: Final[Mapping[str, Callable[[Any], Any]]] = {
     "anyOf": lambda schema: {"anyOf": [schema, {"type": "null"}], "default": None},
     "oneOf": lambda schema: {"oneOf": [schema, {"type": "null"}]},
@@ -150,7 +170,7 @@ class _User:
                 schema["additionalProperties"] = self._schema(*more)
             elif self.rng.random() < 0.2:
                 schema = {"$ref": "#/definitions/A%20B", "definitions": {"A B": schema}}
-            for words, defined in DEFINITIONS.items():
+            for words, defined in _DEFINITIONS.items():
                 schema[words] = {**schema.get(words, {}), **defined, **self.defined}
             self.defined = {}
             self.tools[name] = schema if self.kinds[name] else self.rng.choice(({}, {"type": "object"}, schema))
@@ -161,15 +181,15 @@ class _User:
         return [re.sub(r"\W", "_", name) for name in names] if python else names
 
     def _parameter(self) -> tuple[str, str]:
-        return self.rng.choice([*_PLAIN, "string", "string"]), self.rng.choice([*FORMS])
+        return self.rng.choice([*_PLAIN, "string", "string"]), self.rng.choice([*_FORMS])
 
     def _schema(self, kind: str, form: str) -> Any:
         value = self.rng.choice(_PLAIN[kind]) if kind != "string" else "it"
-        found = FORMS[form](kind, value)
+        found = _FORMS[form](kind, value)
         for word in self.around.choices([*_AROUND, "$ref"], k=self.around.choice((0, 1, 2, 3, 4))):
             if isinstance(found, dict) and word == "$ref":
                 self.defined[f"Of {len(self.defined)}"] = found
-                found = {"$ref": f"#/{self.around.choice([*DEFINITIONS])}/Of%20{len(self.defined) - 1}"}
+                found = {"$ref": f"#/{self.around.choice([*_DEFINITIONS])}/Of%20{len(self.defined) - 1}"}
             elif isinstance(found, dict):
                 found = _AROUND[word](found)
         noise = {"description": f"The {kind}, as {self.number}", "examples": ["7", 7], "title": "type"}

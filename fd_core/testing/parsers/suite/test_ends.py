@@ -1,33 +1,16 @@
-"""Ends: a text may end anywhere, as with `max_tokens`; emitted events are final."""
+"""Ends: a text may end anywhere, as with `max_tokens`; emitted events are final, and no text is logged."""
 
 from __future__ import annotations
-
-import gc
-import weakref
-from itertools import product
 
 import pytest
 
 from fd_core.plugins import TOOL_PARSER
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
-from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of, text_of
-from fd_core.text.parsing.contract import OutputParser
+from fd_core.testing.kit.privacy import kept_out_of_logs
+from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words, meaning_of, text_of
 
-
-@pytest.mark.law("8.4")
-def test_a_text_may_end_anywhere(target: ParserTarget) -> None:
-    """Check that no call has a wrong name, and that no truncated call has an end."""
-    for answer in target.answers():
-        whole = meaning_of(target.read(answer.text, tools=answer.tools))
-        for end in range(len(answer.text)):
-            text = answer.text[:end]
-            found = meaning_of(target.read(text, tools=answer.tools))
-            same = [name for name, _ in found.calls] == [name for name, _ in whole.calls[: len(found.calls)]]
-            require(same, "8.4", f"{text!r} yields the calls {[name for name, _ in found.calls]}")
-            ended = found.calls[: found.ended] == whole.calls[: found.ended]
-            require(ended, "8.4", f"a truncated call of {text!r} has an end: {found.calls}")
+_PRIVATE = "of one user only"
 
 
 @pytest.mark.law("8.4")
@@ -38,26 +21,6 @@ def test_truncated_output_is_kept(target: ParserTarget) -> None:
             there = text_of(events, kind).count("x")
             require(there == length, "8.4", f"expected {length} characters of {kind.__name__}, got {there}")
             require(not meaning_of(events).ended, "8.4", "a truncated call has an end")
-
-
-@pytest.mark.law("8.4")
-def test_a_parser_is_freed_with_its_answer(target: ParserTarget) -> None:
-    """Also if the client has left, so that the text has no end."""
-    left = list[tuple[str, weakref.ref[OutputParser]]]()
-    for answer in target.answers():
-        for end, abandoned in product((len(answer.text) // 2, len(answer.text)), (False, True)):
-            parser = target.new(answer.tools)
-            try:
-                left.append((answer.text[:end], weakref.ref(parser)))
-            except TypeError:
-                lacks("its parsers have no weak references")
-            parser.push(answer.text[:end])
-            if not abandoned:
-                parser.flush()
-            del parser
-    gc.collect()
-    kept = [text for text, parser in left if parser() is not None]
-    require(not kept, "8.4", f"the parsers of {kept} are still referenced after the answers")
 
 
 @pytest.mark.law("8.4")
@@ -79,3 +42,13 @@ def test_nothing_remains_of_many_answers(target: ParserTarget) -> None:
             (parser.flush, parser.finish, tuple)[number % 3]()
 
     require_bounded(use, 100, "answers", "8.4")
+
+
+@pytest.mark.law("8")
+def test_no_text_of_an_answer_is_in_a_log(target: ParserTarget) -> None:
+    """Read answers, also truncated and malformed ones."""
+    for answer in target.answers(Words(_PRIVATE, _PRIVATE, city=_PRIVATE)):
+        with kept_out_of_logs(_PRIVATE.encode()):
+            for text in (answer.text, answer.text[:-8], *(answer.text.replace(each, "", 1) for each in '{":}')):
+                target.read(*text, tools=answer.tools)
+                target.read(text, tools=())

@@ -1,4 +1,4 @@
-"""Markup: it is never content, also if the text is truncated or markers are repeated or missing."""
+"""Markup: it is never content, also if markers are repeated or missing; what only looks like it is text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
+from fd_core.text.parsing.reader import SPACE
 
 
 @pytest.mark.law("8.5")
@@ -27,6 +28,29 @@ def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> Non
                 require(not there, "8.5", f"content of {text!r} is {found.content!r}")
                 same = found.calls[: kept.ended] == kept.calls[: kept.ended]
                 require(same, "8.5", f"calls of {text!r} are {found.calls}; complete before the fault: {kept.calls}")
+
+
+def require_all(target: ParserTarget, text: str) -> None:
+    for pieces in ([text], list(text)):
+        meaning = meaning_of(target.read(*pieces))
+        content = meaning.content + meaning.reasoning
+        # White space around the beginning of reasoning, which may have no marker, belongs to it.
+        same = content == text or (bool(meaning.reasoning) and content == text.lstrip(SPACE))
+        require(same and not meaning.calls, "8.3", f"text {content!r} and calls {meaning.calls} from {text!r}")
+
+
+@pytest.mark.law("8.3")
+def test_text_without_markers_is_emitted_unchanged(target: ParserTarget) -> None:
+    require_all(
+        target, "\n\n    null, 0 and false:\r\n\tRöm 🙂 \u2028\u200f\x00\ufeff\ufffd\U0010ffff e\u0301 \u00a0.   "
+    )
+
+
+@pytest.mark.law("8.3")
+def test_a_marker_in_other_case_is_text(target: ParserTarget) -> None:
+    for marker in target.markers:
+        if marker.swapcase() != marker:
+            require_all(target, f"so {marker.swapcase()} it is")
 
 
 _TAG = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_/]+\]")

@@ -7,7 +7,7 @@ import pytest
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.parsers.answers import ANSWERS, TEXTS
+from fd_core.testing.parsers.answers import ANSWERS
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 from fd_core.text.parsing.reader import SPACE
 
@@ -59,24 +59,6 @@ def test_reasoning_of_an_earlier_turn_does_not_continue(target: ParserTarget) ->
                 lacks("its answers begin with reasoning")
             what = f"after the prompt {earlier + later!r}, the answer {SHOWN.content!r}"
             require(found == right, "8.3", f"{what} has the reasoning {found.reasoning!r}")
-
-
-@pytest.mark.law("8.3")
-@pytest.mark.parametrize("written", ["", "half"])
-@pytest.mark.parametrize("switched", [True, False])
-@pytest.mark.parametrize("turns", [1, 2])
-def test_reasoning_that_the_prompt_opened_has_begun(
-    target: ParserTarget, turns: int, written: str, *, switched: bool
-) -> None:
-    """A grammar applies only after it, also if the prompt has the reasoning of an earlier turn, or half of this one."""
-    for answer in target.answers():
-        head = answer.text.partition(SHOWN.reasoning)[0]
-        if not target.cls.end or head.strip() not in target.markers:
-            lacks("no prompt opens its reasoning")
-        half = f"{SHOWN.reasoning} {TEXTS['lines'] * 6}" if written else ""
-        prompt = f"<|user|>Hi<|assistant|>{answer.text}<|user|>Why?<|assistant|>" * (turns - 1) + head + half
-        begun = target.cls.begins_reasoning(prompt, switched=switched)
-        require(begun, "8.3", f"it does not begin with reasoning after the prompt {prompt!r}")
 
 
 @pytest.mark.law("8.3")

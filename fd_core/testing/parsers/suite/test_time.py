@@ -28,6 +28,11 @@ TOOLS = tuple(f"tool_{number}" for number in range(500))
 UNITS = ("{", '["', '{"a":[', '{"id":"\\"', '{"name":"', "\\", '"', "<", "`", "7", " ", "x", "xyz, ", "\\u00e9", "🙂")
 
 
+def units_of(target: ParserTarget) -> list[str]:
+    """Return what a text may repeat: parts of any format, markers of this one, and these without their ends."""
+    return [*UNITS, *target.markers, *(marker[:-1] for marker in target.markers if marker[1:])]
+
+
 def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int) -> list[float]:
     """Return the CPU time to parse each part of a response in pieces of a size; the last one includes the end."""
     each, times = -(-len(text) // PARTS), list[float]()
@@ -66,7 +71,7 @@ def test_time_is_linear_in_the_text(target: ParserTarget) -> None:
     for answer in target.answers():
         begin = answer.text[: max(answer.text.find(word) for word in (SHOWN.city, SHOWN.content))]
         after = f"{answer.text} and then "
-        for unit in (*UNITS, *target.markers, *(marker[:-1] for marker in target.markers if marker[1:]), answer.text):
+        for unit in (*units_of(target), answer.text):
             for head in (begin, after) if unit in UNITS[-4:] else (begin,):
                 text = head + unit * (SIZE // len(unit) + 1)
                 found = growth(target, answer.tools, text, 4)
@@ -90,7 +95,7 @@ def test_time_of_a_whole_text_is_linear(target: ParserTarget) -> None:
     """Parse it in one piece."""
     for answer in target.answers():
         begin = answer.text[: max(answer.text.find(word) for word in (SHOWN.city, SHOWN.content))]
-        for unit in (*UNITS, *target.markers, *(marker[:-1] for marker in target.markers if marker[1:]), answer.text):
+        for unit in (*units_of(target), answer.text):
             text = begin + unit * (SIZE // len(unit) + 1)
 
             def seconds_of(size: int, text: str = text, tools: tuple[str, ...] = answer.tools) -> float:
@@ -127,7 +132,7 @@ def test_time_before_an_answer_is_linear(target: ParserTarget) -> None:
         require_linear(of_tools, len(TOOLS), "tools before an answer")
         require_linear(of_parameters, len(TOOLS), "parameters of a tool before an answer")
         return
-    for unit in (*UNITS, *target.markers, *(marker[:-1] for marker in target.markers if marker[1:])):
+    for unit in units_of(target):
         prompt = unit * (SIZE // len(unit) + 1)
 
         def of_prompt(size: int, prompt: str = prompt) -> float:

@@ -20,13 +20,6 @@ def require_prompt(target: ParserTarget, text: str) -> None:
 
 
 @pytest.mark.law("8.2")
-def test_text_is_streamed_as_it_arrives(target: ParserTarget) -> None:
-    require_prompt(
-        target, "the quick brown fox, 1 + 1 > 3,\n\n  jumps over 🙂 and é. Then it rests; it waits for nobody"
-    )
-
-
-@pytest.mark.law("8.2")
 def test_text_that_is_no_marker_is_emitted_at_once(target: ParserTarget) -> None:
     for half in target.half_markers:
         require_prompt(target, f"so {half}~ it is")
