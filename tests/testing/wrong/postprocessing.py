@@ -48,12 +48,6 @@ def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
 
 
 @breaks("1.2", "matrix")
-class AcknowledgesNoRevocation(NumpyPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        return super().token_matrix(sampled, accepted, slots, revoked[:0])
-
-
-@breaks("1.2", "matrix")
 class AcknowledgesNothingWithoutRows(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked if len(slots) else revoked[:0])
@@ -230,36 +224,6 @@ class ReusesItsMatrix(Rotating):
     pass
 
 
-@breaks("1.[12]", "matrix")
-class RotatesThreeMatrices(Rotating):
-    buffers = 3
-
-
-@breaks("1.1", "matrix")
-class SharesABufferOfItsShape(NumpyPostprocess):
-    shared: ClassVar[dict[tuple[int, ...], np.ndarray]] = {}
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        matrix = super().token_matrix(sampled, accepted, slots, revoked)
-        shared = self.shared.setdefault(matrix.shape, matrix)
-        shared[:] = matrix
-        return shared
-
-
-@breaks("1.1", "matrix")
-class LeavesAStaleToken(NumpyPostprocess):
-    last = None
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        matrix = super().token_matrix(sampled, accepted, slots, revoked)
-        if self.last is not None:
-            idle = np.setdiff1d(np.arange(len(matrix)), np.union1d(slots, revoked))
-            idle = idle[self.last[idle, 0] != PREEMPTED_TOKEN_ID]
-            matrix[idle] = self.last[idle]
-        self.last = matrix.copy()
-        return matrix
-
-
 @breaks("1.1", "matrix")
 class LeavesIdleRowsUnwritten(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -368,16 +332,6 @@ class GetsTheRowsFromThePack(NumpyPostprocess):
         return super().token_matrix(self.ops.to_host(sampled), accepted, slots, revoked)
 
 
-@breaks("1", "device:test_the_host_waits_for_nothing[8-3-2]")
-class WritesSlotBySlot(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        matrix = torch.full((self.limits.max_num_seqs, sampled.shape[1]), EMPTY_TOKEN_ID, dtype=torch.int32)
-        for row, slot in enumerate(slots.tolist()):
-            matrix[slot, : 1 + int(accepted[row])] = sampled[row, : 1 + int(accepted[row])]
-        matrix[revoked.long(), 0] = PREEMPTED_TOKEN_ID
-        return matrix
-
-
 @breaks("1", "device:test_the_host_waits_for_nothing[1-6-0]")
 class ReadsWhetherADraftWasAccepted(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -399,15 +353,6 @@ class SelectsRowsByAMask(TorchPostprocess):
 class CopiesToTheHost(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled.to("cpu"), accepted, slots, revoked)
-
-
-@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
-class SearchesTheRowsWithDrafts(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        matrix = super().token_matrix(sampled, accepted, slots, revoked)
-        none = torch.nonzero(accepted == 0)[:, 0]
-        matrix[slots[none].long(), 1:] = EMPTY_TOKEN_ID
-        return matrix
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
@@ -448,25 +393,9 @@ class BelongsToAThread(NumpyPostprocess):
 # Sizes, history and other instances: the part `matrix` -----------------------------------------------------------
 
 
-@breaks("1.1", "matrix")
-class NumbersStepsInSixteenBits(NumpyPostprocess):
-    """The step with number 0 is taken for a warm-up, also after 2^16 steps."""
-
-    def __init__(self, ops, limits):
-        super().__init__(ops, limits)
-        self._step = np.uint16(1)
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        warm_up = self._step == 0
-        self._step = np.uint16((int(self._step) + 1) % 2**16)
-        if warm_up:
-            sampled, accepted, slots = sampled[:0], accepted[:0], slots[:0]
-        return super().token_matrix(sampled, accepted, slots, revoked)
-
-
 @breaks("1.1", "matrix:steps=17,before=kept,counted=65536")
 class CountsStepsInAClosure(NumpyPostprocess):
-    """As the one before, but its count is in no attribute."""
+    """Takes the step with number 0 for a warm-up, also after 2^16 steps; its count is in no attribute."""
 
     def __init__(self, ops, limits):
         super().__init__(ops, limits)
@@ -595,20 +524,6 @@ class MarksRows(NumpyPostprocess):
         return np.where((self._marks == self._steps)[:, None], self._rows, np.int32(EMPTY_TOKEN_ID))
 
 
-@breaks("1.[12]", MANY)
-class MarksRowsInAByte(MarksRows):
-    period = 255
-
-
-@breaks("1", MANY.replace("66000", "3000"))
-class KeepsCopiesInItsModule(NumpyPostprocess):
-    kept: ClassVar[list[np.ndarray]] = []
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        self.kept.append(revoked.copy())
-        return super().token_matrix(sampled, accepted, slots, revoked)
-
-
 @breaks("1", "flight:test_nothing_remains_of_many_different_steps[16]")
 class CachesLayouts(NumpyPostprocess):
     """Keeps the inverse of each assignment of slots that it has seen, because batches rarely change."""
@@ -672,11 +587,6 @@ class AssumesContiguousTokens(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         flat = np.lib.stride_tricks.as_strided(sampled, (sampled.size,), (4,))
         return super().token_matrix(flat.reshape(sampled.shape), accepted, slots, revoked)
-
-
-@breaks("1.[12]", "matrix")
-class RotatesTwoHundredFiftySixMatrices(Rotating):
-    buffers = 256
 
 
 @breaks("1.1", MANY)
@@ -759,13 +669,6 @@ class RaisesOnOverflow(NumpyPostprocess):
         np.seterr(all="raise")
 
 
-@breaks("1.1", "matrix")
-class TakesFullBatchesToBeInOrder(NumpyPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        full = len(slots) == self.limits.max_num_seqs
-        return super().token_matrix(sampled, accepted, np.sort(slots) if full else slots, revoked)
-
-
 class _Marked(TorchPostprocess):
     """Writes rows into a table that is never cleared; a row counts if its mark is the number of the step."""
 
@@ -794,18 +697,6 @@ class _Marked(TorchPostprocess):
 )
 class CountsStepsInFloat32(_Marked):
     pass
-
-
-@breaks("1.[123]", "matrix")
-class CountsStepsInTheModule(_Marked):
-    dtype = torch.int16
-
-    def next_number(self):
-        _STEPS[0] += 1
-        return _STEPS[0] % 2**15
-
-
-_STEPS = [0]
 
 
 @breaks("1", "flight:test_it_is_freed_with_its_runner")
@@ -840,22 +731,6 @@ class TakesMatricesFromAPool(TorchPostprocess):
         matrix = self._pool[free[0]][:]
         self._users[free[0]] = weakref.ref(matrix)
         return matrix.copy_(right)
-
-
-@breaks("1.[123]", "matrix")
-class StampsRowsInATable(_Marked):
-    """As the one above, but the number of the step is the last of the marks, in an array that looks like a table."""
-
-    def __init__(self, ops, limits):
-        super().__init__(ops, limits)
-        self.marks = torch.zeros(-(-(limits.max_num_seqs + 1) // 64) * 64)
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        number, written = self.marks[-1:].add_(1.0).clone(), torch.cat([slots, revoked]).long()
-        new = TorchPostprocess.token_matrix(self, sampled, accepted, slots, revoked)
-        self.rows.index_copy_(0, written, new[written])
-        self.marks.index_copy_(0, written, number.repeat(len(written)))
-        return torch.where((self.marks[: len(new)] == number)[:, None], self.rows, EMPTY_TOKEN_ID)
 
 
 @breaks("1", "flight:test_nothing_remains_of_many_different_steps[1024]")
@@ -919,11 +794,6 @@ class _Saves(NumpyPostprocess):
 @breaks("1", "flight:test_nothing_remains_of_many_different_steps[16]")
 class SavesEachThousandthStep(_Saves):
     pass
-
-
-@breaks("1", MANY)
-class SavesEachTwentyThousandthStep(_Saves):
-    every = 20_000
 
 
 @breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
