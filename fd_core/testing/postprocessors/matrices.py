@@ -231,12 +231,6 @@ class Matrices:
             require(slot in rows.slots, "1.1", f"{about}, but it has no row in this step")
             broken("1.1", f"{about}, expected {_shown(theirs)}")
 
-    def compare_later(self, matrix: Array, rows: SampledRows) -> None:
-        """Compare a matrix after other steps were computed, and distinguish its own errors from their side effects."""
-        if not np.array_equal(self._ops.to_host(matrix), self.expected(rows)):
-            Matrices(self._target, self._slots, self._k).check(rows)
-            broken("1", "a matrix that was correct is modified by later steps")
-
     def expected(self, rows: SampledRows) -> IntArray:
         """Return the right matrix of a step."""
         matrix = np.full((self._slots, rows.sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)

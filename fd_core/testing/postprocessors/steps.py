@@ -61,7 +61,7 @@ AXES: Final = (
         rare=(
             {"steps": 300, "slots": 257, "before": "shrinking"},
             {"steps": 300, "slots": 257, "before": "growing", "rows": "all", "memory": "reused"},
-            {"steps": 66_000, "slots": 3, "k": 1, "before": "shrinking", "order": "kept", "revoked": "one"},
+            {"steps": 9000, "slots": 3, "k": 1, "before": "shrinking", "order": "kept", "revoked": "one"},
         ),
     ),
     Axis("before", ("other", "kept", "shrinking", "growing")),
