@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -231,12 +230,6 @@ class EndsNoCall(HermesTools):
 class EmitsEmptyContent(HermesTools):
     def push(self, text):
         return [Content(""), *super().push(text)]
-
-
-@breaks("8.[134]", "answer")
-class LosesReasoning(QwenReasoning):
-    def emit_reasoning(self, text):
-        pass
 
 
 @breaks("8.[134]", "answer")
@@ -575,21 +568,9 @@ class DropsTextAfterACall(HermesTools):
 
 
 @breaks("8.[134]", "calls")
-class JoinsLinesAfterACall(HermesTools):
-    def emit_content(self, text):
-        super().emit_content(text.replace("\n\n", "\n") if self._calls else text)
-
-
-@breaks("8.[134]", "calls")
 class ReadsNumbersAsFloats(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(re.sub(r"\b\d{17,}\b", lambda found: f"{float(found[0]):.0f}", text))
-
-
-@breaks("8.[134]", "calls")
-class ComposesArguments(HermesTools):
-    def emit_arguments(self, text):
-        super().emit_arguments(unicodedata.normalize("NFC", text))
 
 
 @breaks("8.[134]", "calls")
@@ -766,13 +747,6 @@ class CutsOffOneCharacterAtATime(HermesTools):
 
 
 @breaks("8.[134]", "answer")
-class IgnoresThePrompt(QwenReasoning):
-    @classmethod
-    def _opened_by(cls, prompt_tail):
-        return False
-
-
-@breaks("8.[134]", "answer")
 class LimitsReasoning(QwenReasoning):
     emitted = 0
 
@@ -799,12 +773,6 @@ class ReadsOneBlockOfReasoning(QwenReasoning):
     def until(self, *markers, emit, **others):
         self.blocks += emit == self.emit_reasoning
         return super().until(*markers, emit=emit, **others)
-
-
-@breaks("8.[134]", "answer")
-class RepeatsReasoningWhenTheModelEnds(QwenReasoning):
-    def finish(self):
-        return [*super().finish(), Content("\n.")]
 
 
 @breaks("8.[134]", "calls")
@@ -1119,31 +1087,6 @@ class FindsCallsInTheBeginning(HermesTools):
         return ""
 
 
-@breaks("8.[134]", "day:test_an_ordinary_day")
-class HasTenBuffers(HermesTools):
-    """More answers at a time share one."""
-
-    free: ClassVar[list[list[str]]] = [[] for _ in range(10)]
-    shared: ClassVar[list[str]] = []
-
-    def __init__(self, tools):
-        self.buffer = self.free.pop() if self.free else self.shared
-        self.buffer[:] = [""]
-        super().__init__(tools)
-
-    def __del__(self):
-        if self.buffer is not self.shared:
-            self.free.append(self.buffer)
-
-    @property
-    def _text(self):
-        return self.buffer[0]
-
-    @_text.setter
-    def _text(self, value):
-        self.buffer[0] = value
-
-
 @breaks("8.[134]", "calls")
 class RemovesMarkersOfReasoning(HermesTools):
     """Content that names a marker of other formats loses it."""
@@ -1189,15 +1132,6 @@ class UnwrapsProperties(ChangesSchemas):
         while isinstance(inner.get("properties"), dict):
             inner = inner["properties"]
         return inner
-
-
-@breaks("8.3", "calls:shape=wide")
-class DropsWordsOfSchemas(ChangesSchemas):
-    """Takes what describes an object for no parameter of it."""
-
-    def simplified(self, schema):
-        words = ("title", "description", "default", "format")
-        return {name: part for name, part in schema.get("properties", {}).items() if name not in words}
 
 
 class ChangesStrings(QwenCoderTools):
