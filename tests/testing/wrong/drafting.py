@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -53,36 +52,10 @@ class LogsTexts(Shortest):
         super().admit(slot, tokens)
 
 
-@noticed("test_an_ordinary_day")
-class PrintsDrafts(Shortest):
-    def propose(self, slots, limit):
-        tokens, counts = super().propose(slots, limit)
-        print(tokens[0, : counts[0]])
-        return tokens, counts
-
-
 @noticed("test_case")
 class KeepsThePreviousRequest(Shortest):
     def admit(self, slot, tokens):
         self.grow(slot, tokens)
-
-
-@noticed("test_case")
-class FollowsThePreviousRequest(Shortest):
-    """Knows one token after each other one, also from the texts that were in the slot before."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self._following = [{} for _ in range(context.num_slots)]
-
-    def grow(self, slot, tokens):
-        tokens = [*self._texts[slot][-1:], *tokens.tolist()]
-        self._following[slot].update(pairwise(tokens))
-        self._texts[slot] = tokens[-1:]
-
-    def guess(self, slot, limit):
-        found = self._following[slot].get(self._texts[slot][-1])
-        return np.array([found][:limit] if found is not None else [], np.int32)
 
 
 @noticed("test_case")
@@ -187,30 +160,9 @@ class SkipsADraft(NgramDrafter):
 
 
 @noticed("test_drafts_continue_a_text_that_repeats")
-class DraftsTheMatch(NgramDrafter):
-    """Drafts from the last token of the n-gram on, not what followed it."""
-
-    def guess(self, slot, limit):
-        found = super().guess(slot, limit - 1)
-        return np.concatenate([self._texts[slot][-1:], found]).astype(np.int32)[: limit * bool(len(found))]
-
-
-@noticed("test_drafts_continue_a_text_that_repeats")
-class ReversesTheDrafts(NgramDrafter):
-    def guess(self, slot, limit):
-        return super().guess(slot, limit)[::-1]
-
-
-@noticed("test_drafts_continue_a_text_that_repeats")
 class NeverDrafts(NgramDrafter):
     def guess(self, slot, limit):
         return np.empty(0, np.int32)
-
-
-@noticed("test_drafts_continue_a_text_that_repeats")
-class GivesUpOnLongTexts(NgramDrafter):
-    def guess(self, slot, limit):
-        return super().guess(slot, limit if len(self._texts[slot]) < 4096 else 0)
 
 
 @noticed("test_case")
@@ -254,17 +206,6 @@ class SavesEachMinute(Shortest):
         return super().propose(slots, limit)
 
 
-@noticed("test_memory_of_past_requests_is_freed")
-class RemembersEveryRequest(Shortest):
-    def __init__(self, context):
-        super().__init__(context)
-        self._past = []
-
-    def admit(self, slot, tokens):
-        self._past.append([*self._texts[slot]])
-        super().admit(slot, tokens)
-
-
 @noticed("test_a_step_takes_memory_for_its_rows_alone")
 class CopiesItsTable(Shortest):
     """Keeps what follows each id in each slot, and copies all of it so that a failure leaves the old table."""
@@ -287,15 +228,6 @@ class HasATableOfIndices(Shortest):
     def __init__(self, context):
         super().__init__(context)
         self._indices = np.zeros((context.num_slots, context.vocab_size, 8), np.int32)
-
-
-@noticed("test_a_step_takes_memory_for_its_rows_alone")
-class HasATableOfPairs(Shortest):
-    """Counts what follows each id, of all texts."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self._counts = np.zeros((context.vocab_size, context.vocab_size), np.uint8)
 
 
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
@@ -375,32 +307,6 @@ class ExtendsTheTextByItsDrafts(Shortest):
 
 
 @noticed("test_case")
-class DraftsForTheSlotsOfTheLastStep(Shortest):
-    """Returns drafts by row of the last step, whichever slots are named."""
-
-    def extend(self, slots, tokens, counts):
-        super().extend(slots, tokens, counts)
-        self._extended = slots.copy()
-
-    def propose(self, slots, limit):
-        last = getattr(self, "_extended", slots)
-        return super().propose(last[: len(slots)] if len(last) >= len(slots) else slots, limit)
-
-
-@noticed("test_drafts_continue_a_text_that_repeats")
-class KeepsSixteenThousandTokens(NgramDrafter):
-    """A ring of the last tokens, whose positions are those of the whole text."""
-
-    def guess(self, slot, limit):
-        whole = self._texts[slot]
-        self._texts[slot] = whole[-(1 << 14) :]
-        try:
-            return super().guess(slot, limit)
-        finally:
-            self._texts[slot] = whole
-
-
-@noticed("test_case")
 class ContinuesASimilarRequest(Shortest):
     """Takes a request that begins as the previous one, and is no shorter, for the same one."""
 
@@ -465,28 +371,6 @@ class HasRoomForContinuations(Shortest):
 
     def admit(self, slot, tokens):
         self._continuations = np.zeros((len(tokens), 256), np.int32)
-        super().admit(slot, tokens)
-
-
-@noticed("test_memory_of_past_requests_is_freed")
-class LogsAcceptedDrafts(Shortest):
-    def __init__(self, context):
-        super().__init__(context)
-        self._accepted = []
-
-    def extend(self, slots, tokens, counts):
-        self._accepted += counts.tolist()
-        super().extend(slots, tokens, counts)
-
-
-@noticed("test_memory_of_past_requests_is_freed")
-class AppendsToOneArray(Shortest):
-    def __init__(self, context):
-        super().__init__(context)
-        self._every = np.zeros(0, np.int32)
-
-    def admit(self, slot, tokens):
-        self._every = np.append(self._every, tokens)
         super().admit(slot, tokens)
 
 
@@ -598,13 +482,6 @@ class KeepsPositionsIn16Bits(NgramDrafter):
     def guess(self, slot, limit):
         text, place = self._texts[slot], self._last_seen[slot].get(tuple(self._texts[slot][-2:]), 0)
         return np.array(text[place % (1 << 16) :][:limit], np.int32)
-
-
-@noticed("test_drafts_continue_a_text_that_repeats")
-class DraftsIdsOf16Bits(NgramDrafter):
-    def guess(self, slot, limit):
-        drafts = super().guess(slot, limit)
-        return drafts[: int((drafts < 1 << 16).cumprod().sum())]
 
 
 @noticed("test_options_that_are_read_are_those_that_are_declared")
@@ -734,15 +611,6 @@ class FailsWithALongWindow(NgramDrafter):
     def guess(self, slot, limit):
         self._texts[slot][-self._window]
         return super().guess(slot, limit)
-
-
-@noticed("test_some_values_of_each_option_have_other_drafts")
-class UsesTheDefaultsOfItsOptions(NgramDrafter):
-    """Reads and checks its options, and matches 4 to 2 tokens nevertheless."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self._sizes = range(4, 1, -1)
 
 
 @noticed("test_some_values_of_each_option_have_other_drafts")

@@ -95,13 +95,6 @@ class WritesBeyondItsBlocks(EagleDrafter):
 
 
 @noticed(_TEXTS)
-class DraftsFromTheFirstSlot(EagleDrafter):
-    def propose(self, slots, limit):
-        tokens, counts = super().propose(slots, limit)
-        return np.repeat(tokens[:1], len(slots), axis=0), np.minimum(counts, counts[0])
-
-
-@noticed(_TEXTS)
 class ComputesRejectedDraftsAgain(EagleDrafter):
     """Computes the head for each draft from the first one on."""
 
@@ -149,13 +142,6 @@ class DraftsBeyondTheContext(EagleDrafter):
     def allocate(self, limits):
         super().allocate(limits)
         self._longest = 2**30
-
-
-@noticed(_TEXTS)
-class KeepsDraftsIn16Bits(EagleDrafter):
-    def propose(self, slots, limit):
-        tokens, counts = super().propose(slots, limit)
-        return tokens.astype(np.int16), counts
 
 
 @noticed(_TEXTS)
