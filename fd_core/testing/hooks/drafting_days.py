@@ -176,7 +176,7 @@ def _account_of_core(core: type[Drafter], number: int) -> DayAccount:
 
 def require_good_day(subject: DrafterUnderTest, core: type[Drafter], slack: Mapping[str, float]) -> None:
     """Live a day with a drafter and with one of the core, and compare their accounts."""
-    number = 6 if subject.cls.uses_model else 40
+    number = 6 if subject.cls.uses_model else 24
     right = _account_of_core(core, number)  # first, as it also fills caches of the process
     mine = DraftingDay(subject, number)
     require_as_good(account_of(mine.live, *mine.secrets()), right, "a day", "8", slack)
