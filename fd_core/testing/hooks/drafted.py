@@ -53,25 +53,6 @@ def null_ops() -> Ops:
     return NullBackend(EngineConfig(model="null")).make_ops()
 
 
-class RecordedOptions(Mapping[str, int | float | str]):
-    """Options, and the names that a drafter has read."""
-
-    def __init__(self, values: Mapping[str, int | float | str]) -> None:
-        self._values, self.read = values, set[str]()
-        self.iterated = False
-
-    def __getitem__(self, name: str) -> int | float | str:
-        self.read.add(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        self.iterated = True
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterUnderTest:
     """A drafter, and the requirements on it."""
@@ -92,7 +73,6 @@ class DrafterUnderTest:
         model: str = "alike",
         room: str = "all",
         ops: Ops | None = None,
-        options: Mapping[str, int | float | str] | None = None,
     ) -> Drafter:
         """Return a new drafter; the draft model, if it uses one, is the scripted one, or one of other sizes."""
         blocks, few_tokens = -(-max_model_len // block_size), max(1 + k, slots // 2, _FEW_TOKENS)
@@ -118,7 +98,7 @@ class DrafterUnderTest:
                     16 if model == "shorter" else max_model_len,
                     limits.max_num_batched_tokens,
                 ),
-                options=MappingProxyType(dict(self.options)) if options is None else options,
+                options=MappingProxyType(dict(self.options)),
             )
         )
         drafter.allocate(limits)

@@ -26,7 +26,6 @@ from fd_core.testing.hooks.drafted import (
     DRAFTED,
     DrafterChoice,
     DrafterUnderTest,
-    RecordedOptions,
     null_ops,
     small_engine,
 )
@@ -154,18 +153,6 @@ class DrafterSuite(DrafterChoice):
             found, expected = (_first_drafts(one, each, text) for one in (drafter, fresh))
             what = f"after {_HISTORY} steps of which {accepted} of the drafts were accepted, a request in slot {each}"
             require(found == expected, "8", f"{what} has the drafts {found}, with a new drafter {expected}")
-
-    @pytest.mark.law("8")
-    def test_options_that_are_read_are_those_that_are_declared(self) -> None:
-        """The engine rejects others, and a user's value of one that is not read has no effect."""
-        given, declared = RecordedOptions(self.options), {*self.drafter_class().options}
-        drafter = self.subject().new(2, 4, options=given)
-        drafter.admit(0, np.array([1, 2, 1], np.int32))
-        drafter.propose(np.zeros(1, np.int32), 4)
-        unread = declared - given.read if not given.iterated else set()
-        require(not unread, "8", f"`options` of the class has {sorted(unread)}, which it does not read")
-        unknown = given.read - declared
-        require(not unknown, "8", f"it reads {sorted(unknown)}, which `options` of its class has to list")
 
     @pytest.mark.law("8")
     def test_values_of_options_are_refused_by_name_or_have_right_drafts(self) -> None:

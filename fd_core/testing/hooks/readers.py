@@ -17,7 +17,7 @@ from fd_core.testing.hooks.heads import HeadedNull, PlayedRunner, WatchedDrafter
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
-from fd_core.testing.models.texts import Texts, greedy, run
+from fd_core.testing.models.texts import greedy, run
 from fd_core.types import RequestSpec
 
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -65,19 +65,6 @@ class ReadingDrafterSuite(DrafterChoice):
         compared, expected = watched.counts.tolist()
         what = f"{compared} drafts, where new drafters with the same texts have {expected}"
         require(2 * compared >= expected, "8", what)
-
-    @pytest.mark.law("8")
-    def test_instances_do_not_share_slots(self) -> None:
-        """Step two engines in turn, whose requests differ."""
-        with self.engine() as (first, _), self.engine() as (second, _):
-            texts = Texts(), Texts()
-            for each, engine, begin in zip(texts, (first, second), (0, 100), strict=True):
-                for spec in _specs(begin):
-                    each.take(engine.submit(spec))
-            while first.has_work or second.has_work:
-                for each, engine in zip(texts, (first, second), strict=True):
-                    if engine.has_work:
-                        each.take(engine.step())
 
     @pytest.mark.law("8")
     def test_memory_of_past_requests_is_freed(self) -> None:

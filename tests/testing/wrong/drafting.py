@@ -46,7 +46,7 @@ class Shortest(NgramDrafter):
 
 
 @noticed("test_an_ordinary_day")
-class LogsTexts(Shortest):
+class LogsTexts(NgramDrafter):
     def admit(self, slot, tokens):
         logging.getLogger("drafts").debug("slot %d has %s", slot, tokens.tolist())
         super().admit(slot, tokens)
@@ -194,7 +194,7 @@ class RebuildsItsIndex(Shortest):
 
 
 @noticed("test_an_ordinary_day")
-class SavesEachMinute(Shortest):
+class SavesEachMinute(NgramDrafter):
     def __init__(self, context):
         super().__init__(context)
         self.saved = time.monotonic()
@@ -484,7 +484,7 @@ class KeepsPositionsIn16Bits(NgramDrafter):
         return np.array(text[place % (1 << 16) :][:limit], np.int32)
 
 
-@noticed("test_options_that_are_read_are_those_that_are_declared")
+@noticed("test_some_values_of_each_option_have_other_drafts")
 class MisspellsAnOption(NgramDrafter):
     options = (*NgramDrafter.options, "window")
 
@@ -493,7 +493,7 @@ class MisspellsAnOption(NgramDrafter):
         context.whole("windw", 7)
 
 
-@noticed("test_options_that_are_read_are_those_that_are_declared")
+@noticed("test_some_values_of_each_option_have_other_drafts")
 class IgnoresAnOption(NgramDrafter):
     options = (*NgramDrafter.options, "window")
 

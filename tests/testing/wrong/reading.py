@@ -104,7 +104,7 @@ class ComputesRejectedDraftsAgain(EagleDrafter):
         return super().propose(slots, limit)
 
 
-@noticed("test_instances_do_not_share_slots")
+@noticed(_TEXTS)
 class SharesItsRows(EagleDrafter):
     """Has the states of all instances in its class."""
 
