@@ -53,15 +53,6 @@ _ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {
 """Methods that synchronize only for some arguments."""
 
 
-_MAKES: Final = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")
-"""Functions of torch whose result is on the host, unless they are given a device."""
-
-
-def _nowhere(*given: Any, device: Any = None, **named: Any) -> bool:
-    """Return True for an array without a device; a tensor of one number may be on the host."""
-    return device is None and not (len(given) == 1 and isinstance(given[0], float | bool) and not named)
-
-
 @contextmanager
 def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
     """Fail with rule 1 if the pack, or an array of the class of `array`, copies values to the host.
@@ -76,9 +67,6 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
                 for name in filter(partial(hasattr, owner), names):
                     refusing = _refusing(f"{owner.__name__}.{name}", getattr(owner, name), _ONLY_IF.get(name))
                     stack.enter_context(patch.object(owner, name, refusing))
-            for name in _MAKES if framework.__name__ == "torch" else ():
-                refusing = _refusing(f"torch.{name} without a device", getattr(framework, name), _nowhere)
-                stack.enter_context(patch.object(framework, name, refusing))
         except TypeError:
             pass  # the class cannot be patched
         if getattr(array, "is_cuda", False) and (torch := sys.modules.get("torch")) is not None:
