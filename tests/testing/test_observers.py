@@ -194,14 +194,6 @@ class WritesTheRestOfAPage(WritesPages):
         Path(self.folder.name, "last").write_text("\n".join(self.lines))
 
 
-class KeepsRejections(Counts):
-    def __init__(self):
-        self.seen = []
-
-    def observe(self, step):
-        self.seen += [row.request_id for row in step.requests if row.drafts_accepted < row.drafts_proposed]
-
-
 class KeepsRequestsInItsClass(Counts):
     seen = {}  # noqa: RUF012 - that is the fault
 
@@ -492,7 +484,7 @@ class PrintsTheLastStep(Counts):
         (CountsOneBatch, "requests=257"),
         (CountsInSixteenBits, "steps=4,requests=1024,tokens=33,drafts=all accepted"),
         (CountsShortNames, "names=long"),
-        (SetsNoClockBack, "clock=-3600"),
+        (SetsNoClockBack, "test_an_ordinary_day"),
         (DividesByDrafts, "plain"),
         (ReadsTheFirstRequest, "requests=0"),
         (ExpectsEveryStep, "gaps=2"),
@@ -515,7 +507,6 @@ class PrintsTheLastStep(Counts):
         (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),
         (LosesTheRestOfAPage, "test_an_ordinary_day"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
-        (KeepsRejections, "test_memory_does_not_grow_with_steps"),
         (CountsStepsByEpoch, "test_memory_does_not_grow_with_steps"),
         (RegistersItself, "test_closing_releases_threads_and_files"),
         pytest.param(

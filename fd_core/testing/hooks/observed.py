@@ -40,9 +40,8 @@ AXES: Final = (
     ),
     Axis("names", ("short", "unicode", "long", "paths", "reused"), ("SampledRequest.request_id",)),
     Axis("observers", (1, 2, 5)),
-    Axis("clock", (0, -3600, 3600)),
 )
-"""Axes of the steps of an engine; the clock of its machine is set in the middle of them."""
+"""Axes of the steps of an engine."""
 EXCUSED: Final[Mapping[str, str]] = {}
 """Fields of the contract that no axis varies, with the reason."""
 _MAX_ROWS: Final = 60_000
@@ -133,9 +132,8 @@ def check_observer(make: Callable[[], Observer], case: Case) -> None:
     count, counted = int_of(case, "observers"), counted_by(make)
     observers = [make() for _ in range(count)]
     before = [numbers_of(observer) for observer in observers]
-    shifts = [0]
-    with clock_set_by(shifts), ThreadPoolExecutor(count) as pool:
-        for running in [pool.submit(_deliver, observer, case, shifts) for observer in observers]:
+    with ThreadPoolExecutor(count) as pool:
+        for running in [pool.submit(_deliver, observer, case) for observer in observers]:
             running.result()
     if int_of(case, "steps") > _WINDOW:
         return
@@ -193,7 +191,7 @@ def counted_by(make: Callable[[], Observer]) -> dict[str, set[str]]:
     for ordinary in _ORDINARY:
         case, observer = OBSERVED.case(ordinary).values, make()
         before, totals = numbers_of(observer), _totals([*steps_of(case)])
-        _deliver(observer, case, [])
+        _deliver(observer, case)
         growth = {path: value - before[path] for path, value in numbers_of(observer).items()}
         found.append({path: {name for name in totals if totals[name] == value} for path, value in growth.items()})
     return {path: names & found[1].get(path, set()) for path, names in found[0].items()}
@@ -205,10 +203,8 @@ def numbers_of(observer: Observer) -> Counter[str]:
     return Counter({path: value for path, (*_, value) in numbers_in(own).items() if isinstance(value, int)})
 
 
-def _deliver(observer: Observer, case: Case, shifts: list[int]) -> None:
+def _deliver(observer: Observer, case: Case) -> None:
     for number, step in enumerate(steps_of(case)):
-        if number == int_of(case, "steps") // 2:
-            shifts.append(int_of(case, "clock"))
         before = msgspec.msgpack.encode(step)
         observer.observe(step)
         assert msgspec.msgpack.encode(step) == before, f"the observer changed step {number}"
