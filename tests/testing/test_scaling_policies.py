@@ -137,16 +137,6 @@ class CountsWorkersInAByte(LoadPolicy):
         return super().propose(load, now) & 0xFF
 
 
-class KeepsAllLoads(LoadPolicy):
-    def __init__(self, options):
-        super().__init__(options)
-        self.loads = []
-
-    def propose(self, load, now):
-        self.loads.append(load)
-        return super().propose(load, now)
-
-
 class ForgetsOneOption(LoadPolicy):
     def __init__(self, options):
         super().__init__(options)
@@ -284,21 +274,6 @@ class TakesFewRunningForLittleLoad(LoadPolicy):
         return found - 1 if load.running < 2 * load.target and found > 1 else found
 
 
-class AddsWithoutSlots(LoadPolicy):
-    """Takes no slots for no room."""
-
-    def propose(self, load, now):
-        return super().propose(load, now) if load.slots else 2 * load.target
-
-
-class FollowsEachSecond(Proposes):
-    def propose(self, load, now):
-        if load.ready < load.target or not load.ready:
-            return load.target
-        needed = max((load.running + load.waiting) * load.ready / max(load.slots, 1), load.ready * load.kv_usage / 0.9)
-        return max(1, min(math.ceil(needed), 2 * load.target))
-
-
 class FollowsTheUseOfSlots(LoadPolicy):
     """KV may run out where half of the slots are in use."""
 
@@ -420,7 +395,6 @@ DAY = "test_an_ordinary_day"
         (RemovesWhileNothingRuns, DAY),
         (ChoosesFromATable, DAY),
         (CountsWorkersInAByte, DAY),
-        (KeepsAllLoads, "test_it_forgets_loads"),
         (LogsItsNumbers, "test_it_forgets_loads"),
         (ReadsItsFile, "test_it_forgets_loads"),
         (AddsOnce, DAY),
@@ -437,8 +411,6 @@ DAY = "test_an_ordinary_day"
         (TakesNoWorkerForNoLoad, DAY),
         (TakesALossForAnOrder, DAY),
         (TakesFewRunningForLittleLoad, DAY),
-        (AddsWithoutSlots, DAY),
-        (FollowsEachSecond, DAY),
         (FollowsTheUseOfSlots, DAY),
         (BeginsAtOne, DAY),
         (RemovesOneEachHour, DAY),

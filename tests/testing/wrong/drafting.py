@@ -175,15 +175,6 @@ class PopsItsOptions(NgramDrafter):
 
 
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")
-class SearchesThePromptAtAdmission(Shortest):
-    """Quadratic: looks for each token of the prompt in all before it."""
-
-    def admit(self, slot, tokens):
-        super().admit(slot, tokens)
-        self.known = [len(np.flatnonzero(tokens[:at] == tokens[at])) for at in range(len(tokens))]
-
-
-@noticed("test_time_of_a_step_does_not_grow_with_the_text")
 class RebuildsItsIndex(Shortest):
     """New tokens go to a small index; each 256th one, that of the whole text is made anew, and all requests wait."""
 

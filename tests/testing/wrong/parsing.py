@@ -76,18 +76,6 @@ class RaisesOnInvalidJson(HermesTools):
 
 
 @breaks("8.2", "waiting:test_text_that_is_no_marker_is_emitted_at_once")
-class WaitsForTheEndOfALine(HermesTools):
-    held = ""
-
-    def push(self, text):
-        line, end, self.held = (self.held + text).rpartition("\n")
-        return super().push(line + end)
-
-    def flush(self):
-        return [*super().push(self.held), *super().flush()]
-
-
-@breaks("8.2", "waiting:test_text_that_is_no_marker_is_emitted_at_once")
 class WaitsForTheEndOfATag(HermesTools):
     held = ""
 
@@ -193,16 +181,6 @@ class CountsCallsFromOne(HermesTools):
     def __init__(self, tools):
         super().__init__(tools)
         self._calls = 1
-
-
-@breaks("8.[134]", "calls")
-class BeginsACallWithEachDelta(HermesTools):
-    def begin_call(self, name, call_id=""):
-        self.name = name
-
-    def emit_arguments(self, text):
-        super().begin_call(self.name)
-        super().emit_arguments(text)
 
 
 @breaks("8.[134]", "calls")
@@ -354,12 +332,6 @@ class MatchesToolsByPrefix(HermesTools):
         super().begin_call(next((tool for tool in sorted(self.tools, key=len) if name.startswith(tool)), name))
 
 
-@breaks("8.[134]", "calls")
-class AcceptsOnlyLettersInNames(HermesTools):
-    def begin_call(self, name, call_id=""):
-        super().begin_call(re.sub(r"\W", "", name))
-
-
 @breaks("8.[134]", "calls:value=markers")
 class FindsMarkersInStrings(HermesTools):
     def _read_string(self, tell):
@@ -400,16 +372,6 @@ class LosesBackslashes(HermesTools):
 class ReadsOneCallOnly(HermesTools):
     def push(self, text):
         return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
-
-
-@breaks("8.3", "markup:test_text_without_markers_is_emitted_unchanged")
-class StripsTheBeginning(HermesTools):
-    begun = False
-
-    def emit_content(self, text):
-        text = text if self.begun else text.lstrip()
-        self.begun = self.begun or bool(text)
-        super().emit_content(text)
 
 
 @breaks("8", "ends:test_no_text_of_an_answer_is_in_a_log")
@@ -512,13 +474,6 @@ class SearchesThePromptFromEachCharacter(QwenReasoning):
 @breaks("8.3", "reasoning:test_the_end_of_reasoning_is_the_one_that_is_named")
 class NamesAnotherEnd(QwenReasoning):
     end = "</reasoning>"
-
-
-@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
-class AlwaysDelaysGrammars(QwenReasoning):
-    @classmethod
-    def begins_reasoning(cls, prompt_tail, switched):
-        return True
 
 
 @breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
@@ -639,19 +594,6 @@ class ReadsOptionalStringsAsValues(GlmTools):
         return bool(closed)
 
 
-@breaks("8.[134]", "day:test_an_ordinary_day")
-class ReadsEnumsAsValues(GlmTools):
-    """An `enum` of strings without a type: `10115` becomes a number."""
-
-    def _value(self, tool, key):
-        if "enum" not in parameter_schema(self.tools.get(tool, {}), key):
-            return (yield from super()._value(tool, key))
-        value, closed = yield from self.text_until(*self.tagged.ends)
-        if closed:
-            self.emit_arguments(json_of(value, KINDS))
-        return bool(closed)
-
-
 @breaks("8.[134]", "calls")
 class ReadsOneLineOfArguments(HermesTools):
     """Arguments that a model indents are cut off."""
@@ -688,15 +630,6 @@ class NamesCallsByTheirTool(HermesTools):
 
     def begin_call(self, name, call_id=""):
         super().begin_call(name, f"call_{name}")
-
-
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
-class KeepsTheTextsOfAnswers(HermesTools):
-    texts: ClassVar[set[str]] = set()
-
-    def push(self, text):
-        self.texts.add(text)
-        return super().push(text)
 
 
 @breaks("8.[134]", "day:test_an_ordinary_day")

@@ -110,14 +110,6 @@ class DeliversAcceptedDraftsOnly(NumpyPostprocess):
 
 
 @breaks("1.1", "matrix")
-class CutsAfterAnEndOfText(NumpyPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        ends = sampled == 2
-        first = np.where(ends.any(axis=1), ends.argmax(axis=1), accepted)
-        return super().token_matrix(sampled, np.minimum(accepted, first), slots, revoked)
-
-
-@breaks("1.1", "matrix")
 class IgnoresTokenZero(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(np.where(sampled > 0, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
@@ -460,16 +452,6 @@ class StoresSlotsInSixteenBits(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots.astype(np.int16), revoked)
 
 
-@breaks("1.1", "matrix")
-class PadsRowsToATile(NumpyPostprocess):
-    """More than eight drafts and a last tile of rows that is not full."""
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        if sampled.shape[1] > 9 and len(slots) > 64 and len(slots) % 32 == 1:
-            accepted = np.append(accepted[:-1], np.minimum(accepted[-1:], 8))
-        return super().token_matrix(sampled, accepted, slots, revoked)
-
-
 @breaks("1.2", "matrix")
 class FindsRevocationsInRejectedDrafts(NumpyPostprocess):
     """Marks a row as released if any of its cells has that value, also one that is not delivered."""
@@ -665,36 +647,6 @@ class RaisesOnOverflow(NumpyPostprocess):
     def __init__(self, ops, limits):
         super().__init__(ops, limits)
         np.seterr(all="raise")
-
-
-class _Marked(TorchPostprocess):
-    """Writes rows into a table that is never cleared; a row counts if its mark is the number of the step."""
-
-    dtype = torch.float32
-
-    def __init__(self, ops, limits):
-        super().__init__(ops, limits)
-        self.rows = torch.zeros((limits.max_num_seqs, 1 + limits.max_drafts), dtype=torch.int32)
-        self.marks, self.numbers = torch.zeros(limits.max_num_seqs, dtype=self.dtype), itertools.count(1)
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        number, written = self.next_number(), torch.cat([slots, revoked]).long()
-        new = super().token_matrix(sampled, accepted, slots, revoked)
-        self.rows.index_copy_(0, written, new[written])
-        self.marks.index_fill_(0, written, number)
-        return torch.where((self.marks == number)[:, None], self.rows, EMPTY_TOKEN_ID)
-
-    def next_number(self):
-        return next(self.numbers)
-
-
-@breaks(
-    "1.[123]",
-    "matrix:slots=33,k=1,revoked=one,order=kept,accepted=none,tokens=zero,rejected=empty,steps=1,before=growing,"
-    "memory=reused,held=copies,tables=overwritten,instances=threads,counted=16777216",
-)
-class CountsStepsInFloat32(_Marked):
-    pass
 
 
 @breaks("1", "flight:test_it_is_freed_with_its_runner")

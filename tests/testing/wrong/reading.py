@@ -24,15 +24,6 @@ def noticed(by: str):
 
 
 @noticed(_TEXTS)
-class ReadsOnlyStepsThatSample(EagleDrafter):
-    """Leaves out the first chunks of a prompt."""
-
-    def read(self, given):
-        if len(given.slots):
-            super().read(given)
-
-
-@noticed(_TEXTS)
 class ReadsTwice(EagleDrafter):
     def read(self, given):
         given.head.forward(given.step, given.cache)
