@@ -405,11 +405,6 @@ class WritesAFirst(WritesTokensForAll):
         self.file.writelines(f"{request.token_ids[0]}\n" for request in step.requests)
 
 
-class WritesTheFirstRequest(WritesAFirst):
-    def observe(self, step):
-        self.file.writelines(f"{each}\n" for each in step.requests[:1])
-
-
 class SendsFromAThread(Counts):
     """Intact: a thread takes the steps from a queue, until `close`."""
 
@@ -499,7 +494,6 @@ class PrintsTheLastStep(Counts):
         (WritesOneFile, "test_an_ordinary_day"),
         (NumbersItsFiles, "test_an_ordinary_day"),
         (WritesAFirst, "test_an_ordinary_day"),
-        (WritesTheFirstRequest, "test_an_ordinary_day"),
         (WritesTokensForAll, "test_files_that_it_opens_later_are_private"),
         (LogsTokens, "test_an_ordinary_day"),
         (PrintsTheLastStep, "test_an_ordinary_day"),
