@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 from fd_core.disagg.connectors.contract import (
     MAX_ADDRESS_BYTES,
@@ -23,7 +22,7 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.hooks.purity import started_earlier
+from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_hidden, assert_value, draws, parts_of, value_of
 
 _LEASES: Final[dict[str, Callable[[int], str]]] = {
@@ -269,8 +268,7 @@ class _Transfer:
             for lease in self._over:  # closing is idempotent, also if others use the same resources by now
                 lease.outbox.close()
                 lease.inbox.close()
-            now, age = time.time, int_of(self.case, "age")
-            with mock.patch("time.time", lambda: now() + age), started_earlier(age, self.decode):
+            with clocks_ahead(self.decode, int_of(self.case, "age")):
                 self.move_all(leases)
 
     def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:

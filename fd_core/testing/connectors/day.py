@@ -16,6 +16,7 @@ from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, Bytes, Connect
 from fd_core.disagg.connectors.kv_store import KVStoreConnector
 from fd_core.disagg.connectors.tcp import TCPConnector
 from fd_core.testing.connectors.cases import TimedEnd
+from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.days.sleeping import TimedCalls
 from fd_core.testing.kit.days.work import HOUR, talks
@@ -229,11 +230,11 @@ def _live(make: Callable[[], Connector], server: PeerDay) -> Generator[None, Non
         for pool in history.pools:
             stack.callback(pool.shutdown)
         stack.enter_context(history.timed.counted())
-        waiting, hour, steps = deque(_jobs(server)), 0, 0
+        waiting, now, hour, steps = deque(_jobs(server)), 0.0, 0, 0
         while waiting or history.leases:
             while waiting and len(history.leases) < server.at_once:
                 job = waiting.popleft()
-                history.timed.now = max(history.timed.now, job.at)
+                now = max(now, job.at)
                 if job.at > (hour + 1) * HOUR and hour < 8:
                     hour += 1
                     history.timed.note_resources(8 * len(history.leases))
@@ -241,9 +242,9 @@ def _live(make: Callable[[], Connector], server: PeerDay) -> Generator[None, Non
                     side = history.decodes if hour % 2 else history.prefills
                     history.restart(side, hour // 2 % 2)
                     stack.callback(side[hour // 2 % 2].close)
-                with history.timed.at(history.timed.now, history.decodes[0]):
+                with clocks_ahead(history.decodes[0], now):
                     history.open(job)
-            with history.timed.at(history.timed.now, history.decodes[0]):
+            with clocks_ahead(history.decodes[0], now):
                 for lease in [*history.leases]:
                     for _ in range(history.draw.randrange(1, 40)):
                         steps += 1

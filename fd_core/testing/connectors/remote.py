@@ -1,18 +1,15 @@
-"""Connectors in another process, used like local ones, and the resources of both processes."""
+"""Connectors in another process, used like local ones."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import signal
 import struct
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
@@ -20,7 +17,7 @@ import msgspec
 from fd_core.disagg.connectors import contract
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
-from fd_core.testing.kit.processes import python
+from fd_core.testing.kit.processes import ResourceSnapshot, python, resource_snapshot
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -49,40 +46,6 @@ def _make_store(text: str) -> KVStore:
 
     location = parse_location(text)
     return installed_plugins().load(STORE, location.scheme)(location)
-
-
-class ResourceSnapshot(NamedTuple):
-    """Resources of a process, sampled before and after a case to find leaks."""
-
-    descriptors: list[str]
-    mapped: list[str]
-    """Names of shared memory and files."""
-    threads: list[str]
-    processes: list[str]
-
-
-def resource_snapshot() -> ResourceSnapshot:
-    """Return the resources of this process; descriptors and mappings only if /proc exists."""
-    gc.collect()
-    threads = sorted(thread.name for thread in threading.enumerate())
-    own = Path("/proc/self")
-    if not own.exists():
-        return ResourceSnapshot([], [], threads, [])
-    descriptors = []
-    for entry in os.listdir(own / "fd"):  # noqa: PTH208 - a `Path` interns its parts, which counts as memory
-        with suppress(OSError):  # the descriptor of the listing itself
-            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))  # noqa: PTH115
-    lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
-    mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
-    return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads, sorted(_children()))
-
-
-def _children() -> Iterator[str]:
-    """Yield the ids of the processes that this one started and that it has not waited for."""
-    for number in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208
-        with suppress(OSError), open(f"/proc/{number}/stat", errors="replace") as status:  # noqa: PTH123 - it has ended
-            if status.read().rpartition(")")[2].split()[1] == str(os.getpid()):
-                yield number
 
 
 class Call(msgspec.Struct, frozen=True):

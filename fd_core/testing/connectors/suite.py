@@ -41,9 +41,10 @@ from fd_core.plugins import CONNECTOR, installed_plugins
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd, move_lease
 from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
-from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
+from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
+from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import constructed, lacks, thorough_but
 from fd_core.testing.stores import values
 

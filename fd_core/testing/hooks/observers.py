@@ -26,7 +26,6 @@ import pytest
 from fd_core.plugins import OBSERVER, installed_plugins
 from fd_core.runner.observing import Observer, SampledStep
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.hooks.observed import (
     HOURS,
     OBSERVED,
@@ -43,6 +42,7 @@ from fd_core.testing.hooks.purity import imported_again, require_freed
 from fd_core.testing.kit.days.account import account_of
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
+from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
 _GROWING: Final = "requests=1,tokens=2,drafts=some accepted"

@@ -98,10 +98,11 @@ def _perturbed(shift: int, user: object) -> Iterator[None]:
 
 
 @contextmanager
-def started_earlier(seconds: int, user: object) -> Iterator[None]:
-    """Advance monotonic clocks, also those that the package of `user` imported, as on a machine with more uptime."""
-    with moving_clocks(user, "monotonic", "monotonic_ns") as move:
+def clocks_ahead(user: object, seconds: float, uptime: float | None = None) -> Iterator[None]:
+    """Advance the clocks of the machine, monotonic ones by `uptime` if that is given; see `moving_clocks`."""
+    with moving_clocks(user, "time", "time_ns") as move, moving_clocks(user, "monotonic", "monotonic_ns") as run:
         move(seconds)
+        run(seconds if uptime is None else uptime)
         yield
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fd_core.testing.kit.law import require
+from fd_core.testing.kit.processes import resource_snapshot
 
 _OTHERS: Final = 0o077
 _MAY_WRITE: Final = 0o022
@@ -148,8 +149,6 @@ def _mode(path: Path) -> int:
 
 def _open_paths() -> Iterator[Path]:
     """Yield what this process has open or mapped, which extensions may have created."""
-    from fd_core.testing.connectors.remote import resource_snapshot  # whose package imports the suite
-
     found = resource_snapshot()
     yield from (Path(name) for name in (*found.descriptors, *found.mapped) if name.startswith(("/dev/shm/", "/tmp/")))  # noqa: S108
 

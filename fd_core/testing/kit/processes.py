@@ -1,7 +1,8 @@
-"""Subprocess runner of the kits and the doctor, which reads events as lines of JSON."""
+"""Resources of processes, and a runner of the kits and the doctor, which reads events as lines of JSON."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,40 @@ def python(code: str, *, text: bool = False, **variables: str) -> subprocess.Pop
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     command, pipe = [sys.executable, "-P", "-c", code], subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=text)
+
+
+class ResourceSnapshot(NamedTuple):
+    """Resources of a process, sampled before and after a case to find leaks."""
+
+    descriptors: list[str]
+    mapped: list[str]
+    """Names of shared memory and files."""
+    threads: list[str]
+    processes: list[str]
+
+
+def resource_snapshot() -> ResourceSnapshot:
+    """Return the resources of this process; descriptors and mappings only if /proc exists."""
+    gc.collect()
+    threads = sorted(thread.name for thread in threading.enumerate())
+    own = Path("/proc/self")
+    if not own.exists():
+        return ResourceSnapshot([], [], threads, [])
+    descriptors = []
+    for entry in os.listdir(own / "fd"):  # noqa: PTH208 - a `Path` interns its parts, which counts as memory
+        with suppress(OSError):  # the descriptor of the listing itself
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))  # noqa: PTH115
+    lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
+    mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
+    return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads, sorted(_children()))
+
+
+def _children() -> Iterator[str]:
+    """Yield the ids of the processes that this one started and that it has not waited for."""
+    for number in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208
+        with suppress(OSError), open(f"/proc/{number}/stat", errors="replace") as status:  # noqa: PTH123 - it has ended
+            if status.read().rpartition(")")[2].split()[1] == str(os.getpid()):
+                yield number
 
 
 class RunEnd(NamedTuple):

@@ -25,11 +25,10 @@ from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, 
 from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import note_held
-from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.growth import require_idle
 from fd_core.testing.kit.launched import CHILD_SECONDS, LINES, LONG_LINE
 from fd_core.testing.kit.privacy import hidden_from_other_users
-from fd_core.testing.kit.processes import python
+from fd_core.testing.kit.processes import python, resource_snapshot
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.stores.values import draws
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.hooks.purity import started_earlier
+from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.stores.values import (
     BUFFERS,
     CONTENTS,
@@ -213,12 +211,8 @@ class _Batch:
     @contextmanager
     def _reader(self) -> Iterator[KVStore]:
         reader = self.place.store if self.case["reader"] == "the store" else self.place.make()
-        now, shift = time.time, int_of(self.case, "clock")
-        with (
-            mock.patch("time.time", lambda: now() + shift),
-            mock.patch("time.time_ns", lambda: int((now() + shift) * 1e9)),
-            started_earlier(max(0, shift), reader),
-        ):
+        shift = int_of(self.case, "clock")
+        with clocks_ahead(reader, shift, uptime=max(0, shift)):
             if self.case["opened"] != "at first":
                 opened = self.place.make() if self.case["opened"] == "by another object" else reader
                 self.run(opened.open, self.timeout)

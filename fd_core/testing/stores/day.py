@@ -20,6 +20,7 @@ from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
+from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.days.account import Day, DayAccount, account_of, require_as_good
 from fd_core.testing.kit.days.sleeping import TimedCalls
 from fd_core.testing.kit.days.work import HOUR, talks
@@ -542,7 +543,7 @@ def _live(place: Place, server: StoreDay) -> Generator[None, None, Mapping[str, 
                 history.copy(all_but=0)  # the memory that a store holds is measured, not theirs
                 yield
             at = (turn.engine + history.hour // 3) % len(engines)
-            with history.timed.at(turn.at, engines[at].store, uptime=at * 1_000_000):
+            with clocks_ahead(engines[at].store, turn.at, uptime=at * 1_000_000 + turn.at):
                 history.turn(engines[at], turn)
         figures = history.figures()
         keys, history.held = [*history.held, *zeros], {**history.held, **dict.fromkeys(zeros, (0,))}

@@ -35,10 +35,10 @@ from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.plugins import STORE, installed_plugins
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.connectors.remote import resource_snapshot
-from fd_core.testing.hooks.purity import started_earlier
+from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
+from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.day import SERVERS, Place, require_an_ordinary_day
@@ -237,7 +237,7 @@ class _OneOf:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             at = self._draws.randrange(len(self.stores))
-            with started_earlier(at * 1_000_000, self.stores[at]):
+            with clocks_ahead(self.stores[at], 0.0, uptime=at * 1_000_000):
                 return getattr(self.stores[at], name)(*arguments)
 
         return call
@@ -488,8 +488,7 @@ class StoreSuite:
         store = make_store(with_parameter(location, f"max_bytes={LIMIT}"))
         with writer_process(type(store), with_parameter(location, f"max_bytes={LIMIT}"), "write_and_die") as writer:
             writer.wait()
-        tomorrow = time.time() + 86_400
-        with mock.patch("time.time", lambda: tomorrow), mock.patch("time.time_ns", lambda: int(tomorrow * 1e9)):
+        with clocks_ahead(store, 86_400.0):
             for number in range(12):
                 store.put([(key_of(number), [value_of(key_of(number), LIMIT // 8)])], TIMEOUT)
         assert back_door.size() <= LIMIT, f"{back_door.size():,} bytes are there, the limit is {LIMIT:,}"

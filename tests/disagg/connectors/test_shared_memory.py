@@ -10,7 +10,7 @@ from fd_core.disagg.connectors.contract import ConnectorError, ConnectorSettings
 from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.errors import ConfigError
 from fd_core.testing.connectors import ConnectorSuite
-from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.processes import resource_snapshot
 
 pytestmark = pytest.mark.slow
 

@@ -7,18 +7,17 @@ have, and everything that somebody would notice is compared: a fault needs no na
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from fd_core.testing.kit.growth import traced
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.privacy import created_paths, kept_out_of_logs
+from fd_core.testing.kit.processes import resource_snapshot
 
 Day = Callable[[], Generator[None, None, Mapping[str, float]]]
 """Starts a day: yields after each hour, at least four times, closes what it opened, and returns figures by name.
@@ -99,9 +98,5 @@ def require_as_good(
 
 def _open() -> Counter[str]:
     """Return the threads and descriptors of this process by name."""
-    found = Counter(thread.name.partition("-")[0] for thread in threading.enumerate())
-    own = Path("/proc/self/fd")
-    for entry in own.iterdir() if own.exists() else ():
-        with suppress(OSError):  # the descriptor of the listing
-            found[str(entry.readlink())] += 1
-    return found
+    found = resource_snapshot()
+    return Counter([*found.descriptors, *(name.partition("-")[0] for name in found.threads)])

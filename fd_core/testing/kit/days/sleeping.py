@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from fd_core.testing.hooks.purity import started_earlier
+from fd_core.testing.kit.processes import resource_snapshot
 
 _LONGEST: Final = 0.0005
 """Seconds that a sleep of a call takes."""
 
 
 class TimedCalls:
-    """Calls in threads of users, at a time of the day, and how long they sleep."""
+    """Calls in threads of users, and how long they sleep."""
 
     def __init__(self) -> None:
-        self.count, self.now, self.slept, self._longest = 0, 0.0, 0.0, 0.0
+        self.count, self.slept, self._longest = 0, 0.0, 0.0
         self._threads = set[int]()
         self._held = list[int]()
 
@@ -34,8 +34,6 @@ class TimedCalls:
 
     def note_resources(self, in_use: int = 0) -> None:
         """Count what the process holds at the end of an hour, beyond what is in use."""
-        from fd_core.testing.connectors.remote import resource_snapshot  # whose package imports the days
-
         self._held.append(sum(map(len, resource_snapshot()[:3])) - in_use)
 
     def run(self, pool: ThreadPoolExecutor, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -51,17 +49,6 @@ class TimedCalls:
             return pool.submit(counted).result()
         finally:
             self._longest = max(self._longest, self.slept - before)
-
-    @contextmanager
-    def at(self, seconds: float, user: object, uptime: int = 0) -> Iterator[None]:
-        """Let clocks show a time of the day, on a machine with so many seconds of uptime, for the package of `user`."""
-        now, now_ns = time.time, time.time_ns
-        with (
-            mock.patch("time.time", lambda: now() + seconds),
-            mock.patch("time.time_ns", lambda: now_ns() + int(seconds * 1e9)),
-            started_earlier(uptime + int(seconds), user),
-        ):
-            yield
 
     @contextmanager
     def counted(self) -> Iterator[None]:
