@@ -420,14 +420,13 @@ class StoreSuite:
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
 
     @pytest.mark.law("5.2")
-    @pytest.mark.parametrize("writers", ["the same object", "another object", "two other objects"])
+    @pytest.mark.parametrize("writers", ["the same object", "two other objects"])
     def test_a_reader_sees_whole_values_while_a_writer_replaces_them(
         self, store: KVStore, make_store: MakeStore, writers: str
     ) -> None:
         if writers != "the same object":
             self.sharing.require()
-        writing = {"the same object": [store], "another object": [make_store()]}.get(writers)
-        writing = writing or [make_store(), make_store()]
+        writing = [store] if writers == "the same object" else [make_store(), make_store()]
         keys = [key_of(number) for number in range(4)]
         whole = {key: versions_of(key) for key in keys}
         rounds = [0] * len(writing)
@@ -459,19 +458,18 @@ class StoreSuite:
         assert store.get(keys, LIMIT, TIMEOUT) == [None] * len(keys)
 
     @pytest.mark.law("5.2")
-    @pytest.mark.parametrize("puts", [2, 5])
     def test_a_killed_writer_leaves_whole_values(
-        self, store: KVStore, make_store: MakeStore, location: str, back_door: BackDoor, puts: int
+        self, store: KVStore, make_store: MakeStore, location: str, back_door: BackDoor
     ) -> None:
         """Kill a process in the middle of a put; another one goes on."""
         self.sharing.require()
         keys = [key_of(number) for number in range(4)]
         with writer_process(type(store), location) as writer:
-            for _ in range(puts):
+            for _ in range(2):
                 writer.wait_for_put()
                 found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
                 assert all(value in (None, *versions_of(key)) for key, value in zip(keys, found, strict=True))
-            time.sleep(0.001 * puts)
+            time.sleep(0.002)
             writer.kill()
         assert all(back_door.read(key) in (None, *versions_of(key)) for key in keys)
         for each in (store, make_store()):
@@ -493,41 +491,35 @@ class StoreSuite:
                 store.put([(key_of(number), [value_of(key_of(number), LIMIT // 8)])], TIMEOUT)
         assert back_door.size() <= LIMIT, f"{back_door.size():,} bytes are there, the limit is {LIMIT:,}"
 
-    @pytest.mark.law("5.5")
+    @pytest.mark.law("5.2", "5.5")
     def test_no_call_waits_for_a_writer_that_stands_still(
         self, store: KVStore, make_store: MakeStore, location: str
     ) -> None:
-        """Suspend a process before each system call of a put in turn, where it may hold a lock."""
+        """Suspend a process before each system call of a put in turn, where it may hold a lock.
+
+        It has the process id and thread ids of this one, as on another machine: their writes do not collide.
+        """
         self.sharing.require()
         capped = with_parameter(location, f"max_bytes={8 * LIMIT}") if self.size_cap.reason is None else location
-        other = make_store(capped)
+        other, key, stops = make_store(capped), key_of(1000), 0
 
         def attempt(call: Callable[[KVStore], object]) -> None:
             with contextlib.suppress(StoreError):
                 call(other)
 
         with ThreadPoolExecutor(1) as pool, writer_process(type(store), capped, "write_and_stop") as writer:
-            for at, _ in enumerate(writer.stops()):
+            for stops, _ in enumerate(writer.stops(), 1):
                 for call in _calls(0.05):
                     late = wait([pool.submit(attempt, call)], 0.05 + SLACK).not_done
-                    assert not late, f"a call waited for a writer that stood still before its system call {at}"
-        assert other.put([(B, [value_of(B)])], TIMEOUT) == 1
-
-    @pytest.mark.law("5.2")
-    def test_writers_of_two_machines_do_not_collide(self, store: KVStore, make_store: MakeStore, location: str) -> None:
-        """Put before each system call of a put in a process with the same process id and thread ids."""
-        self.sharing.require()
-        key, stops = key_of(1000), 0
-        with writer_process(type(store), location, "write_and_stop") as writer:
-            for stops, _ in enumerate(writer.stops(), 1):
+                    assert not late, f"a call waited for a writer that stood still before its system call {stops - 1}"
                 try:
-                    make_store().open(0.2)
-                    store.put([(key, [value_of(key)])], 0.2)
+                    make_store(capped).open(0.2)
+                    other.put([(key, [value_of(key)])], 0.2)
                 except StoreError as error:  # the other one may hold a lock
                     assert error.reason is FailureReason.TIMEOUT, f"at system call {stops} of another machine: {error}"
-        assert store.put([(key, [value_of(key)])], TIMEOUT) == 1
-        keys = [key, *(key_of(number) for number in range(stops + 1))]
-        for at, (each, found) in enumerate(zip(keys, store.get(keys, LIMIT, TIMEOUT), strict=True)):
+        assert other.put([(key, [value_of(key)])], TIMEOUT) == 1
+        keys = [key, *(key_of(number) for number in range(4, stops + 1))]  # the calls put and delete others
+        for at, (each, found) in enumerate(zip(keys, other.get(keys, LIMIT, TIMEOUT), strict=True)):
             assert_value(f"value {at} of two machines that put at the same time", found, value_of(each))
 
     @pytest.mark.law("5.2", "5.4", "5.5")
@@ -981,7 +973,7 @@ class StoreSuite:
         assert smaller.put([(A, [value_of(A)])], TIMEOUT) == 0
 
     @pytest.mark.law("5.5")
-    @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.02])
+    @pytest.mark.parametrize("timeout", [0.0, 0.02])
     def test_no_call_takes_longer_than_it_may(self, store: KVStore, back_door: BackDoor, timeout: float) -> None:
         for call in _calls(TIMEOUT):  # each call has its own
             call(store)

@@ -300,7 +300,7 @@ class KeepsValuesInTheObject(DiskStore):
         return super().put(values, timeout)
 
 
-@found_by("test_a_killed_writer_leaves_whole_values", puts=2)
+@found_by("test_a_killed_writer_leaves_whole_values")
 class WritesInPlace(DiskStore):
     def put(self, values, timeout):
         for key, parts in values:
@@ -841,7 +841,7 @@ class WritesAnIndexAtTimes(DiskStore):
         return super().put(values, timeout)
 
 
-@found_by("test_writers_of_two_machines_do_not_collide")
+@found_by("test_no_call_waits_for_a_writer_that_stands_still")
 class NamesUnfinishedFilesByIds(DiskStore):
     """Processes on two machines may have the same ids."""
 
