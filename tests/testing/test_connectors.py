@@ -65,11 +65,6 @@ BROKEN = {
     ),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
     "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),
-    "leaks pieces without acknowledgement": (
-        DISK,
-        "i.close = lambda: (setattr(whole, '_window', 0), whole.close())",
-        "the_prefill_side_is_killed",
-    ),
     "leaks pieces beyond the first window": (
         DISK,
         "i.close = lambda: (setattr(whole, '_known', 0), whole.close())",
@@ -137,20 +132,9 @@ BROKEN = {
         "self.delete = lambda keys: [ignored(Whole.delete, self, [key]) for key in keys]",
         "silent_store",
     ),
-    "tries again with a whole timeout": (
-        DISK,
-        "self.get = lambda *p: ignored(Whole.get, self, *p) or Whole.get(self, *p)",
-        "silent_store",
-    ),
     "allows calls of the store a second": (
         DISK,
         "self.settings = self.settings._replace(timeout=min(self.settings.timeout, 1.0))",
-        "a_slow_store",
-    ),
-    "waits a second for a put": (
-        DISK,
-        "from concurrent.futures import ThreadPoolExecutor as Pool; "
-        "o.put = lambda *p: Pool(1).submit(whole.put, *p).result(1.0)",
         "a_slow_store",
     ),
 }

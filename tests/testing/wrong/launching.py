@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -209,17 +209,6 @@ class ClosesOtherLaunchers(SpawnLauncher):
         while self.all_running:
             self.all_running.pop().kill()
         super().close()
-
-
-@found_by(ANY_ORDER)
-class KeepsLinesByName(OwnedProcess):
-    """The last lines of an earlier process of the name are in the reason."""
-
-    kept = {}  # noqa: RUF012 - that is the fault
-
-    def _forward(self):
-        self._lines = self.kept.setdefault(self.name, self._lines)
-        super()._forward()
 
 
 @found_by(ANY_ORDER)
@@ -497,15 +486,6 @@ class LosesErrors(_Started):
 
 
 @found_by(ANY_ORDER)
-class ReplacesTheVariables(_Started):
-    """A process has the variables of its spec, and those that the interpreter needs."""
-
-    def changed(self, spec, words, more):
-        own = {*spec.environment, *spec.secrets, "PYTHONPATH"}
-        return words, {**more, "env": {name: value for name, value in more["env"].items() if name in own}}
-
-
-@found_by(ANY_ORDER)
 class OmitsEmptyVariables(_Started):
     def changed(self, spec, words, more):
         return words, {**more, "env": {name: value for name, value in more["env"].items() if value}}
@@ -532,31 +512,6 @@ class IsNotWatchedByItsProcesses(SpawnLauncher):
 
 def _unwatched(code, cores, *command):
     return [sys.executable, "-P", "-c", code, ",".join(map(str, cores)), *command]
-
-
-@found_by("test_processes_end_with_their_launcher")
-class IsInheritedByItsProcesses(SpawnLauncher):
-    """The connections by which a process notices the end of its launcher are open in other processes."""
-
-    def start(self, specs):
-        return _start(self, specs, _Inheriting)
-
-
-class _Inheriting(_Started):
-    def __init__(self, *arguments, **named):
-        connected = owned.child_socket
-
-        @contextmanager
-        def inheritable():
-            with connected() as (own, theirs):
-                own.set_inheritable(True)
-                yield own, theirs
-
-        with mock.patch.object(owned, "child_socket", inheritable):
-            super().__init__(*arguments, **named)
-
-    def changed(self, spec, words, more):
-        return ["timeout", "20", *words], {**more, "close_fds": False}  # so that none is left for long
 
 
 @found_by(DEVICES)
@@ -677,17 +632,6 @@ class ReadsWholeLines(OwnedProcess):
 
 
 @found_by(OUTPUT)
-class FormatsLines(OwnedProcess):
-    """A line with braces is lost."""
-
-    def _end_lines(self, lines, rest):
-        with suppress(ValueError, LookupError):
-            for line in lines:
-                line.decode(errors="replace").format()
-            super()._end_lines(lines, rest)
-
-
-@found_by(OUTPUT)
 class KeepsAllLines(OwnedProcess):
     def __init__(self, *arguments, **named):
         with mock.patch.object(owned, "_LAST_LINES", None):
@@ -735,13 +679,6 @@ class NamesDevicesByIndex(SpawnLauncher):
     def __init__(self):
         super().__init__()
         self._devices = tuple(map(str, range(len(self._devices))))
-
-
-@found_by(DEVICES)
-class CountsToTheLargestDevice(SpawnLauncher):
-    def __init__(self):
-        super().__init__()
-        self._devices = tuple(map(str, range(max((int(name) for name in self._devices if name.isdigit()), default=0))))
 
 
 @found_by(DEVICES)

@@ -80,25 +80,6 @@ class FreesABufferWhenItIsTaken(Changed, SharedMemoryConnector):
         end.take = lambda *piece: (whole.take(*piece), whole.done(*piece[:2]))[0]
 
 
-@found_by("moves=a window at a time")
-class ReturnsMemoryThatChanges(Changed, SharedMemoryConnector):
-    buffer = bytearray(1 << 20)
-
-    def change_inbox(self, end, whole):
-        def take(*piece):
-            value = whole.take(*piece)
-            self.buffer[: len(value)] = value
-            return memoryview(self.buffer)[: len(value)]
-
-        end.take = take
-
-
-@found_by("leases=2")
-class MixesLeases(Changed, KVStoreConnector):
-    def lease(self, lease):
-        return "one"
-
-
 @found_by("leases=2,lease=last letter")
 class CutsNamesOfLeases(Changed, KVStoreConnector):
     def lease(self, lease):
@@ -179,19 +160,6 @@ class SendsAtMost64Parts(Changed, TCPConnector):
         end.put = lambda index, parts: whole.put(index, parts[:64])
 
 
-@found_by("before=the same lease")
-class RemembersPiecesOfALease(Changed, TCPConnector):
-    seen = {}  # noqa: RUF012 - that is the fault
-
-    def open_inbox(self, lease, **limits):
-        end = super().open_inbox(lease, **limits)
-        take, count = end.take, self.seen.setdefault((id(type(self)), lease), [])
-        if count:
-            end.take = lambda *piece: bytes(take(*piece))[:-1]
-        count.append(1)
-        return end
-
-
 @found_by("content=like others")
 class DecompressesValues(Changed, TCPConnector):
     def change_inbox(self, end, whole):
@@ -200,23 +168,6 @@ class DecompressesValues(Changed, TCPConnector):
             return b"" if value[:3] == b"\x1f\x8b\x08" else value
 
         end.take = take
-
-
-@found_by("before=four aborts")
-class BreaksAfterAborts(Changed, TCPConnector):
-    left = 0
-
-    def change_inbox(self, end, whole):
-        def close():
-            self.left += 1
-            whole.close()
-
-        def take(*piece):
-            if self.left > 3:
-                raise ConnectorError("no lease is left")
-            return whole.take(*piece)
-
-        end.close, end.take = close, take
 
 
 @found_by("thread=true")
@@ -460,24 +411,6 @@ class UsesBuffersInTurn(Changed, TCPConnector):
             buffer = ring[next(turns) % len(ring)]
             buffer[:] = whole.take(index, reference, frames)
             return buffer
-
-        end.take = take
-
-
-@found_by("leases=2,opened=inboxes first,peer=none")
-class HasTheLimitsOfTheLatestLease(Changed, TCPConnector):
-    """A connector has one buffer for received values, of the size of the latest lease."""
-
-    def open_inbox(self, lease, *, value_bytes, **limits):
-        self.room = value_bytes
-        return super().open_inbox(lease, value_bytes=value_bytes, **limits)
-
-    def change_inbox(self, end, whole):
-        def take(*piece):
-            value = whole.take(*piece)
-            if len(value) > self.room:
-                raise ConnectorError("a value is too long")
-            return value
 
         end.take = take
 
