@@ -24,7 +24,7 @@ from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
 from tests.testing.right.keeping import CompressedDoor, CompressingStore
 from tests.testing.witnesses import check_of
-from tests.testing.wrong.keeping import DAY, HISTORY, WRONG
+from tests.testing.wrong.keeping import DAY, WRONG
 
 
 class Kit:
@@ -176,7 +176,6 @@ def test_intact_store_passes(test, arguments, tmp_path):
     ("test", "arguments"),
     [
         *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
-        *[(HISTORY, {"seed": seed}) for seed in range(6)],
         ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
         *[
             pytest.param(DAY, {"day": name}, marks=pytest.mark.soak if max(server.lengths) > 1 << 20 else ())

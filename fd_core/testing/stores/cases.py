@@ -227,7 +227,9 @@ class _Batch:
             return
         length = {"shorter": longest // 2, "longer": 2 * longest + 1}.get(str(before), longest)
         length = min(length, self.place.store.envelope.value_bytes or length)
-        values = {key: value_of("random", at + 9_000, length) for at, key in enumerate(self.keys)}
+        values = {key: value_of(self._kind, at + 9_000, length) for at, key in enumerate(self.keys)}
+        if before == "written from outside" and writer is not None:
+            self.put(writer, self.values)
         if writer is None or before == "written from outside":
             for key, value in values.items():
                 self.place.door.write(key, value)

@@ -12,8 +12,6 @@ import functools
 import hashlib
 import itertools
 import logging
-import math
-import random
 import statistics
 import threading
 import time
@@ -42,7 +40,7 @@ from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.day import SERVERS, Place, require_an_ordinary_day
-from fd_core.testing.stores.values import assert_hidden, assert_value, changed, draws, keys_of, of_one_checksum
+from fd_core.testing.stores.values import assert_hidden, assert_value, keys_of
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
@@ -70,11 +68,6 @@ def versions_of(key: bytes) -> list[bytes]:
     marks = [bytes([number]) * len(key) for number in range(1, len(_VERSIONS) + 1)]
     values = [bytes(map(int.__xor__, key, mark)) for mark in marks]
     return [(value * (length // len(key) + 1))[:length] for value, length in zip(values, _VERSIONS, strict=True)]
-
-
-def _room(value: bytes) -> int:
-    """Return the bytes that a value may take of a limit, with the blocks of a file system."""
-    return -(-len(value) // 4096) * 4096 + 1024
 
 
 def as_bytes(values: Iterable[Bytes | None]) -> list[bytes | None]:
@@ -140,8 +133,6 @@ _KEY_SECONDS: Final = 1e-4
 """Likewise, of each of many keys that a call looks up."""
 _LARGE: Final = 16 << 20
 """Bytes of a value that a limit of 2,000 bytes excludes."""
-_CALLS: Final = ("put", "put", "put alike", "put alike", "get", "get", "delete", "delete and put", "time out")
-_FROM_OUTSIDE: Final = ("lose", "write from outside", "reopen", "restart")
 _AT_ANY_LINE: Final = (
     ("put", "read"),
     ("put", "delete from outside"),
@@ -195,22 +186,6 @@ def _without_time(call: Callable[[float], object]) -> None:
         assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
 
 
-def _alike(value: bytes, former: bytes | None, draw: random.Random) -> bytes:
-    """Return a value that a store may take for another one: the former one, or one of its length that differs in part.
-
-    No store can compress it.
-    """
-    kind = draw.choice(("former", "one byte", "end", "checksum"))
-    if kind == "former" and former is not None:
-        return former
-    if len(value) < 16:
-        return value
-    place = draw.randrange(len(value))
-    if kind == "checksum":
-        return of_one_checksum(value, 1 + draw.randrange(1 << 16))
-    return changed(value, place, 1) if kind != "end" else value[:place] + value_of(value[-16:], len(value) - place)
-
-
 class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
     """Values for a `put` that stops at the third one until the test goes on, at most for some seconds."""
 
@@ -226,27 +201,6 @@ class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
             self.paused.set()
             self.went_on = not self.go_on.wait(self._seconds)
         return self._values[index]
-
-
-class _OneOf:
-    """Stores of one location, as of several machines that started at other times: each call is one of a drawn store."""
-
-    def __init__(self, stores: list[KVStore]) -> None:
-        self.stores, self._draws = stores, draws(len(stores))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            at = self._draws.randrange(len(self.stores))
-            with clocks_ahead(self.stores[at], 0.0, uptime=at * 1_000_000):
-                return getattr(self.stores[at], name)(*arguments)
-
-        return call
-
-    def replace(self, make: MakeStore) -> None:
-        """Close one of the stores, and go on with another one of its location."""
-        at = self._draws.randrange(len(self.stores))
-        self.stores[at].close()
-        self.stores[at] = make()
 
 
 class BackDoor(abc.ABC):
@@ -821,139 +775,30 @@ class StoreSuite:
             for each in running:
                 each.result()
 
-    def _capped(self, max_bytes: int, location: str, make_store: MakeStore) -> Any:
-        """Return a store with a limit; if the location is shared, it is several objects."""
-        self.size_cap.require()
-        text = with_parameter(location, f"max_bytes={max_bytes}")
-        return _OneOf([make_store(text) for _ in range(3 if self.sharing.reason is None else 1)])
-
-    @pytest.mark.law("5.2", "5.5")
-    @pytest.mark.parametrize("seed", range(6))
-    def test_it_answers_like_a_dict_up_to_its_limit(
-        self, location: str, store: KVStore, make_store: MakeStore, back_door: BackDoor, seed: int
-    ) -> None:
-        """Make random calls for values of all sizes, each in one of several stores if these share values.
-
-        Only with a limit values may go: those that were put or read last stay if they fill at most 3/4 of it, with
-        blocks of a file system and, during a put, those that it replaces.
-        """
-        draw, shares, capped = draws(seed), self.sharing.reason is None, seed > 1
-        cap = round(10 ** draw.uniform(5.0, 6.1)) if capped else 1 << 40
-        objects = _OneOf([store, *(make_store() for _ in range(2 * shares))])
-        tested: Any = self._capped(cap, location, make_store) if capped else objects
-        keys, most = [key_of(number) for number in range(40)], math.log2(min(cap / 2, LIMIT))
-        batches: list[dict[bytes, bytes]] = []  # of calls that used them, the last one first
-        there: dict[bytes, bytes] = {}
-        former: dict[bytes, bytes] = {}
-        in_hand: list[tuple[Bytes | None, bytes | None]] = []
-        for at in range(160):
-            call = draw.choice((*_CALLS, *(("put one too long",) if capped else _FROM_OUTSIDE)))
-            chosen = draw.choices([*there] if call == "put alike" and there else keys, k=draw.randrange(1, 4))
-            sizes = [int(2 ** draw.uniform(0.0, most)) - 1 for _ in range(4)]
-            new = {key: value_of(bytes([at]) + key, size) for key, size in zip(chosen, sizes, strict=False)}
-            if call == "put alike":
-                new = {key: _alike(there[key], former.get(key), draw) if key in there else new[key] for key in new}
-            values, what = [(key, [new[key]]) for key in chosen], f"call {at}, {call}"
-            replaced = sum(_room(new[key]) for key in chosen) * (1 + (call == "time out"))
-            if call == "get":
-                chosen, limit = draw.choices([*there] * 9 + keys, k=draw.randrange(5)), LIMIT if capped else sizes[1]
-                right = [there.get(key) if len(there.get(key, b"")) <= limit else None for key in chosen]
-                first = right.index(None) if None in right else len(right)
-                counted = tested.longest_prefix(chosen, limit, TIMEOUT)
-                assert counted == first, f"{what}: expected a longest_prefix of {first}, got {counted}"
-                in_hand += zip(tested.get(chosen, limit, TIMEOUT), right, strict=True)
-                for value, expected in in_hand[len(in_hand) - len(chosen) :]:
-                    assert_value(what, value, expected)
-                new = {key: value for key, value in zip(chosen, right, strict=True) if value is not None}
-                chosen = [*new]
-            if "delete" in call:
-                chosen = chosen if "put" in call else draw.choices([*there, *keys], k=draw.randrange(5))
-                found, right_count = tested.delete(chosen, TIMEOUT), len({*chosen} & {*there})
-                assert found == right_count, f"{what}: expected {right_count} of {len(chosen)}, got {found}"
-                new = new if "put" in call else {}
-            if call == "time out":
-                with contextlib.suppress(StoreError):
-                    tested.put(values, 0.0)
-            if call in ("put", "put alike", "delete and put", "time out", "put one too long"):
-                too_long = [(key, [value_of(key, cap + 1)]) for key in chosen[:1] if call == "put one too long"]
-                stored = tested.put([*too_long, *values], TIMEOUT)
-                assert stored == len(values), (
-                    f"{what}: {len(values)} values that fit were put, and {len(too_long)} beyond the limit of {cap:,} "
-                    f"bytes; expected put to return {len(values)}, got {stored}"
-                )
-            if call == "write from outside":
-                for key in chosen:
-                    back_door.write(key, new[key])
-            if call == "lose":
-                for key in chosen:
-                    back_door.delete(key)
-                new = {}
-            if call == "reopen" and self.persistence.reason is None:
-                objects.replace(make_store)
-            if call == "restart" and type(back_door).restart is not BackDoor.restart:
-                back_door.restart()
-                for each in objects.stores:
-                    usable_again(each)
-            if call in ("reopen", "restart"):
-                chosen, new = [], {}
-            replaced += sum(_room(batch.pop(key)) for batch in batches for key in chosen if key in batch)
-            batches.insert(0, new)
-            former |= {key: there[key] for key in new if key in there and there[key] != new[key]}
-            known = {key: value for batch in batches[::-1] for key, value in batch.items()}
-            if shares or not capped:
-                there = {key: value for key in keys if (value := back_door.read(key)) is not None}
-            else:  # in an order that changes none, in case that this counts as a use
-                there = {key: known[key] for key in known if tested.longest_prefix([key], LIMIT, TIMEOUT)}
-            held = max(sum(map(len, there.values())), back_door.size() if back_door.counts and at % 20 == 19 else 0)
-            assert held <= cap, f"{what}: the store holds {held:,} bytes, its limit is {cap:,}"
-            stats = tested.stats(TIMEOUT)
-            assert stats.values in (None, len(there)), f"{what}: expected {len(there)} values, got {stats}"
-            assert not capped or stats.limit_bytes == cap >= stats.bytes, f"{what}: expected {cap:,} bytes, got {stats}"
-            for key, value in there.items():
-                assert_value(f"the stored value after {what}", value, known.get(key))
-            recent, survives = replaced - sum(map(_room, new.values())), self.survives_restart.reason is None
-            for ago, batch in enumerate(batches):
-                recent += sum(map(_room, batch.values()))
-                gone = [key for key in batch if key not in there]
-                assert not gone or recent > cap * 3 / 4 or (call == "restart" and not survives), (
-                    f"{what}: a value of {len(batch[gone[0]]):,} bytes that was used {ago} calls ago is gone; "
-                    f"since then, {recent:,} bytes, with their blocks, were in use, of {cap:,}"
-                )
-                for key in gone:
-                    del batch[key]
-            time.sleep(0.005 * capped)  # timestamps of file systems are coarser
-        if shares and capped:  # a new store counts what others wrote
-            tested.delete(keys, TIMEOUT)
-            for key in keys:
-                back_door.write(key, value_of(key, cap // 20))
-            reopened = self._capped(cap, location, make_store)
-            assert reopened.put([(key_of(99), [value_of(key_of(99))])], TIMEOUT) == 1
-            held = sum(len(value) for value in reopened.get(keys, LIMIT, TIMEOUT) if value is not None)
-            assert held + 1000 <= cap, f"with values from outside, the store holds {held + 1000:,} bytes of {cap:,}"
-        for each in tested.stores:
-            each.close()  # as an engine that ends while values are in use
-            each.close()
-            for refused in _calls(TIMEOUT):
-                with pytest.raises(StoreError):
-                    refused(each)
-        for value, expected in in_hand:
-            assert_value("a value in hand at the end", value, expected)
-
     @pytest.mark.law("5.5")
     def test_what_was_used_stays_among_more_values_than_sixteen_bits_count(
         self, location: str, make_store: MakeStore
     ) -> None:
-        """Put twice as many small values as have room, and read the first ones after every few hundred others."""
+        """Put twice as many small values as have room, and read the first ones after every few hundred others.
+
+        Some that are put again meanwhile are as new as any.
+        """
         self.size_cap.require()
         store = make_store(with_parameter(location, f"max_bytes={_NUMBERED * 100}"))
         keys = [number.to_bytes(4, "big") * 4 for number in range(2 * _NUMBERED)]
-        values, used, start = {key: value_of(key, 100) for key in keys}, keys[:8], time.monotonic()
+        values, used, again, start = {key: value_of(key, 100) for key in keys}, keys[:8], keys[8:16], time.monotonic()
         for at in range(0, len(keys), 256):
             batch = keys[at : at + 256]
             assert store.put([(key, [values[key]]) for key in batch], TIMEOUT) == 256
             assert as_bytes(store.get(used, LIMIT, TIMEOUT)) == [values[key] for key in used], (
                 f"after {at + 256:,} values, of at most {_NUMBERED:,}, one in use is gone"
             )
+            if at == len(keys) // 4:
+                store.put([(key, [values[key]]) for key in again], TIMEOUT)
+            if at == len(keys) // 2:
+                assert None not in store.get(again, LIMIT, TIMEOUT), (
+                    "a value that was put again is gone before older ones"
+                )
             if (time.monotonic() - start) * len(keys) > 5.0 * (at + 1024):
                 lacks(f"{len(keys):,} values take over 5 seconds; {at + 256:,} were written")
         assert as_bytes(store.get(batch, LIMIT, TIMEOUT)) == [values[key] for key in batch], "new values are gone"
@@ -962,13 +807,14 @@ class StoreSuite:
     def test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none(
         self, location: str, make_store: MakeStore
     ) -> None:
-        store = self._capped(150_000, location, make_store)
+        self.size_cap.require()
+        store = make_store(with_parameter(location, "max_bytes=150000"))
         for number in range(4):
             assert store.put([(key_of(number), [value_of(key_of(number), 100_000)])], TIMEOUT) == 1
         found = store.get([key_of(number) for number in range(4)], LIMIT, TIMEOUT)
         for number, value in enumerate(found):
             assert_value(f"value {number} of 4", value, value_of(key_of(3), 100_000) if number == 3 else None)
-        smaller = self._capped(1, location, make_store)
+        smaller = make_store(with_parameter(location, "max_bytes=1"))
         smaller.open(TIMEOUT)
         assert smaller.put([(A, [value_of(A)])], TIMEOUT) == 0
 

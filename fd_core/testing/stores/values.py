@@ -86,8 +86,8 @@ def keys_of(kind: str, length: int, count: int) -> list[bytes]:
 
 
 CONTENTS: Final = ("random", "alike", "zeros", "like others", "the same")
-"""Kinds of values: all different; equal except in the middle; zero except at an end; that begin like a sealed,
-compressed or serialized value; equal if they are as long."""
+"""Kinds of values: all different; equal except in the middle, and in their checksums; zero except at an end; that begin
+like a sealed, compressed or serialized value; equal if they are as long."""
 
 
 def value_of(kind: str, number: int, length: int) -> bytes:
@@ -99,7 +99,9 @@ def value_of(kind: str, number: int, length: int) -> bytes:
     base = bytes(length) if kind == "zeros" else draws(length).randbytes(length)
     if kind == "the same":
         return base
-    place = max(0, length // 2 - 1 if kind == "alike" else (length - 2) * (number % 2))
+    place = max(0, length // 2 - 4 if kind == "alike" else (length - 2) * (number % 2))
+    if kind == "alike" and length >= 8:
+        return base[:place] + of_one_checksum(base[place : place + 8], number + 1 & 0xFFFF) + base[place + 8 :]
     mark = (number + 1 & 0xFFFF).to_bytes(2, "big") if length > 1 else bytes([number + 1 & 0xFF])
     return (base[:place] + mark + base[place + len(mark) :])[:length]
 

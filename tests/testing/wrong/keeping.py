@@ -26,8 +26,8 @@ from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
 ANY_LINE = "test_a_value_may_change_or_be_read_at_any_line_of_a_call"
+IN_USE = "test_what_was_used_stays_among_more_values_than_sixteen_bits_count"
 DAY = "test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core"
-HISTORY = "test_it_answers_like_a_dict_up_to_its_limit"
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
 
@@ -369,7 +369,7 @@ class LosesItsValuesWhenClosed(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class CountsReplacedValues(MemoryStore):
     def _delete(self, key):
         before = self._bytes
@@ -383,7 +383,7 @@ class CountsReplacedValues(MemoryStore):
         return super().put(values, timeout)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class ExceedsTheLimitByAValue(MemoryStore):
     def put(self, values, timeout):
         limit, self.limit_bytes = self.limit_bytes, self.limit_bytes + max(sum(map(len, parts)) for _, parts in values)
@@ -393,7 +393,7 @@ class ExceedsTheLimitByAValue(MemoryStore):
             self.limit_bytes = limit
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class EvictsTheNewestFirst(MemoryStore):
     def get(self, *arguments):
         found = super().get(*arguments)
@@ -416,7 +416,7 @@ class HidesAValueInItsError(MemoryStore):
         raise KeyError("prompt")
 
 
-@found_by(HISTORY, seed=0)
+@found_by(DAY, day="small blocks")
 class WorksAfterClose(MemoryStore):
     def close(self):
         pass
@@ -455,7 +455,7 @@ class EmptiesItselfWhenItIsOpened(DiskStore):
         return super().open(timeout)
 
 
-@found_by(HISTORY, seed=0)
+@found_by(DAY, day="small blocks")
 class ReadsIntoTwoBuffersInTurn(DiskStore):
     def get(self, keys, limit, timeout):
         found = super().get(keys, limit, timeout)
@@ -487,7 +487,7 @@ class OverwritesValuesOfOneSize(DiskStore):
         return len(values) - len(new) + super().put(new, timeout)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(IN_USE)
 class UsesTheFirstValueOfABatch(MemoryStore):
     def get(self, keys, limit, timeout):
         rest = [self._values.get(key) for key in keys[1:]]
@@ -607,7 +607,7 @@ class SharesABuffer(MemoryStore):
         return found
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="large blocks")
 class CountsEvictedValues(MemoryStore):
     """Only a delete lowers the number of values."""
 
@@ -627,7 +627,7 @@ class CountsEvictedValues(MemoryStore):
         return replace(super().stats(timeout), values=len(self.known))
 
 
-@found_by(HISTORY, seed=2)
+@found_by(IN_USE)
 class KeepsThePlaceOfReplacedValues(MemoryStore):
     """A value that is put again stays as old as it was."""
 
@@ -703,7 +703,7 @@ class AnswersTheCallThatTimedOut(MemoryStore):
         return found if late is None else late
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class RemembersTheAgeOfDeletedValues(MemoryStore):
     """A value that is put under the key of a deleted one is as old as that was."""
 
@@ -760,7 +760,7 @@ class LeavesADescriptorOfATimeout(DiskStore):
             os.close(descriptor)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class KeepsTheSpaceOfATimeout(MemoryStore):
     """Space is reserved for all values of a put, and freed only at its end."""
 
@@ -862,7 +862,7 @@ class _NamesOfIds(DiskReservations):
         return ours, file, space
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class AgesByTheMonotonicClock(DiskStore):
     """The clock of another machine starts at another time."""
 
@@ -882,7 +882,7 @@ class AgesByTheMonotonicClock(DiskStore):
         return stored
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class CountsItsOwnBytes(DiskStore):
     """Counts the bytes in use in the object, although other engines write to the folder as well."""
 
@@ -1004,7 +1004,7 @@ class KeepsDeletedValues(DiskStore):
         return super().delete(keys, timeout)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="a store at its limit")
 class KeepsACopyOfEachValue(DiskStore):
     """Another folder has a second name of each value, which outlives its eviction."""
 
@@ -1197,7 +1197,7 @@ class CountsEveryValueForStatistics(MemoryStore):
         return replace(found, values=sum(bool(value) or 1 for value in self._values.values()))
 
 
-@found_by("test_what_was_used_stays_among_more_values_than_sixteen_bits_count")
+@found_by(IN_USE)
 class NumbersValuesIn16Bits(MemoryStore):
     """From 2^16 values on, a use is noted for another one."""
 
@@ -1305,7 +1305,7 @@ class DecodesItsPath(DiskStore):
         self.path = Path(unquote(str(self.path)))
 
 
-@found_by(HISTORY, seed=0)
+@found_by(DAY, day="small blocks")
 class CannotCloseWhatIsInUse(DiskStore):
     def get(self, keys, limit, timeout):
         self.maps = self.__dict__.get("maps", [])[-8:]
@@ -1348,7 +1348,7 @@ class ExpectsNoOtherEngine(DiskStore):
         return super().put(values, timeout)
 
 
-@found_by(HISTORY, seed=2)
+@found_by(DAY, day="large blocks")
 class CountsByTheLastSize(MemoryStore):
     """Takes all values to be as large as the last one, as those of one model are."""
 
@@ -1381,20 +1381,20 @@ class KeepsWhatItTakesForEqual(DiskStore):
         raise NotImplementedError
 
 
-@found_by(HISTORY, seed=0)
+@found_by("store:content=alike,before=as long,value_bytes=65535")
 class ComparesBothEnds(KeepsWhatItTakesForEqual):
     def equal(self, key, held, value):
         ends = slice(4096), slice(-4096, None)
         return held is not None and len(held) == len(value) and all(held[end] == value[end] for end in ends)
 
 
-@found_by(HISTORY, seed=0)
+@found_by("store:content=alike,before=as long,value_bytes=65535")
 class ComparesChecksums(KeepsWhatItTakesForEqual):
     def equal(self, key, held, value):
         return held is not None and len(held) == len(value) and zlib.crc32(held) == zlib.crc32(value)
 
 
-@found_by(HISTORY, seed=1)
+@found_by("store:before=written from outside")
 class ComparesWithItsLastPut(KeepsWhatItTakesForEqual):
     """Another program has changed the value since."""
 
