@@ -87,7 +87,7 @@ FLEETS: Final[Mapping[str, Fleet]] = {
         session=f"{_USER * 9}{{}}/conversation",
         start=2**32 / 1000 - HOUR / 2,
     ),
-    "pairs": Fleet({"prefill": 5, "decode": 24}, 400, url="http://[2001:db8::{}]:8000", start=2**31 / 1000 - HOUR / 2),
+    "pairs": Fleet({"prefill": 5, "decode": 72}, 400, url="http://[2001:db8::{}]:8000", start=2**31 / 1000 - HOUR / 2),
     "two workers": Fleet({"mixed": 2}, 250, start=1e8, blocks=6000, slots=256, traced=True),
 }
 

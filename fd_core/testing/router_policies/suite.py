@@ -10,9 +10,7 @@ import importlib
 import itertools
 import json
 import math
-import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -26,13 +24,11 @@ from msgspec.structs import replace
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RequestNum, RouterPolicy, RoutingContext
-from fd_core.router.router import Router
-from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
-from fd_core.router.workers import ROLES, Role, RouterWorker
+from fd_core.router.selection import IDLE, WorkerLoad
+from fd_core.router.workers import ROLES, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.growth import require_bounded, seconds_of
-from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
@@ -44,14 +40,6 @@ _BLOCKS: Final = 4
 """Full blocks of each prompt."""
 _REQUESTS: Final = 400
 """Number of requests after which a policy must free old state."""
-_WORKERS: Final = 65
-"""Workers of a role that are in use together."""
-_SERVED: Final = 1600
-"""Requests after which each of them has served one."""
-_USER: Final = "a session of one user"
-"""Beginning of the names of sessions, which no log shows."""
-_NEXT: Final = 40
-"""Requests of which a worker that has just joined serves no more than a quarter."""
 _PAST: Final = 33_000
 """Number of requests after which a choice takes as long as before."""
 _TOKENS: Final = 100_000
@@ -357,75 +345,6 @@ class RouterPolicySuite:
             "function each time"
         )
 
-    @pytest.mark.law("7.1")
-    @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
-    @pytest.mark.parametrize("session", [True, False], ids=["session", "none"])
-    @pytest.mark.parametrize(("tokens", "common"), [(300, 0), (5, 0), (300, 5000)])
-    def test_the_router_serves_with_it_and_counts_to_zero(
-        self, pair: bool, session: bool, tokens: int, common: int
-    ) -> None:
-        """Requests may lack a session, and a full block of the prompt: none of them may all go to one worker.
-
-        Nor may many at once whose prompts have a beginning in common, such as a system prompt, or all requests after
-        a worker has joined, or has returned as another process.
-        """
-        name = self.policy_class().__name__  # `role` is part of error messages
-        config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
-        router = Router(config, lambda _: self.policy_class())
-        draw = random.Random(1)  # noqa: S311 - not for cryptography
-        roles: tuple[Role, ...] = ("prefill", "decode") if pair else ("mixed",)
-        running: list[Selection] = []
-
-        def join(at: int, instance: str) -> None:
-            for role in roles:
-                worker = router.register(f"http://{role}{at}", role, 0.0, instance=instance)
-                kv_port = 7001 if role == "prefill" else None
-                router.health(worker, True, 0.0, instance=instance, role=role, kv_port=kv_port)
-
-        def serve(numbers: range) -> Counter[RouterWorker]:
-            served = Counter[RouterWorker]()
-            for number in numbers:
-                prompt = np.concatenate([np.arange(common), np.arange(number, number + tokens)]).astype(np.int32)
-                request = RouteRequest(prompt, session=f"{_USER} {number}" if session else None)
-                answer = router.select(request, float(number), draw.random())
-                assert isinstance(answer, Selection), answer
-                running.append(answer)
-                served.update(answer.workers)
-                if len(running) > (200 if common else 10):
-                    _end(router, running.pop(draw.randrange(len(running))), float(number))
-            return served
-
-        for at in range(_WORKERS):
-            join(at, "first")
-        count = _REQUESTS if common else _SERVED
-        what = f"different prompts of {tokens} tokens, {'each with a' if session else 'without a'} session"
-        what += f", after {common:,} tokens that all have in common" if common else ""
-        with kept_out_of_logs(_USER.encode()):
-            served = serve(range(count))
-        _require_spread(router, served, what, all_of_them=not common)
-        join(0, "second")
-        join(_WORKERS, "first")
-        what += ", once one worker had joined and another one had returned as another process"
-        served = serve(range(count, count + _NEXT))
-        _require_spread(router, served, what, all_of_them=False)
-        served += serve(range(count + _NEXT, 2 * count))
-        _require_spread(router, served, what, all_of_them=not common)
-        for selection in running:
-            _end(router, selection, 2.0 * count)
-        state = router.snapshot()
-        assert state.total == IDLE and all(one.load == IDLE for one in state.workers)
-        assert state.tally.selected == 2 * count * len(roles)
-
-
-def _require_spread(router: Router, served: Counter[RouterWorker], what: str, *, all_of_them: bool) -> None:
-    """Fail if a worker served more than a quarter of the requests, or, with `all_of_them`, none."""
-    workers = [one.worker for one in router.snapshot().workers]
-    (busiest, most), count = served.most_common(1)[0], served.total() // len({each.role for each in workers})
-    assert most <= count // 4, f"{busiest.url}, one of {len(workers)} workers, served {most} of {count} {what}"
-    idle = [worker.url for worker in workers if not served[worker]] if all_of_them else []
-    none = f"{len(idle)}, such as {idle[:1]}, served none of {count} {what}; spread them, and break ties by `random`"
-    assert not idle, f"of {len(workers)} workers, {none}"
-
 
 def print_choices() -> None:
     """Print the choices of a policy in some cases; a test writes both to standard input."""
@@ -438,11 +357,3 @@ def print_choices() -> None:
 
 def _worker(at: int, incarnation: int) -> RouterWorker:
     return RouterWorker(f"http://worker{at}", ROLES[0], incarnation)
-
-
-def _end(router: Router, selection: Selection, now: float) -> None:
-    with selection:
-        selection.first_token()
-        if selection.mode == "pd":
-            router.prefilled(selection, now)
-        router.served(selection, now)
