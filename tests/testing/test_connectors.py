@@ -228,7 +228,7 @@ def far():
     side.close()
 
 
-@pytest.mark.in_turn(4, by=lambda cls: check_of(WRONG[cls][0]))
+@pytest.mark.in_turn(8, by=lambda cls: check_of(WRONG[cls][0]))
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
 def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"transfer"})

@@ -41,7 +41,7 @@ TIMED = {cls for cls in WRONG if "take_no_time" in WRONG[cls]}
 """Beside other tests they may pass by chance."""
 
 
-@pytest.mark.in_turn(4, by=lambda cls: WRONG[cls])
+@pytest.mark.in_turn(8, by=lambda cls: WRONG[cls])
 @pytest.mark.parametrize(
     "cls",
     [pytest.param(cls, marks=pytest.mark.soak if cls in TIMED else (), id=cls.__name__) for cls in WRONG],

@@ -660,7 +660,7 @@ def without_shrinking(monkeypatch):
     monkeypatch.setattr(parts, "_REDUCED", {"router"})
 
 
-@pytest.mark.in_turn(4, by=lambda wrong, case, arguments: check_of(case))
+@pytest.mark.in_turn(8, by=lambda wrong, case, arguments: check_of(case))
 @pytest.mark.parametrize(
     "wrong, case, arguments",
     [

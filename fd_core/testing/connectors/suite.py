@@ -160,13 +160,13 @@ class ConnectorSuite:
         yield side
         side.close()
 
-    @pytest.fixture(params=["the prefill side is far", "the decode side is far"])
+    @pytest.fixture
     def sides(self, request: pytest.FixtureRequest, far: RemoteProcess, recipe: Recipe) -> tuple[Connector, Connector]:
-        """Connectors of the decode side and the prefill side, in two processes."""
+        """Connectors of the decode side and, in the other process, the prefill side; cases have both roles there."""
         near, other = recipe.make(), far.make(recipe)
         request.addfinalizer(other.close)
         request.addfinalizer(near.close)
-        return (near, other) if request.param.startswith("the prefill") else (other, near)
+        return near, other
 
     @pytest.fixture
     def open_both(self, sides: tuple[Connector, Connector]) -> Iterator[OpenBoth]:

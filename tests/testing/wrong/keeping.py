@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -235,12 +234,6 @@ class DeletesAllIfAnyIsDeleted(MemoryStore):
 
 
 @found_by("store:plain")
-class CountsDeletionsTwice(MemoryStore):
-    def delete(self, keys, timeout):
-        return 2 * super().delete(keys, timeout)
-
-
-@found_by("store:plain")
 class IsWrittenNever(MemoryStore):
     def put(self, values, timeout):
         self.__dict__.setdefault("written", {}).update({key: b"".join(parts) for key, parts in values})
@@ -329,29 +322,6 @@ class HoldsALockWhileItWrites(MemoryStore):
             return super().get(keys, limit, timeout)
 
 
-def in_turn(name):
-    method = getattr(MemoryStore, name)
-
-    def call(self, *arguments):
-        try:
-            return self.worker.submit(method, self, *arguments).result(arguments[-1])
-        except TimeoutError:
-            raise StoreError(FailureReason.TIMEOUT, "the KV store call timed out") from None
-
-    return call
-
-
-@found_by(DAY, day="small blocks")
-class HasOneWorker(MemoryStore):
-    """Makes all calls in one thread, and ends those in time that wait for another one."""
-
-    get, put, longest_prefix = map(in_turn, ("get", "put", "longest_prefix"))
-
-    def __init__(self, location):
-        super().__init__(location)
-        self.worker = ThreadPoolExecutor(1)
-
-
 @found_by("test_the_time_of_a_call_does_not_grow_with_the_values")
 class SearchesAllValues(MemoryStore):
     def longest_prefix(self, keys, limit, timeout):
@@ -393,16 +363,6 @@ class ExceedsTheLimitByAValue(MemoryStore):
             self.limit_bytes = limit
 
 
-@found_by(DAY, day="a store at its limit")
-class EvictsTheNewestFirst(MemoryStore):
-    def get(self, *arguments):
-        found = super().get(*arguments)
-        for key in arguments[0]:
-            if key in self._values:
-                self._values.move_to_end(key, last=False)
-        return found
-
-
 @found_by("test_no_call_takes_longer_than_it_may", timeout=0.0)
 class TakesItsTime(MemoryStore):
     def delete(self, keys, timeout):
@@ -438,13 +398,6 @@ class ReturnsAnEarlierReadSometimes(MemoryStore):
             return [seen.get(key, value) for key, value in zip(keys, found, strict=True)]
         seen.update(zip(keys, found, strict=True))
         return found
-
-
-@found_by("store:plain")
-class CountsRemovedValuesInAPrefix(MemoryStore):
-    def longest_prefix(self, keys, limit, timeout):
-        self.had = getattr(self, "had", set()) | {key for key in keys if key in self._values}
-        return next((at for at, key in enumerate(keys) if key not in self.had), len(keys))
 
 
 @found_by("store:opened=again")
@@ -821,14 +774,6 @@ class CopiesWhatItPuts(Copying):
 
 
 @found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
-class CopiesWhatItReads(Copying):
-    def get(self, keys, limit, timeout):
-        found = super().get(keys, limit, timeout)
-        self.copies.update(zip(keys, found, strict=True))
-        return found
-
-
-@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
 class WritesAnIndexAtTimes(DiskStore):
     """Every hundredth put takes as long as there are values."""
 
@@ -992,18 +937,6 @@ class KeepsTheFirstTimeout(MemoryStore):
         return super().put(values, self.first)
 
 
-@found_by(DAY, day="small blocks")
-class KeepsDeletedValues(DiskStore):
-    """Moves deleted values to another folder, for the next start to remove."""
-
-    def delete(self, keys, timeout):
-        (self.path / "deleted").mkdir(parents=True, exist_ok=True)
-        for key in keys:
-            for value in self.path.glob(f"??/{key.hex()}.kv"):
-                os.link(value, self.path / "deleted" / secrets.token_hex())
-        return super().delete(keys, timeout)
-
-
 @found_by(DAY, day="a store at its limit")
 class KeepsACopyOfEachValue(DiskStore):
     """Another folder has a second name of each value, which outlives its eviction."""
@@ -1069,8 +1002,9 @@ class ReadsUnderALock(DiskStore):
             return super().get(keys, limit, timeout)
 
 
-class GivesUpWriting(DiskStore):
-    """Refuses writes after another call failed."""
+@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)
+class GivesUpAfterAFailedLookup(DiskStore):
+    """Refuses writes from then on."""
 
     failed = None
 
@@ -1079,22 +1013,6 @@ class GivesUpWriting(DiskStore):
             raise self.failed
         return super().put(values, timeout)
 
-
-@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)
-class GivesUpIfItCannotBeOpened(GivesUpWriting):
-    """Another `open` would help, which an engine calls once."""
-
-    def open(self, timeout):
-        self.failed = None
-        try:
-            return super().open(timeout)
-        except StoreError as error:
-            self.failed = error
-            raise
-
-
-@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)
-class GivesUpAfterAFailedLookup(GivesUpWriting):
     def longest_prefix(self, keys, limit, timeout):
         try:
             return super().longest_prefix(keys, limit, timeout)
