@@ -41,20 +41,20 @@ _MOVES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Orders of the possible moves by preference."""
 AXES: Final = (
-    Axis("pieces", (9, 1, 2, 3, 5, 33, 129, 257), ("Connector.open_inbox.pieces",)),
+    Axis("pieces", (9, 1, 3, 33, 129, 257), ("Connector.open_inbox.pieces",)),
     Axis(
         "first",
-        (3, 0, 1, 126, 254, 32_766, 65_534, 2**31 - 2, 2**32 - 2, 2**40),
+        (3, 0, 254, 65_534, 2**31 - 2, 2**32 - 2, 2**40),
         ("KVInbox.take.index", "KVOutbox.put.index", "KVInbox.done.index"),
     ),
     Axis(
         "window",
-        (4, 1, 2, 3, 8, 64, 65, 257),
+        (4, 1, 2, 8, 65, 257),
         ("Connector.open_inbox.window", "Connector.open_outbox.window"),
     ),
     Axis(
         "value_bytes",
-        (5000, 1, 2, 64, 65, 79, 81, 4095, 4097, 65_535, 65_537, 737_360, 1_048_577),
+        (5000, 1, 65, 79, 81, 4097, 65_537, 737_360, 1_048_577),
         ("Connector.open_inbox.value_bytes", "Connector.open_outbox.value_bytes"),
         rare=(
             {"value_bytes": 4_194_305, "window": 2, "pieces": 2},

@@ -55,7 +55,7 @@ _WEIGHTS: Final = (
 """Settings that may be 0."""
 
 AXES: Final = (
-    Axis("workers", (3, 1, 2, 4, 5, 8, 9, 64, 65, 255, 256, 257, 1000), ("RoutingContext.candidates",)),
+    Axis("workers", (3, 1, 2, 64, 65, 257, 1000), ("RoutingContext.candidates",)),
     Axis(
         "loads",
         tuple(_LOADS),
@@ -66,7 +66,7 @@ AXES: Final = (
     Axis("role", ROLES, ("RouterWorker.role",)),
     Axis(
         "tokens",
-        (256, 1, 63, 64, 65, 255, 4097, 32_769, 100_000),
+        (256, 1, 63, 65, 4097, 100_000),
         ("RoutingContext.tokens", "RoutingContext.keys"),
     ),
     Axis("token_ids", ("small", "zero", "near 2^31", "alike")),

@@ -116,11 +116,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
     return [methodcaller(name, *_ARGUMENTS[name], timeout) for name in _TIMED]
 
 
-_SIZES: Final = {size: str(size) for bits in (31, 32, 33, 40) for size in (2**bits - 1, 2**bits, 2**bits + 1)} | {
-    96 << 10: "96Ki",
-    8 << 30: "8Gi",
-}
-"""Limits, around those that a number of 32 bits has, as users write them."""
+_SIZES: Final = {2**31: "2147483648", 2**32 + 1: "4294967297", 96 << 10: "96Ki", 8 << 30: "8Gi"}
+"""Limits, also above those that a number of 32 bits has, as users write them."""
 _NUMBERED: Final = 66_048
 """Small values that a store holds, more than 2^16; a multiple of 256."""
 _MANY: Final = 2048
