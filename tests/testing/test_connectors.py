@@ -214,7 +214,7 @@ def outcomes(tmp_path_factory, request):
     return ended.stdout
 
 
-@pytest.mark.in_turn(4, by=lambda number, what: BROKEN[what][2])
+@pytest.mark.in_turn(8, by=lambda number, what: BROKEN[what][2])
 @pytest.mark.parametrize("number, what", list(enumerate(BROKEN)), ids=BROKEN)
 def test_connector_that_breaks_a_promise_fails(outcomes, number, what):
     assert re.search(rf"(FAILED|ERROR) test_broken_{number}.py::TestBroken::", outcomes), outcomes

@@ -338,11 +338,6 @@ class NeverChoosesTheLast(RouterPolicy):
         return context.candidates[int(context.random * max(1, len(context.candidates) - 1))]
 
 
-class ChoosesAmongTheFirstEight(RouterPolicy):
-    def choose(self, context):
-        return context.candidates[int(context.random * min(8, len(context.candidates)))]
-
-
 class KnowsTheWorkersItHasSeen(RequestNum):
     """Fails for the departure of a worker that never was a candidate, such as one of another role."""
 
@@ -635,13 +630,6 @@ class HashesToAWorkerWithRoom(HashesWholePrompts):
         return max(seen, key=lambda each: zlib.crc32(self.key(context) + each.worker.url.encode()))
 
 
-class HashesFullChunks(HashesWholePrompts):
-    """Conversations move with each 1,024 tokens."""
-
-    def key(self, context):
-        return context.tokens[: len(context.tokens) // 1024 * 1024].tobytes()
-
-
 DAY = "test_an_ordinary_day"
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
@@ -672,7 +660,6 @@ def without_shrinking(monkeypatch):
         (CountsPromptsUntilWorkersLeave, FORGETS, (True,)),
         (KeepsWorkers, FORGETS, (True,)),
         (NeverChoosesTheLast, DAY, ()),
-        (ChoosesAmongTheFirstEight, DAY, ()),
         (TakesNoSessionForOne, DAY, ()),
         (HashesTheFirstBlock, DAY, ()),
         (PrintsSessions, DAY, ()),
@@ -692,7 +679,6 @@ def without_shrinking(monkeypatch):
         (NumbersPrompts, DAY, ()),
         (HashesWholePrompts, DAY, ()),
         (HashesToAWorkerWithRoom, DAY, ()),
-        (HashesFullChunks, DAY, ()),
         (ForgetsTheFirstSession, PAST, ()),
         (HashesTheBeginning, DAY, ()),
         (KnowsTheWorkersItHasSeen, "change=one leaves", ()),

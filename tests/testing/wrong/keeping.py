@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import fcntl
-import glob
 import itertools
 import logging
 import mmap
@@ -340,20 +339,6 @@ class LosesItsValuesWhenClosed(MemoryStore):
 
 
 @found_by(DAY, day="a store at its limit")
-class CountsReplacedValues(MemoryStore):
-    def _delete(self, key):
-        before = self._bytes
-        found = super()._delete(key)
-        if self.__dict__.get("putting"):
-            self._bytes = before
-        return found
-
-    def put(self, values, timeout):
-        self.putting = not any(b"".join(parts)[:0] for _, parts in values) and self._bytes < self.limit_bytes
-        return super().put(values, timeout)
-
-
-@found_by(DAY, day="a store at its limit")
 class ExceedsTheLimitByAValue(MemoryStore):
     def put(self, values, timeout):
         limit, self.limit_bytes = self.limit_bytes, self.limit_bytes + max(sum(map(len, parts)) for _, parts in values)
@@ -386,18 +371,6 @@ class WorksAfterClose(MemoryStore):
 class TakesAnyParameter(MemoryStore):
     def __init__(self, location):
         super().__init__(type(location)(location.scheme, location.text, {}))
-
-
-@found_by("store:count=25,before=as long")
-class ReturnsAnEarlierReadSometimes(MemoryStore):
-    def get(self, keys, limit, timeout):
-        seen = self.__dict__.setdefault("seen", {})
-        self.reads = getattr(self, "reads", 0) + len(keys)
-        found = super().get(keys, limit, timeout)
-        if self.reads % 50 == 0:
-            return [seen.get(key, value) for key, value in zip(keys, found, strict=True)]
-        seen.update(zip(keys, found, strict=True))
-        return found
 
 
 @found_by("store:opened=again")
@@ -656,27 +629,6 @@ class AnswersTheCallThatTimedOut(MemoryStore):
         return found if late is None else late
 
 
-@found_by(DAY, day="a store at its limit")
-class RemembersTheAgeOfDeletedValues(MemoryStore):
-    """A value that is put under the key of a deleted one is as old as that was."""
-
-    def __init__(self, location):
-        super().__init__(location)
-        self.old = set()
-
-    def put(self, values, timeout):
-        stored = super().put(values, timeout)
-        for key, _ in values:
-            if key in self.old and key in self._values:
-                self._values.move_to_end(key, last=False)
-        self.old.clear()
-        return stored
-
-    def delete(self, keys, timeout):
-        self.old.update(key for key in keys if key in self._opened())
-        return super().delete(keys, timeout)
-
-
 @found_by("store:limit=one less")
 class RemembersTheLimit(MemoryStore):
     """A value that fits once counts as one that fits, until it is changed."""
@@ -721,18 +673,6 @@ class KeepsTheSpaceOfATimeout(MemoryStore):
         space = sum(memoryview(part).nbytes for _, parts in values for part in parts)
         self.limit_bytes -= space if timeout == 0 else 0
         return super().put(values, timeout)
-
-
-@found_by("store:removed=every second")
-class CountsTheSameDeletionAgain(MemoryStore):
-    """A delete that is repeated returns the count of the first one, as from a cache of responses."""
-
-    last = None, 0
-
-    def delete(self, keys, timeout):
-        if self.last[0] != tuple(keys) or any(key in self._opened() for key in keys):
-            self.last = tuple(keys), super().delete(keys, timeout)
-        return self.last[1]
 
 
 @found_by("test_the_cap_holds_for_what_a_killed_writer_left")
@@ -1204,16 +1144,6 @@ class ForgetsAfterAnHour(MemoryStore):
         old = [key for key, at in self.__dict__.get("at", {}).items() if time.monotonic() > at + 3000]
         super().delete(old, timeout)
         return super().get(keys, limit, timeout)
-
-
-@found_by("store:elsewhere=true")
-class SearchesByPattern(DiskStore):
-    """Its folder is part of a pattern."""
-
-    def put(self, values, timeout):
-        count = super().put(values, timeout)
-        assert not values or glob.glob(f"{self.path}/??/*.kv")  # noqa: PTH207 - that is the fault
-        return count
 
 
 @found_by("store:elsewhere=true")
