@@ -235,14 +235,6 @@ class EndsAllLeasesWithOne(Changed, TCPConnector):
         end.take, end.close = take, lambda: (whole.close(), setattr(self, "shared", None))
 
 
-@found_by("leases=2,opened=inboxes first")
-class HasTheAddressOfTheLatestInbox(Changed, SharedMemoryConnector):
-    def change_inbox(self, end, whole):
-        self.latest, connector = whole.address, self
-        address = property(lambda _: connector.latest, lambda *_: None)
-        end.__class__ = type("End", (SimpleNamespace,), {"address": address})
-
-
 @found_by("peer=none")
 class ClosesOnce(Changed, TCPConnector):
     closed = False
@@ -411,6 +403,24 @@ class UsesBuffersInTurn(Changed, TCPConnector):
             buffer = ring[next(turns) % len(ring)]
             buffer[:] = whole.take(index, reference, frames)
             return buffer
+
+        end.take = take
+
+
+@found_by("leases=2,opened=inboxes first,peer=none")
+class HasTheLimitsOfTheLatestLease(Changed, TCPConnector):
+    """A connector has one buffer for received values, of the size of the latest lease."""
+
+    def open_inbox(self, lease, *, value_bytes, **limits):
+        self.room = value_bytes
+        return super().open_inbox(lease, value_bytes=value_bytes, **limits)
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = whole.take(*piece)
+            if len(value) > self.room:
+                raise ConnectorError("a value is too long")
+            return value
 
         end.take = take
 
