@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
-import statistics
 import threading
 import time
 import tracemalloc
@@ -149,30 +147,6 @@ _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
 def _fastest(call: Callable[[], object], count: int = 25) -> float:
     """Return the shortest time of some calls, in seconds."""
     return min(seconds_of(call) for _ in range(count))
-
-
-def _bytes_of_calls(store: KVStore) -> dict[str, list[int]]:
-    """Return the bytes that this process reads and writes, in files and sockets, during each of 1,000 calls."""
-    counts = Path("/proc/self/io")
-    if not counts.exists():
-        lacks(f"this system has no {counts} that counts the bytes of a call")
-    found: dict[str, list[int]] = {"put": [], "get": [], "longest_prefix": [], "delete": []}
-    for number in range(250):
-        key = key_of(number % 64)
-        calls: tuple[Callable[[], object], ...] = (
-            functools.partial(store.put, [(key, [value_of(key, 100)])], TIMEOUT),
-            functools.partial(store.get, [key], LIMIT, TIMEOUT),
-            functools.partial(store.longest_prefix, [key], LIMIT, TIMEOUT),
-            functools.partial(store.delete, [key], TIMEOUT),
-        )
-        for moved, call in zip(found.values(), calls, strict=True):
-            before = counts.read_text()
-            call()
-            numbers = [
-                [int(line.split()[1]) for line in text.splitlines()[:2]] for text in (before, counts.read_text())
-            ]
-            moved.append(sum(numbers[1]) - sum(numbers[0]))
-    return found
 
 
 def _without_time(call: Callable[[float], object]) -> None:
@@ -643,33 +617,6 @@ class StoreSuite:
                 return
         shown = ", ".join(f"{name} {ratio:.0f} times, of {most[name]} allowed" for name, ratio in slower.items())
         raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}")
-
-    @pytest.mark.law("5.5")
-    def test_no_call_of_1000_moves_more_bytes_beside_many_values(self, store: KVStore) -> None:
-        """Count what each call reads and writes: not one of them may rewrite an index of all values, or copy them.
-
-        Values that outlive the store object take no memory of the engine either.
-        """
-        few, keys, size = _bytes_of_calls(store), keys_of("random", length=24, count=_MANY), 4000
-        tracemalloc.start()
-        try:
-            for batch in (keys[start : start + 64] for start in range(0, _MANY, 64)):
-                store.put([(key, [value_of(key, size)]) for key in batch], TIMEOUT)
-                store.get(batch, size, TIMEOUT)
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert self.persistence.reason or held < _MANY * size // 4, (
-            f"after puts and gets of {_MANY:,} values of {size:,} bytes the store holds {held:,} bytes in memory; keep "
-            "values at the location only, which may have room for more than the memory of the engine"
-        )
-        for name, moved in _bytes_of_calls(store).items():
-            most, usual = max(moved), statistics.median(moved)
-            allowed = 4 * max(few[name]) + 64 * usual
-            assert most <= allowed, (
-                f"{name} number {moved.index(most)} moved {most:,} bytes beside {_MANY:,} values; the usual one moves "
-                f"{usual:,.0f}, and beside few values the most was {max(few[name]):,}"
-            )
 
     @pytest.mark.timing
     @pytest.mark.fd_alone

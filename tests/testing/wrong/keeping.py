@@ -503,7 +503,7 @@ class ShowsValuesInErrors(MemoryStore):
             raise StoreError(error.reason, f"put of {bytes(values[0][1][0])[:40]!r} failed") from None
 
 
-@found_by("test_the_cap_is_a_size_as_users_write_it")
+@found_by(DAY, day="a store at its limit")
 class ReadsPlainNumbers(MemoryStore):
     def __init__(self, location):
         limit = location.parameters.pop("max_bytes", None)
@@ -706,14 +706,14 @@ class Copying(DiskStore):
         return super().delete(keys, timeout)
 
 
-@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
+@found_by(DAY, day="small blocks")
 class CopiesWhatItPuts(Copying):
     def put(self, values, timeout):
         self.copies.update((key, b"".join(parts)) for key, parts in values)
         return super().put(values, timeout)
 
 
-@found_by("test_no_call_of_1000_moves_more_bytes_beside_many_values")
+@found_by(DAY, day="small blocks")
 class WritesAnIndexAtTimes(DiskStore):
     """Every hundredth put takes as long as there are values."""
 
