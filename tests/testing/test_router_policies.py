@@ -135,15 +135,6 @@ class EncodesSessions(RouterPolicy):
         return context.candidates[len((context.session or "").encode("ascii")) % len(context.candidates)]
 
 
-class ReturnsToWorkersThatLeft(RouterPolicy):
-    last = 0
-
-    def choose(self, context):
-        chosen = context.candidates[self.last]
-        self.last = len(context.candidates) - 1
-        return chosen
-
-
 class ReordersCandidates(RouterPolicy):
     def choose(self, context):
         context.candidates.workers = context.candidates.workers[::-1]
@@ -379,15 +370,6 @@ class NumbersSessions(RouterPolicy):
     def choose(self, context):
         there = sorted(context.candidates, key=lambda each: each.worker.url)
         return there[zlib.crc32((context.session or "").encode()) % len(there)]
-
-
-class NumbersPrompts(SessionAffinity):
-    """The same for requests without a session."""
-
-    def choose(self, context):
-        if context.session is not None:
-            return super().choose(context)
-        return context.candidates[zlib.crc32(context.tokens) % len(context.candidates)]
 
 
 class CountsPromptsUntilWorkersLeave(RequestNum):
@@ -676,7 +658,6 @@ def without_shrinking(monkeypatch):
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),
         (NumbersSessions, DAY, ()),
-        (NumbersPrompts, DAY, ()),
         (HashesWholePrompts, DAY, ()),
         (HashesToAWorkerWithRoom, DAY, ()),
         (ForgetsTheFirstSession, PAST, ()),
@@ -692,7 +673,6 @@ def without_shrinking(monkeypatch):
         (DividesByPromptBlocks, "tokens=63", ()),
         (DividesByAWeight, "weights=zero", ()),
         (EncodesSessions, f"session={'ü漢' * 9}", ()),
-        (ReturnsToWorkersThatLeft, "change=one leaves", ()),
         (TrustsDepartures, "change=one is away,session=s", ()),
         (ReordersCandidates, "plain", ()),
         (SmugglesState, "calls=40", ()),

@@ -328,16 +328,6 @@ class SearchesAllValues(MemoryStore):
         return next((at for at, key in enumerate(keys) if key not in there), len(keys))
 
 
-@found_by("test_closing_during_calls_raises_store_errors_only")
-class LosesItsValuesWhenClosed(MemoryStore):
-    def put(self, values, timeout):
-        is_open = self._values is not None
-        time.sleep(0.05)  # so that it is here when it is closed
-        if is_open and self._values is None:
-            raise AttributeError("'NoneType' object has no attribute 'get'")
-        return super().put(values, timeout)
-
-
 @found_by(DAY, day="a store at its limit")
 class ExceedsTheLimitByAValue(MemoryStore):
     def put(self, values, timeout):
@@ -438,36 +428,10 @@ class CountsEveryKey(MemoryStore):
         return super().longest_prefix(keys, limit, timeout)
 
 
-@found_by("test_nothing_is_held_of_values_that_are_gone")
-class LeavesAFileOpenForEachMiss(DiskStore):
-    def longest_prefix(self, keys, limit, timeout):
-        found = super().longest_prefix(keys, limit, timeout)
-        if found < len(keys):
-            self.__dict__.setdefault("files", []).append(os.dup(2))
-        return found
-
-    def __del__(self):
-        for file in self.__dict__.get("files", ()):
-            os.close(file)
-
-
 @found_by("test_a_timeout_is_of_the_whole_call")
 class TimesEachValue(MemoryStore):
     def put(self, values, timeout):
         return sum(super(TimesEachValue, self).put([value], timeout) for value in values)
-
-
-@found_by(DAY, day="large blocks")
-class NeverSubtractsFromItsStatistics(MemoryStore):
-    written = 0
-
-    def put(self, values, timeout):
-        self.written += sum(memoryview(part).nbytes for _, parts in values for part in parts)
-        return super().put(values, timeout)
-
-    def stats(self, timeout):
-        found = super().stats(timeout)
-        return replace(found, bytes=min(self.limit_bytes, max(self.written, found.bytes)))
 
 
 @found_by("store:plain")
@@ -920,26 +884,6 @@ class LocksItsFolderDuringAPut(DiskStore):
         with super()._reservations(root, deadline) as right, right._locked():
             right._locked = nullcontext
             yield right
-
-
-@found_by("test_no_call_waits_for_a_writer_that_stands_still")
-class ReadsUnderALock(DiskStore):
-    """A reader waits for writers, which hold a lock during a put."""
-
-    @contextmanager
-    def locked(self):
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path.parent / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def put(self, values, timeout):
-        with self.locked():
-            return super().put(values, timeout)
-
-    def get(self, keys, limit, timeout):
-        with self.locked():
-            return super().get(keys, limit, timeout)
 
 
 @found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.DENIED)

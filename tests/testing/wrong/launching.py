@@ -197,21 +197,6 @@ class SharesNames(SpawnLauncher):
 
 
 @found_by(ANY_ORDER)
-class ClosesOtherLaunchers(SpawnLauncher):
-    all_running = []  # noqa: RUF012 - that is the fault
-
-    def start(self, specs):
-        started = super().start(specs)
-        self.all_running.extend(started)
-        return started
-
-    def close(self):
-        while self.all_running:
-            self.all_running.pop().kill()
-        super().close()
-
-
-@found_by(ANY_ORDER)
 class FindsProcessesByName(SpawnLauncher):
     """A process that ended reports what happens to the next one of its name."""
 

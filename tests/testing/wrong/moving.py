@@ -476,23 +476,6 @@ class TakesValuesOfAnyLength(Changed, TCPConnector):
         end.take = lambda index, reference, frames: b"".join(frames)
 
 
-@found_by("many requests")
-class HasBuffersFor128Leases(Changed, TCPConnector):
-    """All leases share a ring of 1024 buffers."""
-
-    def __init__(self, settings):
-        super().__init__(settings)
-        self.ring = itertools.cycle([bytearray(1000) for _ in range(1024)])
-
-    def change_inbox(self, end, whole):
-        def take(*piece):
-            value, buffer = whole.take(*piece), next(self.ring)
-            buffer[: len(value)] = value
-            return memoryview(buffer)[: len(value)]
-
-        end.take = take
-
-
 @found_by("before=another connector that begins later")
 class RemovesWhatIsThere(Changed, SharedMemoryConnector):
     """Takes the memory of open leases, also of another engine, for that of processes that were killed."""
