@@ -23,10 +23,10 @@ from fd_core.kv.stores.disk import DiskReservations, DiskStore
 from fd_core.kv.stores.memory import MemoryStore
 
 WRONG = {}
+"""By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 ANY_LINE = "test_a_value_may_change_or_be_read_at_any_line_of_a_call"
 IN_USE = "test_what_was_used_stays_among_more_values_than_sixteen_bits_count"
 DAY = "test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core"
-"""By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 
 
 def found_by(test, **arguments):
