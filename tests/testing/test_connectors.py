@@ -37,7 +37,7 @@ DISK = "kv_store:KVStoreConnector"
 TCP = "tcp:TCPConnector"
 
 PLAIN = "test_case[transfer:plain]"
-DAY = "test_an_ordinary_day_costs_no_more_than_with_a_connector_of_the_core[many requests]"
+DAY = "test_an_ordinary_day_costs_no_more_than_with_a_connector_of_the_core[large blocks]"
 BROKEN = {
     "waits for a piece as long as it likes": (
         TCP,
@@ -81,12 +81,6 @@ BROKEN = {
         "i.take = lambda n, *p: (self.__dict__.setdefault('held', []).append((lease, n)), whole.take(n, *p))[1]; "
         "i.done = lambda n, r: self.held.remove((lease, n))",
         "nothing_is_held",
-    ),
-    "loses room with each refused value": (
-        TCP,
-        "self.__dict__.setdefault('room', [0] * 16); "
-        "o.put = lambda *p: (self.room.pop(), whole.put(*p), self.room.append(0))[1]",
-        DAY,
     ),
     "opens no lease after a failed take": (
         TCP,

@@ -38,7 +38,7 @@ from tests.testing.witnesses import check_of
 CORE = Plugins.discover([])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(4)
 class TestPoliciesOfTheCore(RouterPolicySuite):
     @pytest.fixture(autouse=True, params=[entry.name for entry in fd_register_router_policies()])
     def name(self, request):
@@ -48,7 +48,7 @@ class TestPoliciesOfTheCore(RouterPolicySuite):
         return CORE.load(ROUTER_POLICY, self.policy)
 
     @pytest.mark.law("7.2")
-    @pytest.mark.in_turn(3)  # it starts two processes
+    @pytest.mark.in_turn(4)  # it starts two processes
     def test_another_process_chooses_the_same(self):
         super().test_another_process_chooses_the_same()
 
@@ -711,7 +711,7 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
             check(*each)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("right", [FewWaiting, LongestPrefix, Recent, Rendezvous, Weighted])
 def test_right_policies_have_ordinary_days(right, fleet):

@@ -89,11 +89,12 @@ def test_calls_of_days_vary_in_every_argument(tmp_path):
 
     def noted(name):
         method = getattr(MemoryStore, name)
+        parameters = [*inspect.signature(method).parameters]
 
         def call(self, *arguments):
-            for parameter, value in zip(inspect.signature(method).parameters.values(), (self, *arguments), strict=True):
+            for parameter, value in zip(parameters, (self, *arguments), strict=True):
                 sized = hasattr(value, "__len__")
-                seen.setdefault((name, parameter.name), set()).add(len(value) if sized else str(value)[:60])
+                seen.setdefault((name, parameter), set()).add(len(value) if sized else str(value)[:60])
             if name == "put":
                 buffers.update(type(part) for _, parts in arguments[0] for part in parts)
             return method(self, *arguments)
@@ -144,7 +145,7 @@ def is_timed(found) -> bool:
     return "_time_of_" in found[0]
 
 
-@pytest.mark.in_turn(8, by=lambda cls: check_of(WRONG[cls][0]))
+@pytest.mark.in_turn(16, by=lambda cls: check_of(WRONG[cls][0]))
 @pytest.mark.parametrize(
     "cls",
     [pytest.param(cls, marks=pytest.mark.soak if is_timed(found) else ()) for cls, found in WRONG.items()],
