@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields, replace
 from functools import cache
+from inspect import signature
 
 import pytest
 
+from fd_core.ops.contract import Experts, Heads, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes import pools, products, routing, sampling
 from fd_core.testing.axes.latent import LATENT
@@ -53,3 +56,41 @@ def test_cases_detect_the_fault(name):
     detecting = next((case for case in cases if failure(case, fault.pack())), None)
     assert detecting is not None, f"{[case.text for case in cases]} pass"
     assert failure_of_numpy(fault.part, detecting.text) is None
+
+
+FORGOTTEN = {
+    f"{cls.__name__}.{field.name}": (cls, field, part, axis)
+    for part in PARTS.values()
+    for axis in part.axes
+    for cls in (Heads, Experts)
+    for field in fields(cls)
+    if f"{cls.__name__}.{field.name}" in axis.fields and field.default is not MISSING
+}
+"""What layers have in addition to the plainest ones, with an axis that varies it."""
+
+
+def pack_without(cls: type, name: str, plain: object) -> NumpyOps:
+    """Return a pack whose operations take a field of heads or experts for the plainest one."""
+
+    def forgetting(operation: str):
+        def call(self, *given, **named):
+            given = [replace(each, **{name: plain}) if isinstance(each, cls) else each for each in given]
+            return getattr(NumpyOps, operation)(self, *given, **named)
+
+        return call
+
+    taking = [
+        operation
+        for operation, method in vars(Ops).items()
+        if callable(method) and any(each.annotation == cls.__name__ for each in signature(method).parameters.values())
+    ]
+    return type("Forgets", (NumpyOps,), {each: forgetting(each) for each in taking})()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_cases_detect_a_pack_that_forgets_a_field(name):
+    cls, field, part, axis = FORGOTTEN[name]
+    pack = pack_without(cls, field.name, field.default)
+    cases = [case for case in cases_of(part)[0] if case.values[axis.name] != axis.values[0]]
+    assert any(failure(case, pack) for case in cases[:TRIES])

@@ -5,9 +5,7 @@ from typing import ClassVar
 
 from fd_core.models.families.builtin.ernie import Ernie
 from fd_core.models.families.builtin.gemma import Gemma3
-from fd_core.models.families.builtin.glm import Glm4Moe
 from fd_core.models.families.builtin.granite import Granite
-from fd_core.models.families.builtin.layer_norms import Nemotron
 from fd_core.models.families.builtin.llama import Llama, Mistral
 from fd_core.models.families.builtin.qwen import Qwen2, Qwen3, Qwen3Moe
 from fd_core.models.families.contract import DenseLayer, Family, Gguf, OutputLayers
@@ -37,11 +35,6 @@ class DefaultBaseOfLlama(Ernie):
         return replace(super().traits(config), rope=lambda layer: rope)
 
 
-@found_by(DEFAULTS, "without tie_word_embeddings is not read as with tie_word_embeddings=True: head is")
-class NeverTied(Ernie):
-    defaults = {**Ernie.defaults, "tie_word_embeddings": False}  # noqa: RUF012
-
-
 @found_by(LOGITS, "the first wrong position is 7")
 class WindowOffByOne(Mistral):
     cases = {"window": {"sliding_window": 7}}  # noqa: RUF012
@@ -49,12 +42,6 @@ class WindowOffByOne(Mistral):
     def traits(self, config):
         window = config.count("sliding_window") + 1
         return replace(super().traits(config), window=lambda layer: window)
-
-
-@found_by(LOGITS, "are off by")
-class ForgetsBiases(Qwen2):
-    def traits(self, config):
-        return replace(super().traits(config), qkv_bias=False, ignored=(r"_proj\.bias$",))
 
 
 @found_by(DEFAULTS, "without layer_types is not read as with")
@@ -84,12 +71,6 @@ class BiasesOfLlama(Qwen2):
 
 
 @found_by(LOGITS, "are off by")
-class NoNormOffset(Gemma3):
-    def traits(self, config):
-        return replace(super().traits(config), norm_offset=0.0)
-
-
-@found_by(LOGITS, "are off by")
 class AlwaysNormalizesExperts(Qwen3Moe):
     def traits(self, config):
         traits = super().traits(config)
@@ -111,20 +92,6 @@ class AllExpertsAreTheFirst(Qwen3Moe):
             return None if found is None else replace(found, experts=found.experts[:1] * len(found.experts))
 
         return replace(traits, moe=moe, ignored=(r"\.experts\.",))
-
-
-@found_by(LOGITS, "are off by")
-class RotatesHiddenSizeByHeads(Qwen3):
-    def traits(self, config):
-        width = config.count("hidden_size") // config.count("num_attention_heads")
-        rope = rope_spec(config, width, theta=10_000.0)
-        return replace(super().traits(config), rope=lambda layer: rope)
-
-
-@found_by(LOGITS, "are off by")
-class NoSoftcap(Gemma3):
-    def traits(self, config):
-        return replace(super().traits(config), softcap=None)
 
 
 @found_by(LOGITS, "are off by")
@@ -171,34 +138,6 @@ class ConstantExpertsOfGguf(Qwen3Moe):
     }
 
 
-@found_by(GGUF, "bias' is not expected")
-class NoBiasesInGguf(Ernie):
-    gguf = {"ernie4_5": Gguf()}  # noqa: RUF012
-
-
-@found_by(GGUF, "the GGUF file describes another model: .*activation is 'silu', expected 'relu2'")
-class UsualActivationInGguf(Nemotron):
-    gguf = {"nemotron": Gguf(norm_offset=1.0)}  # noqa: RUF012
-
-
-@found_by("test_no_field_is_ignored", "the family ignores attention_bias, and True instead of False changes the model")
-class HasNoBiases(Llama):
-    cases = {"plain": {}}  # noqa: RUF012
-
-    def traits(self, config):
-        rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
-        return Traits(rope=lambda layer: rope, mlp_bias=config.flag("mlp_bias"))
-
-
-@found_by("test_no_field_is_ignored", "the family ignores final_logit_softcapping")
-class KnowsNoSoftcap(Gemma3):
-    cases = {"plain": {"query_pre_attn_scalar": 24}}  # noqa: RUF012
-
-    def traits(self, config):
-        without = {name: value for name, value in config.values.items() if name != "final_logit_softcapping"}
-        return super().traits(replace(config, values=_Hidden(config.values, without)))
-
-
 class _Hidden(dict):
     """Config of which only a part is read."""
 
@@ -222,13 +161,6 @@ class RemembersRope(Llama):
 @found_by(FIELDS, "no case has another value of .*attention_bias=False")
 class TestsNoBiases(Llama):
     cases = {"plain": {}}  # noqa: RUF012
-
-
-@found_by("test_ropes_are_those_of_the_reference", "'partial_rotary_factor': 0.5.*are off by")
-class RotatesParts(Llama):
-    def traits(self, config):
-        rope = rope_spec(config, head_dim_of(config), theta=10_000.0, rotary=1.0)
-        return Traits(rope=lambda layer: rope)
 
 
 @found_by("test_old_spellings_of_rope_mean_the_same", "is not read as in transformers: layers.0..attention.rope")
@@ -324,15 +256,6 @@ class LongFactorsBeyondTheLongestContext(Llama):
         return replace(super().traits(config), rope=lambda layer: replace(rope, original=original))
 
 
-@found_by("test_ropes_are_those_of_the_reference", "'rope_type': 'yarn'.*are off by")
-class SwapsTheScalesOfYarn(Llama):
-    def traits(self, config):
-        part = dict(config.values["rope_parameters"])
-        part["mscale"], part["mscale_all_dim"] = part.get("mscale_all_dim"), part.get("mscale")
-        given = {name: value for name, value in part.items() if value is not None}
-        return super().traits(replace(config, values={**config.values, "rope_parameters": given}))
-
-
 @found_by("test_no_field_is_ignored", "ignores num_experts_per_tok, and 3 instead of 2 changes")
 class RoutesToTwoExperts(Qwen3Moe):
     def traits(self, config):
@@ -343,15 +266,6 @@ class RoutesToTwoExperts(Qwen3Moe):
             return None if found is None else replace(found, top_k=min(2, found.top_k))
 
         return replace(traits, moe=moe)
-
-
-@found_by("test_no_field_is_ignored", "ignores routed_scaling_factor, and 1.25 instead of 2.5 changes")
-class ScalesExpertsAsPublished(Glm4Moe):
-    """Whatever the config has, the factor is that of the first model."""
-
-    def traits(self, config):
-        scale = 1.0 if config.number("routed_scaling_factor") == 1 else 2.5
-        return super().traits(replace(config, values=_Changed(config.values, {"routed_scaling_factor": scale})))
 
 
 class _Changed(dict):

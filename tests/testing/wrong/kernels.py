@@ -103,14 +103,6 @@ class StartsItsMaximumAtMinus10000(NumpyOps):
         return found
 
 
-@shown_by("layer", image_tokens=5)
-class HidesTheRestOfImages(NumpyOps):
-    """Tokens of an image attend as those of texts, up to themselves."""
-
-    def paged_attention(self, q, layer, heads, step):
-        return super().paged_attention(q, layer, heads, replace(step, ends=None))
-
-
 @shown_by("layer", image_tokens=257)
 class EndsImagesWithTheirTile(NumpyOps):
     """A tile of 64 queries reads keys up to that of its last query."""
@@ -159,13 +151,6 @@ class PlansBlocksByIdentity(_RemembersByIdentity):
         return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
 
 
-@shown_by("layer", again=True, chunk=0, drafts=0)
-class PlansStepsByIdentity(_RemembersByIdentity):
-    def paged_attention(self, q, layer, heads, step):
-        tables = self.planned(step, step.block_tables.copy())
-        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
-
-
 @shown_by("transfers", in_flight=3)
 class CopiesThroughTwoBuffers(NumpyOps):
     """The third copy to the host in flight overwrites the first."""
@@ -181,17 +166,6 @@ class CopiesThroughTwoBuffers(NumpyOps):
         return HostCopies(copies)
 
 
-@shown_by("layer", decodes=193, chunk=0, drafts=0)
-class DecodesAtMost192Rows(NumpyOps):
-    """A grid of 192: later rows keep what was in the output before."""
-
-    def paged_attention(self, q, layer, heads, step):
-        out = super().paged_attention(q, layer, heads, step)
-        if step.max_query == 1 and len(step.context_len) > 192:
-            out[192:] = 0
-        return out
-
-
 @shown_by("layer", chunk=1030)
 class AttendsToTheFirst1024TokensOfAChunk(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
@@ -199,36 +173,6 @@ class AttendsToTheFirst1024TokensOfAChunk(NumpyOps):
         for start, end in zip(step.query_start, step.query_start[1:], strict=False):
             out[start + 1024 : end] = 0
         return out
-
-
-@shown_by("layer", context=16_385)
-class RotatesTheFirst16384Positions(NumpyOps):
-    def rope(self, x, rope, positions):
-        return super().rope(x, rope, np.minimum(positions, 16_383))
-
-
-@shown_by("layer", norms_rotated=True)
-class NormalizesHeadsBeforeRope(NumpyOps):
-    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
-        return super().attention_inputs(x, norm, qkv, replace(heads, norms_rotated=False), layer, step, lora)
-
-
-@shown_by("layer", query_rope=True)
-class RotatesQueriesAsKeys(NumpyOps):
-    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
-        return super().attention_inputs(x, norm, qkv, replace(heads, query_rope=None), layer, step, lora)
-
-
-@shown_by("layer", window=7, chunked=True)
-class SlidesEveryWindow(NumpyOps):
-    def paged_attention(self, q, layer, heads, step):
-        return super().paged_attention(q, layer, replace(heads, chunked=False), step)
-
-
-@shown_by("layer", joint_norms=True)
-class NormalizesHeadsOneByOne(NumpyOps):
-    def joint_norm(self, x, norm, width):
-        return self.rms_norm(x, norm)
 
 
 @shown_by("layer", pre_norm=False, composed=False)
@@ -278,15 +222,6 @@ class JournalsFourTokens(NumpyOps):
 
     def recur(self, x, recurrent, layer, step):
         with mock.patch.object(recurrence, "MAX_JOURNAL", 4):
-            return super().recur(x, recurrent, layer, step)
-
-
-@shown_by("recurrent", rejected=2, rule="delta")
-class ConsumesRejectedTokens(NumpyOps):
-    """The state is that after the last token of a row, which may be a draft."""
-
-    def recur(self, x, recurrent, layer, step):
-        with mock.patch.object(recurrence, "MAX_JOURNAL", 0):
             return super().recur(x, recurrent, layer, step)
 
 
@@ -360,17 +295,6 @@ class ReadsSixtyFourElementsOfKeys(NumpyOps):
         return super().recur(x, recurrent, layer, step)
 
 
-@shown_by("recurrent", again=True, rule="delta")
-class KeepsTheDecayOfAShape(NumpyOps):
-    """The exponential of the decay is computed for the first layer of each size."""
-
-    def recur(self, x, recurrent, layer, step):
-        if recurrent.decay is not None:
-            kept = self.__dict__.setdefault("decays", {}).setdefault(recurrent.decay.shape, recurrent.decay)
-            recurrent = replace(recurrent, decay=kept)
-        return super().recur(x, recurrent, layer, step)
-
-
 @shown_by("latent", context=4097)
 class LosesTheLastSplitOfLatents(NumpyOps):
     """A context above 2,048 is split, and the part after the last full split is never added."""
@@ -404,21 +328,8 @@ class NumbersPositionsOfDraftsInSixteenBits(NumbersPositionsOfSomeRowsInSixteenB
 
 
 @shown_by("latent", context=131_073)
-class NumbersPositionsOfLatentChunksInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
-    latent, of_most = True, range(17, 1 << 16)
-
-
-@shown_by("latent", context=131_073)
 class NumbersPositionsOfLatentDraftsInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
     latent, of_most = True, range(2, 17)
-
-
-@shown_by("latent", context=131_073)
-class NumbersLatentsInSixteenBits(NumpyOps):
-    def paged_attention(self, q, layer, heads, step):
-        if heads.latent is not None:
-            step = replace(step, context_len=np.minimum(step.context_len, 2**16))
-        return super().paged_attention(q, layer, heads, step)
 
 
 @shown_by("latent", heads=128)
@@ -428,24 +339,6 @@ class AttendsWithSixtyFourHeadsAtMost(NumpyOps):
         if heads.latent is not None:
             found.reshape(len(q), heads.num_heads, -1)[:, 64:] = 0
         return found
-
-
-@shown_by("latent", drafts=3, uniform=True)
-class TakesUniformStepsOfLatentsForSingleTokens(NumpyOps):
-    """Uniform steps are replayed with one token per row."""
-
-    def paged_attention(self, q, layer, heads, step):
-        found = super().paged_attention(q, layer, heads, step)
-        if heads.latent is not None and step.uniform and step.max_query > 1:
-            found[:: step.max_query] = found[step.max_query - 1 :: step.max_query]
-        return found
-
-
-@shown_by("layer", window=8192)
-class KeepsChunksOfAttentionIn13Bits(NumpyOps):
-    def paged_attention(self, q, layer, heads, step):
-        window = heads.window and (heads.window & 8191 or 8191)
-        return super().paged_attention(q, layer, replace(heads, window=window), step)
 
 
 @shown_by("recurrent", moved=True)
@@ -496,16 +389,6 @@ class DequantizesTwoThousandTokensOfAContext(NumpyOps):
             early = step.block_tables[row, (places - 2048) // layer.shape[2]], (places - 2048) % layer.shape[2]
             packed[:, blocks, offsets, :, -4:] = layer[:, early[0], early[1], :, -4:]
         return super().paged_attention(q, packed, heads, step)
-
-
-@shown_by("kv", kv_dtype="fp8")
-class CutsOffFp8(NumpyOps):
-    """Bits beyond the mantissa of FP8 are dropped, not rounded."""
-
-    def write_kv(self, layer, k, v, kv_slots):
-        if layer.dtype == np.uint8:
-            k, v = ((np.ascontiguousarray(x).view(np.uint32) & 0xFFF00000).view(np.float32) for x in (k, v))
-        super().write_kv(layer, k, v, kv_slots)
 
 
 @shown_by("kv", kv_dtype="fp8", values="one large")
@@ -604,12 +487,6 @@ class AddsTheBiasOfTheFirstParts(NumpyOps):
         return prepared
 
 
-@shown_by("rms_norm", eps=0.1)
-class NormalizesWithAFixedEps(NumpyOps):
-    def rms_norm(self, x, norm):
-        return super().rms_norm(x, replace(norm, eps=1e-5))
-
-
 @shown_by("rms_norm", size=1e-3, eps=1e-12)
 class NormalizesWithAtLeastAMillionth(NumpyOps):
     def rms_norm(self, x, norm):
@@ -664,30 +541,6 @@ class LimitsTheTokensOfAnExpert(NumpyOps):
         return out
 
 
-@shown_by("moe", scoring="sigmoid")
-class ScoresBySoftmax(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, scoring="softmax"), activation)
-
-
-@shown_by("moe", weighs_inputs=True)
-class WeighsOutputs(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, weighs_inputs=False), activation)
-
-
-@shown_by("moe", ungated_experts="relu2")
-class ActivatesExpertsWithoutAGateAsTheLayer(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, ungated=experts.ungated and activation), activation)
-
-
-@shown_by("moe", correction_bias=True)
-class ChoosesWithoutTheCorrection(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, correction_bias=None), activation)
-
-
 @shown_by("moe", expert_groups=3)
 class ChoosesOutsideOfTheBestGroups(NumpyOps):
     def moe(self, x, experts, activation):
@@ -703,13 +556,6 @@ class NormalizesWithoutAFloor(NumpyOps):
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
-@shown_by("lora", rank=64)
-class TruncatesRanksAt32(NumpyOps):
-    def prepare_lora(self, parts, outs, *, gated=False):
-        cut = [None if part is None else replace(part, down=part.down[:32], up=part.up[:, :32]) for part in parts]
-        return super().prepare_lora(cut, outs, gated=gated)
-
-
 @shown_by("lora", rank=512)
 class CutsRanksAt256(NumpyOps):
     """A program multiplies 256 ranks of an adapter, and an engine allows 512."""
@@ -717,13 +563,6 @@ class CutsRanksAt256(NumpyOps):
     def prepare_lora(self, parts, outs, *, gated=False):
         cut = [part and replace(part, down=part.down[:256], up=part.up[:, :256]) for part in parts]
         return super().prepare_lora(cut, outs, gated=gated)
-
-
-@shown_by("lora", adapters=8)
-class UsesTheFirstFourAdapters(NumpyOps):
-    def lora(self, y, x, lora):
-        groups = [(place, rows) for place, rows in lora.step.lora_groups if place <= 4]
-        return super().lora(y, x, replace(lora, step=replace(lora.step, lora_groups=groups)))
 
 
 @shown_by("lora", places="runs", rows=65)
@@ -795,12 +634,6 @@ class AddressesExpertsInThirtyTwoBits(NumpyOps):
 
 
 # Sampling ------------------------------------------------------------------------------------------------------------
-
-
-@shown_by("penalize", count=513)
-class CountsTokensInOneByte(NumpyOps):
-    def penalize(self, logits, penalties):
-        return super().penalize(logits, replace(penalties, counts=penalties.counts & 0xFF))
 
 
 @shown_by("penalize", count=2**16 + 1)
@@ -904,14 +737,6 @@ class UnpacksMasksToAScratch(NumpyOps):
         return super().mask_logits(logits, rows[:fit], bits[:fit])
 
 
-@shown_by("mask_logits", vocabulary=65_537)
-class MasksWholeWordsOf64(NumpyOps):
-    def mask_logits(self, logits, rows, bits):
-        whole = logits.shape[1] // 64 * 64 if logits.shape[1] > 60_000 else logits.shape[1]
-        logits[:, :whole] = super().mask_logits(logits[:, :whole].copy(), rows, bits[:, : -(-whole // 32)])
-        return logits
-
-
 @shown_by("logprobs", top_n=20)
 class ReturnsSixteenAlternatives(NumpyOps):
     """A heap of 16: further alternatives repeat the last one."""
@@ -987,18 +812,6 @@ class TiesGoToTheHigherId(NumpyOps):
         return np.where(rows.temperature == 0, last, tokens).astype(np.int32), peaks
 
 
-@shown_by("sample", seed=2**32)
-class IgnoresSeeds(NumpyOps):
-    def sample(self, logits, rows):
-        return super().sample(logits, replace(rows, seeds=np.zeros_like(rows.seeds)))
-
-
-@shown_by("sample", position=2**15)
-class IgnoresPositions(NumpyOps):
-    def sample(self, logits, rows):
-        return super().sample(logits, replace(rows, positions=np.zeros_like(rows.positions)))
-
-
 @shown_by("sample", min_p=0.6)
 class ForgetsMinP(NumpyOps):
     def sample(self, logits, rows):
@@ -1014,19 +827,6 @@ class DrawsGreedyRows(NumpyOps):
         return super().sample(logits, replace(rows, temperature=heat))
 
 
-@shown_by("sample", logits="nan")
-class HidesNonFiniteLogits(NumpyOps):
-    def sample(self, logits, rows):
-        tokens, peaks = super().sample(logits, rows)
-        return tokens, np.nan_to_num(peaks)
-
-
-@shown_by("penalize", frequency=0.3)
-class AppliesPenaltiesTwice(NumpyOps):
-    def penalize(self, logits, penalties):
-        return super().penalize(super().penalize(logits, penalties), penalties)
-
-
 @shown_by("penalize", drafts=7)
 class PenalizesWithoutDrafts(NumpyOps):
     def penalize(self, logits, penalties):
@@ -1039,19 +839,6 @@ class KeepsOneOfRepeatedIndices(NumpyOps):
     def add_at(self, x, rows, ids, values):
         x[rows, ids] += values
         return x
-
-
-@shown_by("logprobs", top_n=20)
-class SortsLogprobsBackwards(NumpyOps):
-    def logprobs(self, logits, tokens, top_n):
-        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
-        return chosen, top_ids[:, ::-1], top[:, ::-1]
-
-
-@shown_by("logprobs", tokens="first")
-class CountsRanksFromZero(NumpyOps):
-    def ranks(self, logits, tokens):
-        return super().ranks(logits, tokens) - 1
 
 
 @shown_by("mask_logits", vocabulary=33)
@@ -1074,31 +861,12 @@ class ShiftsMasksByOne(NumpyOps):
         return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
 
 
-@shown_by("mask_logits", bits="random")
-class ReadsMasksFromTheHighestBit(NumpyOps):
-    def mask_logits(self, logits, rows, bits):
-        reversed_bits = np.unpackbits(bits[:, :, None].view(np.uint8), axis=2, bitorder="little")[:, :, ::-1]
-        words = np.packbits(reversed_bits, axis=2, bitorder="little").view(np.int32)[:, :, 0]
-        return super().mask_logits(logits, rows, words)
-
-
 @shown_by("mask_logits", order="random")
 class MasksRowsInOrder(NumpyOps):
     """The first mask is applied to the first row, not to the row that it names."""
 
     def mask_logits(self, logits, rows, bits):
         return super().mask_logits(logits, np.arange(len(rows)), bits)
-
-
-@shown_by("mask_logits", masked="half")
-class MasksRowsThatAreNotNamed(NumpyOps):
-    """All tokens of rows without a mask are forbidden."""
-
-    def mask_logits(self, logits, rows, bits):
-        masked = super().mask_logits(logits.copy(), rows, bits)
-        if len(rows):
-            masked[~np.isin(np.arange(len(logits)), rows)] = -np.inf
-        return masked
 
 
 @shown_by("mask_logits", bits="sign")
@@ -1138,14 +906,6 @@ class LosesTheLastSplit(NumpyOps):
         if step.max_query > 1:
             return super().paged_attention(q, layer, heads, step)
         return super().paged_attention(q, layer, heads, replace(step, context_len=contexts.astype(np.int32)))
-
-
-@shown_by("layer", sinks=True, chunk=0)
-class IgnoresSinks(NumpyOps):
-    """The softmax is over the keys alone."""
-
-    def paged_attention(self, q, layer, heads, step):
-        return super().paged_attention(q, layer, replace(heads, sinks=None), step)
 
 
 @shown_by("layer", sinks=True, context=4097)
@@ -1240,18 +1000,6 @@ class LooksUpTokensInSixteenBits(NumpyOps):
         return super().embedding(table, token_ids.astype(np.uint16).astype(np.int32), scale, **more)
 
 
-@shown_by("sample", vocabulary=131_073, top_k=65_537)
-class SortsSixteenThousandAtMost(NumpyOps):
-    """An argsort of 16,384 entries: with any filter, less likely tokens are cut."""
-
-    def sample(self, logits, rows):
-        if not rows.any_filter:
-            return super().sample(logits, rows)
-        filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-        limited = np.where(rows.top_k > 0, np.minimum(rows.top_k, 16_384), 16_384)
-        return super().sample(logits, replace(rows, top_k=np.where(filtered, limited, 0).astype(np.int32)))
-
-
 @shown_by("sample", vocabulary=1025)
 class ReadsWholeTilesOfTheVocabulary(NumpyOps):
     """The largest logit is searched in full tiles of 1,024, so never after the last one."""
@@ -1281,13 +1029,6 @@ class SumsWeightsInSinglePrecision(NumpyOps):
 
 
 @shown_by("logprobs", vocabulary=131_073)
-class NamesAlternativesInSixteenBits(NumpyOps):
-    def logprobs(self, logits, tokens, top_n):
-        chosen, ids, top = super().logprobs(logits, tokens, top_n)
-        return chosen, ids.astype(np.uint16).astype(np.int32), top
-
-
-@shown_by("logprobs", vocabulary=131_073)
 class RanksInSixteenBits(NumpyOps):
     def ranks(self, logits, tokens):
         return super().ranks(logits, tokens).astype(np.uint16).astype(np.int32)
@@ -1303,14 +1044,6 @@ class LeavesDraftsInTheCounts(NumpyOps):
             indices = penalties.counts_rows[penalties.draft_rows], penalties.draft_ids
             np.add.at(penalties.counts, indices, 2)
         return result
-
-
-@shown_by("kv", spare_blocks=4400)
-class ImportsTheFirstFourThousandBlocks(NumpyOps):
-    def allocate_kv(self, shape, num_blocks):
-        cache = super().allocate_kv(shape, num_blocks)
-        put = cache.import_blocks
-        return changed(cache, import_blocks=lambda self, blocks, data: put(blocks[:4096], data[:4096]))
 
 
 # Values that random data hardly has -----------------------------------------------------------------------------------
@@ -1422,16 +1155,6 @@ class SubtractsTheSizeOfMinima(NumpyOps):
         return super().prepare_linear(parts, biases, gated=gated)
 
 
-@shown_by("linear", second="Q4_1")
-class PreparesGateAndUpInOneFormat(NumpyOps):
-    """Up has minima only if gate has some."""
-
-    def prepare_linear(self, parts, biases=None, *, gated=False):
-        if gated and all(isinstance(part, PackedTensor) for part in parts) and parts[0].minima is None:
-            parts = [parts[0], replace(parts[1], minima=None)]
-        return super().prepare_linear(parts, biases, gated=gated)
-
-
 @shown_by("sample", logits="nan")
 class MissesNaNWithASign(NumpyOps):
     """Logits are ordered by their bits, where such a NaN is the smallest."""
@@ -1509,15 +1232,6 @@ class ReadsBiasesAsFloat16(NumpyOps):
         return super().prepare_linear(parts, biases, gated=gated)
 
 
-@shown_by("embedding", packed_table="Q4_1")
-class LooksUpWithoutMinima(NumpyOps):
-    def prepare_embedding(self, weight):
-        found = super().prepare_embedding(weight)
-        if not isinstance(found, PackedTensor):
-            return found
-        return PackedTensor(found.format, found.bits, found.values, found.scales)
-
-
 @shown_by("embedding", packed_table="Q8_0", stored="usual")
 class LooksUpWithTheFirstScaleOfARow(NumpyOps):
     def embedding(self, table, token_ids, scale=1.0, **more):
@@ -1530,17 +1244,6 @@ class LooksUpWithTheFirstScaleOfARow(NumpyOps):
 class SharesAPackedTableOfAnotherFormat(NumpyOps):
     def tied_head(self, embedding, weight, bias=None):
         return super().tied_head(embedding, embedding if isinstance(embedding, PackedTensor) else weight, bias)
-
-
-@shown_by("logits_of", tied=True, packed="int8")
-class ProjectsWithTheTable(NumpyOps):
-    """A tied head shares the embedding, although it was quantized separately."""
-
-    def tied_head(self, embedding, weight, bias=None):
-        return NumpyLinear(
-            embedding.to_float32() if isinstance(embedding, PackedTensor) else embedding,
-            None if bias is None else bias.to_float32(),
-        )
 
 
 @shown_by("logits_of", tied="with a bias")
@@ -1567,15 +1270,6 @@ class NormalizesTheBatchByItsLargest(NumpyOps):
         return super().rms_norm(x / largest, replace(norm, eps=norm.eps / largest**2))
 
 
-@shown_by("moe", group=32)
-class AssumesTheUsualGroupOfExperts(NumpyOps):
-    """Scales of experts are read with the stride of the usual group."""
-
-    def prepare_experts(self, parts, biases=None, *, gated):
-        usual = AssumesTheUsualGroup.usual
-        return super().prepare_experts([[usual(self, part) for part in each] for each in parts], biases, gated=gated)
-
-
 class _SharingCache(NumpyKVCache):
     def export_blocks(self, blocks):
         if len(blocks) and (np.diff(blocks) == 1).all():
@@ -1591,28 +1285,11 @@ class ExportsConsecutiveBlocksAsView(NumpyOps):
         return _SharingCache(shape, num_blocks)
 
 
-@shown_by("linear", packed="Q4_1")
-class ForgetsTheMinimaOfPackedWeights(NumpyOps):
-    def prepare_linear(self, parts, biases=None, *, gated=False):
-        parts = [replace(part, minima=None) if isinstance(part, PackedTensor) else part for part in parts]
-        return super().prepare_linear(parts, biases, gated=gated)
-
-
 @shown_by("linear", packed=FP8)
 class ReadsFloat8AsInt8(NumpyOps):
     def prepare_linear(self, parts, biases=None, *, gated=False):
         fp8 = [part for part in parts if isinstance(part, PackedTensor) and part.format == FP8]
         parts = [replace(part, format="int8") for part in fp8] if fp8 else parts
-        return super().prepare_linear(parts, biases, gated=gated)
-
-
-@shown_by("linear", source="F16", packed=None)
-class RoundsFloat16Weights(NumpyOps):
-    """float16 weights lose their fractional part."""
-
-    def prepare_linear(self, parts, biases=None, *, gated=False):
-        if parts[0].dtype == "F16":
-            return NumpyLinear(np.concatenate([np.trunc(part.to_float32()) for part in parts]), None)
         return super().prepare_linear(parts, biases, gated=gated)
 
 
@@ -1655,13 +1332,6 @@ class ReturnsOneBufferOfAShape(NumpyOps):
         output = self.outputs.setdefault(found.shape, np.empty_like(found))
         output[...] = found
         return output
-
-
-@shown_by("rope", again=True)
-class RotatesInPlace(NumpyOps):
-    def rope(self, x, rope, positions):
-        x[...] = super().rope(x, rope, positions)
-        return x
 
 
 @shown_by("logprobs", again=True)
@@ -1789,21 +1459,6 @@ class IgnoresNaNInGreedyPeaks(NumpyOps):
         return super().sample(np.where(np.isnan(logits), np.float32(-np.inf), logits), rows)
 
 
-@shown_by("layer", softcap=5.0)
-class AddsTheMaskToCappedScores(NumpyOps):
-    """Kernels with a softcap add -inf to scores that a context hides, so that a NaN key after it reaches the row."""
-
-    def paged_attention(self, q, layer, heads, step):
-        output = super().paged_attention(q, layer, heads, step)
-        if heads.softcap is None:
-            return output
-        held = dequantize_kv(layer)
-        for row, context in enumerate(step.context_len.tolist()):
-            rest = held[0, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
-            output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
-        return output
-
-
 @shown_by("layer", window=7, block_size=1)
 class MultipliesTheKeyBeforeTheWindowByZero(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
@@ -1826,14 +1481,6 @@ class DropsBiasesOfExperts(NumpyOps):
         return super().prepare_experts(parts, gated=gated)
 
 
-@shown_by("moe", expert_biases=True, normalize=False)
-class DropsTheBiasOfTheRouter(NumpyOps):
-    """Experts are chosen by the products alone."""
-
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, router_bias=None), activation)
-
-
 @shown_by("moe", clamped=True)
 class ClampsNothing(NumpyOps):
     """Gate and up of gpt-oss are not limited."""
@@ -1843,20 +1490,6 @@ class ClampsNothing(NumpyOps):
             return super().gate(gate_up, activation)
         gate, up = np.split(gate_up, 2, axis=-1)
         return self.activate(gate, "quick_gelu") * (up + 1)
-
-
-@shown_by("moe", packed="int8", stored="sliced")
-class ReadsExpertsThroughAPointer(NumpyOps):
-    """Packed experts are copied from their first byte on; a rank's share of the columns of `down` is not contiguous."""
-
-    def prepare_experts(self, parts, biases=None, *, gated):
-        def read(part):
-            if not isinstance(part, PackedTensor):
-                return part
-            out, ins = part.values.shape
-            return replace(part, values=np.lib.stride_tricks.as_strided(part.values, (out, ins), (ins, 1)).copy())
-
-        return super().prepare_experts([[read(part) for part in expert] for expert in parts], biases, gated=gated)
 
 
 @shown_by("logits_of", tied=True, source="F16")
@@ -1892,12 +1525,6 @@ class PreparesPartsInTheFormatOfTheFirst(NumpyOps):
         if isinstance(parts[0], RawTensor):
             parts = [RawTensor("F32", p.values.astype(np.float32)) if isinstance(p, PackedTensor) else p for p in parts]
         return super().prepare_linear(parts, biases, gated=gated)
-
-
-@shown_by("moe", shared_expert=True, shared_gate=True)
-class IgnoresTheGateOfSharedExperts(NumpyOps):
-    def weigh(self, y, x, gate):
-        return y
 
 
 @shown_by("gate", size=1.0)
@@ -2058,14 +1685,6 @@ class KeepsProductsOfSingleTokens(NumpyOps):
             return found
         self.products = getattr(self, "products", {})
         return self.products.setdefault((weight, found.shape, found.tobytes()), found)
-
-
-@shown_by("embedding", rows=20_001)
-class LooksUpSixteenThousandRows(NumpyOps):
-    """The tokens of a step after those have the embedding of the last one."""
-
-    def embedding(self, table, token_ids, scale=1.0, **named):
-        return super().embedding(table, token_ids[np.minimum(np.arange(len(token_ids)), 16_383)], scale, **named)
 
 
 @shown_by("embedding", again=True, rows=1)
