@@ -102,7 +102,7 @@ FORMATS = (
 )
 """Lines of docs/extend/conformance-formats.md: weights and KV of fewer bits, and instruction
 sets on any AVX-512 processor."""
-COMPUTING = "test_cases or test_attention or test_models or test_golden or test_quantized_kv or test_ranks"
+COMPUTING = "test_cases or test_attention or test_models or test_quantized_kv or test_ranks"
 """Tests that depend on formats and instructions: the rest of the kit has covered the same code."""
 
 

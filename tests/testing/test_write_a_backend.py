@@ -60,5 +60,5 @@ def test_wrong_kernel_fails_the_tests_named_by_the_guide(port, tmp_path):
     compiler, loop = (next(line for line, _ in port[1] if words in line) for words in ("cc ", "-k rms_norm"))
     run_line(folder, compiler)
     output = run_line(folder, loop, code=1)
-    assert "`test_norm` fails" in DOCUMENT
+    assert "`test_operation` fails" in DOCUMENT
     assert re.search("rms_norm:(eps|odd=zeros)", output)

@@ -7,12 +7,14 @@ import pytest
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import installed_plugins
 from fd_core.testing.axes import parts
+from fd_core.testing.axes.sampling import MASK
 from fd_core.testing.axes.steps import STEPS, supported_by
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import Values
 from fd_core.testing.models.cases import cases_of
-from fd_core.testing.suite import test_attention, test_cases, test_lifetime, test_models, test_ranks
+from fd_core.testing.suite import test_attention, test_cases, test_costs, test_lifetime, test_models, test_ranks
 from fd_core.testing.suite.kv import test_kv
+from fd_core.testing.suite.scale.test_counters import test_texts_are_right_at_any_number_of_steps as check_counts
 from fd_core.testing.suite.scale.test_memory import test_memory_of_a_rising_context_is_linear as check_memory
 from fd_core.testing.suite.scale.test_memory import test_nothing_remains_of_an_operation as check_operation
 from tests.testing.witnesses import check_of
@@ -20,7 +22,7 @@ from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
 
 TESTS = [
-    *cases_of((test_attention, test_kv, test_lifetime, test_models, test_ranks)),
+    *cases_of((test_attention, test_costs, test_kv, test_lifetime, test_models, test_ranks)),
     *(test for test in cases_of((test_cases,)) if test.function is test_cases.test_states_of_images),
 ]
 """Those that take seconds at most."""
@@ -34,6 +36,7 @@ TIMED = [
     for name, tests in IN_TESTS.items()
     if any(mark.name == "timing" for mark in getattr(tests[0].function, "pytestmark", []))
 ]
+COUNTS = "scale:test_texts_are_right_at_any_number_of_steps"
 IN_ENGINES = {name: fault.case for name, fault in FAULTS.items() if fault.case is not None}
 
 
@@ -105,5 +108,16 @@ def test_memory_that_is_kept_for_each_length_is_found(folder):
 
 def test_masks_that_are_kept_are_found(folder):
     with pytest.raises(AssertionError, match="calls of mask_logits the process holds"):
-        check_operation(parse_target("wrong_keeps_masks", folder), lambda *_: None, "mask")
-    check_operation(parse_target("reference", folder), lambda *_: None, "mask")
+        check_operation(parse_target("wrong_keeps_masks", folder), MASK)
+    check_operation(parse_target("reference", folder), MASK)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if COUNTS in fault.noticed_by])
+def test_counts_that_end_are_found(folder, name):
+    with pytest.raises((AssertionError, ValueError), match=r"after about|reshape"):
+        check_counts(parse_target(name, folder))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_right_backend_counts_any_number_of_steps(folder, base):
+    check_counts(parse_target(base, folder))

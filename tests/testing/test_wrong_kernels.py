@@ -93,4 +93,4 @@ def test_cases_detect_a_pack_that_forgets_a_field(name):
     cls, field, part, axis = FORGOTTEN[name]
     pack = pack_without(cls, field.name, field.default)
     cases = [case for case in cases_of(part)[0] if case.values[axis.name] != axis.values[0]]
-    assert any(failure(case, pack) for case in cases[:TRIES])
+    assert any(failure(case, pack) for case in cases)

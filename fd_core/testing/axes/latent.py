@@ -12,6 +12,7 @@ from fd_core.ops.contract import KV_TYPES, Heads, KVShape, Latent, Norm, Ops, Ro
 from fd_core.ops.numpy.kv_8bit import dequantize_latent, quantize_latent
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
+from fd_core.testing.axes.layers import NEEDS
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
@@ -233,5 +234,5 @@ _EDGES: Final = {
     "group": Edge("heads"),
 }
 LATENT: Final[Part[Ops]] = operation_part(
-    "latent", _AXES, check_latent, _allowed, _EDGES, sizes=_sizes, of_model=_of_model
+    "latent", _AXES, check_latent, _allowed, _EDGES, sizes=_sizes, of_model=_of_model, needs=(*NEEDS, "latents")
 )

@@ -8,6 +8,8 @@ from typing import Any, Final, get_args
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config import DEFAULT_BLOCK_SIZE
+from fd_core.models.families.installed import installed_families
 from fd_core.models.families.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 from fd_core.ops.contract import KV_TYPES, SCALE_BYTES, Activation, Ops, PlainActivation
 from fd_core.ops.numpy.ops import NumpyOps
@@ -29,10 +31,18 @@ from fd_core.testing.models.layers import Geometry, LayerOn, half_of, sizes_of_l
 
 ACTIVATIONS: Final = tuple(each for each in get_args(Activation) if each != "clamped_swiglu")
 """Those that every pack computes."""
-_PRODUCTS: Final = ({"decodes": 2049, "group": 16, "head_dim": 8},)
-"""Rows and query heads of which there are more than 2^16 pairs, the programs of a grid."""
+_PRODUCTS: Final = ({"decodes": 65}, {"decodes": 193}, {"decodes": 2049, "group": 16, "head_dim": 8})
+"""Steps of decodes alone; in the last one there are more than 2^16 pairs of rows and query heads."""
+_HEADS_OF_FAMILIES: Final = sorted(
+    {
+        (defaults["num_key_value_heads"], defaults["head_dim"])
+        for defaults in (family.defaults for family in installed_families().architectures.values())
+        if {"num_key_value_heads", "head_dim"} <= defaults.keys()
+    }
+)
+"""Numbers of KV heads and their elements that configs of families leave out, as most published models have them."""
 AXES: Final = (
-    Axis("decodes", (1, 0, 2, 15, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257), ("StepInput.query_start",), _PRODUCTS),
+    Axis("decodes", (1, 0, 2, 15, 33, 64, 65, 129, 193, 257), ("StepInput.query_start",), _PRODUCTS),
     Axis(
         "chunk",
         (0, 1, 2, 16, 17, 128, 129, 601, 1030),
@@ -64,6 +74,11 @@ AXES: Final = (
         rare=(
             *({"kv_heads": heads, "group": 1} for heads in (16, 32, 64)),
             {"kv_heads": 32, "group": 1, "kv_dtype": "int8", "decodes": 33},
+            *(
+                {"kv_heads": heads, "head_dim": d, "block_size": DEFAULT_BLOCK_SIZE, "kv_dtype": dtype, "drafts": 3}
+                for heads, d in _HEADS_OF_FAMILIES
+                for dtype in ("auto", *KV_TYPES)
+            ),
         ),
     ),
     Axis(
@@ -389,6 +404,7 @@ def _elements(case: Case) -> int:
     return 3 * int_of(case, "hidden") * int_of(case, "inner") * max(1, int_of({"experts": 0, **case}, "experts"))
 
 
+NEEDS: Final = ("primitives", "kv_transfer")
 LAYERS: Final[Part[Ops]] = operation_part(
-    "layer", AXES, check_layer, allowed, EDGES, sizes=sizes_of, of_model=cases_of_model
+    "layer", AXES, check_layer, allowed, EDGES, needs=NEEDS, sizes=sizes_of, of_model=cases_of_model
 )

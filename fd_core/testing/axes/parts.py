@@ -69,6 +69,8 @@ class Part(Generic[Subject]):
     """Returns cases with the shapes of a model; by default one with its sizes at the axes of `edges`."""
     mixed: bool = False
     """See `covering_cases`; for parts whose cases are cheap."""
+    needs: tuple[str, ...] = ()
+    """Abilities of `fd_core.testing.kit.limits` that a backend needs for every case."""
     groups: tuple[tuple[str, ...], ...] = ()
     """See `covering_cases`: axes of values that meet in one computation."""
 

@@ -14,6 +14,7 @@ from fd_core.ops.numpy.kv_8bit import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
+from fd_core.testing.axes.layers import NEEDS
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
@@ -83,6 +84,7 @@ ROPE: Final[Part[Ops]] = operation_part(
         and int_of(case, "tokens") * int_of(case, "heads") * int_of(case, "head_dim") < 2e6
     ),
     _ROPE_EDGES,
+    needs=("primitives",),
     groups=(("rotary", "interleaved", "amplitude", "table"),),
 )
 
@@ -157,7 +159,7 @@ def check_kv(ops: Ops, case: Case) -> None:
     other.import_blocks(every, np.zeros_like(after))
     if len(whole):
         attended(other, every[::-1][whole])
-    given, data = every[::-1].copy(), after.copy()
+    given, data = every[::-1].copy(), after.repeat(2, axis=-2)[..., ::2, :]  # heads of a rank, which are not adjacent
     other.import_blocks(given, data)
     given[...], data[...] = 0, 0  # the caller's memory
     if len(whole):
@@ -243,6 +245,7 @@ KV: Final[Part[Ops]] = operation_part(
         < 6e6
     ),
     _KV_EDGES,
+    needs=NEEDS,
 )
 
 
@@ -295,7 +298,7 @@ def check_pool(ops: Ops, case: Case) -> None:
     assert_same(exported.reshape(len(ends), -1, d), x[ends], "keys and values of the first and the last blocks")
 
 
-POOL: Final[Part[Ops]] = Part("pool", _SIZES, check_pool)
+POOL: Final[Part[Ops]] = Part("pool", _SIZES, check_pool, needs=(*NEEDS, "paged_kv"))
 
 
 def check_table(ops: Ops, case: Case) -> None:
@@ -311,5 +314,5 @@ def check_table(ops: Ops, case: Case) -> None:
     assert_same(np.asarray(found, np.float32), (bits[ids].astype(np.uint32) << 16).view(np.float32), "rows by id")
 
 
-TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2},)),), check_table)
+TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2},)),), check_table, needs=("primitives",))
 PARTS: Final = (ROPE, KV)

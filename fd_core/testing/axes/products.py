@@ -34,7 +34,7 @@ from fd_core.testing.models.arrays import (
 )
 
 ORACLE: Final = NumpyOps()
-_ROWS: Final = (3, 1, 2, 4, *around(8), 17, 33, 64, 65, 129, 193, 257, 1025, 8192, 20_001)
+_ROWS: Final = (3, 1, 2, 7, 17, 33, 64, 65, 129, 257, 1025, 8192, 20_001)
 _WIDTHS: Final = (128, 1, 2, 7, 33, 129, 1000, 4095, 4104, 8200)
 """Widths beyond any tile, that are a multiple of none."""
 _MAX_PRODUCT: Final = 2e8
@@ -103,6 +103,7 @@ EMBEDDING: Final[Part[Ops]] = operation_part(
     check_embedding,
     _embedding_fits,
     _EMBEDDING_EDGES,
+    needs=("primitives",),
 )
 
 
@@ -146,6 +147,7 @@ NORM: Final[Part[Ops]] = operation_part(
     check_norm,
     lambda case: int_of(case, "rows") * int_of(case, "width") * max(1, int_of(case, "heads")) < _MAX_ELEMENTS,
     _NORM_EDGES,
+    needs=("primitives",),
 )
 
 
@@ -181,6 +183,7 @@ ACTIVATE: Final[Part[Ops]] = operation_part(
     check_activate,
     lambda case: int_of(case, "rows") * int_of(case, "width") < _MAX_ELEMENTS,
     _ACTIVATE_EDGES,
+    needs=("primitives", "ungated"),
 )
 
 
@@ -218,7 +221,9 @@ def _gate_fits(case: Case) -> bool:
     return int_of(case, "rows") * int_of(case, "width") < _MAX_ELEMENTS and not (case["fused"] and case["size"] == 30.0)
 
 
-GATE: Final[Part[Ops]] = operation_part("gate", _GATE, check_gate, _gate_fits, _ACTIVATE_EDGES)
+GATE: Final[Part[Ops]] = operation_part(
+    "gate", _GATE, check_gate, _gate_fits, _ACTIVATE_EDGES, needs=("primitives", "recurs")
+)
 
 
 # More than 2^24 elements ---------------------------------------------------------------------------------------------
@@ -252,7 +257,10 @@ def check_elements(ops: Ops, case: Case) -> None:
 
 
 ELEMENTS: Final[Part[Ops]] = Part(
-    "elements", (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _OPERATIONS)),), check_elements
+    "elements",
+    (Axis("operation", ("gate",), rare=tuple({"operation": name} for name in _OPERATIONS)),),
+    check_elements,
+    needs=("primitives",),
 )
 
 
@@ -349,7 +357,9 @@ def check_linear(ops: Ops, case: Case) -> None:
 
 
 _LINEAR_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("inputs")}
-LINEAR: Final[Part[Ops]] = operation_part("linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, mixed=True)
+LINEAR: Final[Part[Ops]] = operation_part(
+    "linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, mixed=True, needs=("primitives",)
+)
 
 
 # Heads of a model ----------------------------------------------------------------------------------------------------
@@ -444,6 +454,7 @@ HEAD: Final[Part[Ops]] = operation_part(
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
     _HEAD_EDGES,
+    needs=("primitives",),
 )
 
 

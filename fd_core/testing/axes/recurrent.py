@@ -12,6 +12,7 @@ from fd_core.ops.contract import KV_TYPES, MAX_JOURNAL, KVShape, Norm, Ops, Recu
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.axes.covering import Axis, Case, Value, int_of
+from fd_core.testing.axes.layers import NEEDS
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.models.arrays import (
     TOLERANCE,
@@ -230,4 +231,5 @@ RECURRENT: Final[Part[Ops]] = Part(
     {"max_num_seqs": Edge("rows"), "max_model_len": Edge("chunk")},
     sizes=_sizes,
     of_model=_of_model,
+    needs=(*NEEDS, "recurs"),
 )

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.ops import contract
 from fd_core.ops.contract import Array, Lora, Ops, StepInput
 from fd_core.testing.axes.covering import Allowed, Axis, Case
 from fd_core.testing.axes.parts import Edge, Part, sizes_at
@@ -38,6 +39,16 @@ _MAY_WRITE: Final[Mapping[str, Sequence[str]]] = {
     for name in _SIGNATURES
 }
 """Arguments that an operation may modify, as its docstring declares."""
+IN_PLACE: Final[Mapping[str, str]] = {
+    name: written[0]
+    for name, written in _MAY_WRITE.items()
+    if written
+    and any(
+        "rows" in (each.name, *getattr(getattr(contract, str(each.annotation), None), "__dataclass_fields__", ()))
+        for each in _SIGNATURES[name].parameters.values()
+    )
+}
+"""The array that an operation may modify in some rows, which it is given, by operation."""
 _MAY_SHARE: Final = {name for name in _SIGNATURES if "may share memory" in (getattr(Ops, name).__doc__ or "")}
 
 
@@ -69,6 +80,23 @@ def operation_part(
 
     every = (*axes, Axis("again", (False, True)))
     return Part(name, every, check_reuse, allowed, edges, **{"sizes": sizes_at(edges), **others})
+
+
+class RecordingOps:
+    """A pack that keeps the arguments of each call of an operation, by their names."""
+
+    def __init__(self, ops: Ops, operation: str) -> None:
+        self._ops, self._operation = ops, operation
+        self.calls: list[dict[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ops, name)
+        return self._call if name == self._operation else found
+
+    def _call(self, *arguments: Any, **named: Any) -> Any:
+        given = _SIGNATURES[self._operation].bind(self, *arguments, **named).arguments
+        self.calls.append({name: value for name, value in given.items() if name != "self"})
+        return getattr(self._ops, self._operation)(*arguments, **named)
 
 
 class _KeepingOps:

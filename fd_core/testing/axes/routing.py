@@ -162,6 +162,7 @@ MOE: Final[Part[Ops]] = operation_part(
         and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2.2e6
     ),
     _MOE_EDGES,
+    needs=("primitives", "moe"),
 )
 
 
@@ -203,7 +204,9 @@ def _silu(x: Floats) -> Floats:
     return activated
 
 
-MANY_EXPERTS: Final[Part[Ops]] = Part("many_experts", (Axis("gib", (0,), rare=({"gib": 2},)),), check_many_experts)
+MANY_EXPERTS: Final[Part[Ops]] = Part(
+    "many_experts", (Axis("gib", (0,), rare=({"gib": 2},)),), check_many_experts, needs=("primitives", "moe")
+)
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -317,6 +320,6 @@ _LORA_EDGES: Final = {
     "max_lora_rank": Edge("rank"),
     "inner": Edge("inputs"),
 }
-LORA: Final[Part[Ops]] = operation_part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES)
+LORA: Final[Part[Ops]] = operation_part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES, needs=("primitives",))
 
 PARTS: Final = (MOE, LORA)

@@ -28,7 +28,7 @@ ORACLE: Final = NumpyOps()
 MIXED: Final = "mixed"
 """A different one of the axis's other values in each row."""
 
-_ROWS: Final = (5, 1, 2, 31, 33, 64, 65, 128, 129, 193, 256, 257)
+_ROWS: Final = (5, 1, 2, 33, 64, 65, 129, 257)
 _VOCABULARIES: Final = (1003, 33, 1025, 32_767, 32_769, 65_537, 131_073)
 _EDGES: Final = tuple(
     {"vocabulary": vocabulary}
@@ -38,6 +38,7 @@ _BATCH: Final = {"rows": 129, "vocabulary": 151_936}
 """More than 2^24 logits, as of a large batch of a large model."""
 _MAX_LOGITS: Final = 1_400_000
 """Logits of a case, which numpy sorts in about 0.1 seconds."""
+_OF_LOGITS: Final = {"vocab_size": Edge("vocabulary")}
 _LOGITS: Final = (
     "even",
     "normal",
@@ -185,8 +186,7 @@ def check_sample(ops: Ops, case: Case) -> None:
     assert_same(np.where(finite, tokens, 0), np.where(finite, right, 0), "tokens by row")
 
 
-_SAMPLE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SAMPLE: Final[Part[Ops]] = operation_part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES)
+SAMPLE: Final[Part[Ops]] = operation_part("sample", _SAMPLE, check_sample, _small, _OF_LOGITS)
 
 
 # Penalties -----------------------------------------------------------------------------------------------------------
@@ -252,13 +252,12 @@ def _few_counts(case: Case) -> bool:
     return slots * int_of(case, "vocabulary") <= _MAX_LOGITS
 
 
-_PENALIZE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
 PENALIZE: Final[Part[Ops]] = operation_part(
     "penalize",
     _PENALIZE,
     check_penalize,
     lambda case: _small(case) and _few_counts(case),
-    _PENALIZE_EDGES,
+    _OF_LOGITS,
 )
 
 
@@ -302,8 +301,7 @@ def check_mask(ops: Ops, case: Case) -> None:
     assert_same(ops.to_host(found), logits, "logits")
 
 
-_MASK_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-MASK: Final[Part[Ops]] = operation_part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES)
+MASK: Final[Part[Ops]] = operation_part("mask_logits", _MASK, check_mask, _small, _OF_LOGITS)
 
 
 # Log-probabilities ---------------------------------------------------------------------------------------------------
@@ -351,14 +349,13 @@ def check_scores(ops: Ops, case: Case) -> None:
         )
 
 
-_SCORES_EDGES: Final = {"vocab_size": Edge("vocabulary")}
-SCORES: Final[Part[Ops]] = operation_part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES)
+SCORES: Final[Part[Ops]] = operation_part("logprobs", _SCORES, check_scores, _small, _OF_LOGITS)
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 _VERIFY: Final = (
-    Axis("rows", (3, 1, 2, *around(32, 64, 256), 1025)),
+    Axis("rows", (*_ROWS, 1025)),
     Axis("k", (3, 1, 2, *around(8, 16), 33)),
     Axis("token", (0, *around(2**15, 2**16), 131_072, 2**31 - 2)),
     Axis("right", ("some", "all", "none", "but the first", "but the last")),
@@ -393,7 +390,7 @@ VERIFY: Final[Part[Ops]] = operation_part("verify", _VERIFY, check_verify)
 
 _CELLS: Final = (
     Axis("array", ("counts", "logits", "activations")),
-    Axis("rows", (5, 1, 2, 31, 33, 64, 65, 129, 256, 257, 1025), rare=({"rows": 129, "width": 151_936},)),
+    Axis("rows", (*_ROWS, 1025), rare=({"rows": 129, "width": 151_936},)),
     Axis("width", _VOCABULARIES),
     Axis("base", (0, 255, 2**15, 2**16, 2**24, 2**30)),
     Axis("cells", (7, 0, 1, 255, 257, 6000, 70_000)),

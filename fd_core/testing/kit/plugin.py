@@ -121,7 +121,7 @@ def _incomplete(session: pytest.Session) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers of the kit."""
     config.addinivalue_line("markers", "law(rule, ...): checks these invariants, docs/understand/law.md")
-    config.addinivalue_line("markers", "fd_cases(part): runs with `case` for each case of a part of the kit")
+    config.addinivalue_line("markers", "fd_cases(part, ...): runs with `case` for each case of parts of the kit")
     config.addinivalue_line("markers", "timing: its verdict depends on elapsed time, compared within one run")
     config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
     config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
@@ -132,27 +132,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with the marker `fd_cases` for each case of its part, or for those that `--fd-case` names."""
+    """Run a test with the marker `fd_cases` for each case of its parts."""
     mark = metafunc.definition.get_closest_marker("fd_cases")
     if mark is None:
         return
+    metafunc.parametrize("case", [case for part in mark.args for case in _cases_of(part, metafunc.config)])
+
+
+def _cases_of(part: Part[Any], config: pytest.Config) -> Sequence[Any]:
+    """Return the cases of a part, or those that `--fd-case` names, as parameters."""
     from fd_core.testing.axes.parts import cases_of
 
-    config = metafunc.config
-    part = mark.args[0].within(_envelope(config)) if mark.args[0].edges else mark.args[0]
+    part = part.within(_envelope(config)) if part.edges else part
     named: list[str] = config.getoption("--fd-case")
     if named:
         texts = [text.partition(":")[2] for text in named if text.partition(":")[0] == part.name]
-        cases = [pytest.param(chosen(text, part.case), id=f"{part.name}:{text}") for text in texts]
-    else:
-        found, quick = cases_of(part, config.getoption("--fd-seed"))
-        cases = [
-            pytest.param(case, id=str(case), marks=() if index < quick else pytest.mark.fd_pairs)
-            for index, case in enumerate(found)
-        ]
-        if (path := config.getoption("--fd-model")) is not None and part.edges:
-            cases += [pytest.param(case, id=str(case)) for case in chosen(path, lambda path: _shaped(part, path))]
-    metafunc.parametrize("case", cases)
+        return [pytest.param(chosen(text, part.case), id=f"{part.name}:{text}") for text in texts]
+    found, quick = cases_of(part, config.getoption("--fd-seed"))
+    cases = [
+        pytest.param(case, id=str(case), marks=() if index < quick else pytest.mark.fd_pairs)
+        for index, case in enumerate(found)
+    ]
+    if (path := config.getoption("--fd-model")) is not None and part.edges:
+        cases += [pytest.param(case, id=str(case)) for case in chosen(path, lambda path: _shaped(part, path))]
+    return cases
 
 
 def _envelope(config: pytest.Config) -> OperatingEnvelope:

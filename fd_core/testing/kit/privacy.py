@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -77,10 +78,11 @@ def created_paths() -> Iterator[Collection[Path]]:
 
 
 @contextmanager
-def kept_out_of_logs(*values: bytes) -> Iterator[None]:
+def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
     """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped.
 
-    What Python prints to standard output and error is in the log of a server as well.
+    `ids` are token ids that follow each other in a text. What Python prints to standard output and error is in the log
+    of a server as well.
     """
     records, root, handler, printed = list[str](), logging.getLogger(), logging.Handler(), io.StringIO()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -98,6 +100,9 @@ def kept_out_of_logs(*values: bytes) -> Iterator[None]:
         forms = part.hex(), repr(part)[2:-1], part.decode("latin-1")
         shown = [record for record in records if any(form in record for form in forms)]
         require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show a part of what it was given")
+    text = re.compile(r"\D+".join(map(str, ids)))
+    shown = [record for record in records if ids and text.search(record)]
+    require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show token ids, such as {shown[:1]}")
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from fd_core.deprecations import old_attributes
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.parts import Part
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,19 @@ def cases_of(modules: Iterable[ModuleType]) -> Iterator[SuiteCase]:
             if not name.startswith("test_") or function.__module__ != module.__name__:
                 continue
             marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name in ("parametrize", "fd_cases")]
-            for values in itertools.product(*(_parameters(*mark.args) for mark in reversed(marks))):
+            for values in itertools.product(*map(_parameters, reversed(marks))):
                 yield SuiteCase(section, function, {name: value for part in values for name, value in part.items()})
 
 
-def _parameters(names: Part[Any] | str | tuple[str, ...], values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    if isinstance(names, Part):  # of the mark fd_cases
-        return [{"case": case} for case in parts.cases_of(names)[0]]
-    if isinstance(names, str):
-        return [{names: value} for value in values]
-    return [dict(zip(names, value, strict=True)) for value in values]
+def _parameters(mark: Any) -> list[dict[str, Any]]:
+    """Return the arguments of a mark `parametrize` or `fd_cases`, by name."""
+    if mark.name == "fd_cases":
+        return [{"case": case} for part in mark.args for case in parts.cases_of(part)[0]]
+    names, values = mark.args[:2]
+    rows = [
+        value.values if hasattr(value, "marks") else (value,) if isinstance(names, str) else value for value in values
+    ]
+    return [dict(zip((names,) if isinstance(names, str) else names, row, strict=True)) for row in rows]
 
 
 __getattr__ = old_attributes(__name__)

@@ -78,6 +78,8 @@ PACKED_ENGINE_CASE: Final = "packed_engine"
 """The same with quantized weights, in groups of 32 values."""
 LONG_CASE: Final = "long"
 """A small model with contexts longer than any split of a kernel."""
+LONGEST_CASE: Final = "longest"
+"""A minimal model with the longest contexts of published ones."""
 WIDE_CASE: Final = "wide"
 """A small model with a vocabulary larger than 2^17."""
 STEP_CASE: Final = "step"
@@ -93,6 +95,7 @@ _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     ENGINE_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
     STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
     FORMER_STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
+    LONGEST_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=1031, longest=2**17 + 2),
 }
 
 

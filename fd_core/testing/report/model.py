@@ -17,11 +17,11 @@ SCHEMA: Final = 1
 SECTIONS: Final = (
     "cases",
     "attention",
+    "costs",
     "models",
     "signals",
     "budget",
     "kv",
-    "golden",
     "ranks",
     "lifetime",
     "scale",

@@ -16,6 +16,7 @@ from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.plugin import chosen, run_for_each
 from fd_core.testing.kit.requirements import declare_envelope, lacks, require_sizes
 from fd_core.testing.kit.target import Target, parse_target
+from fd_core.testing.models.arrays import Values
 
 # The same examples for every backend, without shrinking, which is slow on some devices.
 settings.register_profile(
@@ -77,6 +78,11 @@ def golden(target: Target) -> Golden:
 @pytest.fixture
 def ops(target: Target) -> Ops:
     return target.ops
+
+
+@pytest.fixture
+def values() -> Values:
+    return Values(11)
 
 
 @pytest.fixture

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fd_core.config.envelope import OperatingEnvelope
-from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Norm, Ops
+from fd_core.ops.contract import DESCRIBED_BY, Heads, KVShape, Ops
 from fd_core.ops.numpy.kv_8bit import dequantize_kv, quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
-from fd_core.testing.kit.growth import count_elements, cpu_seconds
 from fd_core.testing.models.arrays import (
     TOLERANCE,
     Floats,
@@ -25,11 +23,9 @@ from fd_core.testing.models.arrays import (
     heads_on,
     no_rope,
     on_device,
-    raw,
     step_input,
 )
 from fd_core.testing.models.layers import Geometry, LayerOn
-from fd_core.testing.schedulers.scripted import count_bytes
 
 REQUIRES = ("primitives", "kv_transfer")
 
@@ -38,13 +34,6 @@ _BELOW_FINITE_MASKS = -14_336
 """Exact in every dtype with its factors."""
 _LONG = 16_400
 """Tokens of a context that packs divide."""
-_WIDE = 4000
-"""Blocks for which a table has places, without use."""
-
-
-@pytest.fixture
-def values() -> Values:
-    return Values(11)
 
 
 ROWS = {
@@ -159,53 +148,6 @@ def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Req
 def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv", "window")
     attend_at_all_sizes(ops, values, ROWS[rows], window=3)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
-    require("paged_kv", "softcap")
-    attend_at_all_sizes(ops, values, ROWS[rows], softcap=0.5)
-
-
-def test_cost_of_attention_does_not_grow_with_the_block_table(ops: Ops, values: Values, require: Require) -> None:
-    """Count memory and elements that torch writes, and compare CPU time: a table has places for the longest context."""
-    require("paged_kv")
-    size, kv_heads, d, rows = 4, 2, 64, [(1, 9), (3, 20), (1, 1)]
-    heads = Heads(2 * kv_heads, kv_heads, d, scale=0.25, rope=no_rope(ops))
-    layer = ops.allocate_kv(KVShape(1, kv_heads, d, block_size=size), 15).layer(0)
-    q = heads_on(ops, values(5, 2 * kv_heads, d))[0]
-    costs = []
-    for width in (5, 5 + _WIDE):
-        tables = np.zeros((3, width), np.int32)
-        tables[:, :5] = np.arange(15).reshape(3, 5)
-
-        def attend_once() -> None:
-            ops.to_host(ops.paged_attention(q, layer, heads, on_device(ops, step_input(rows, size, tables))))  # noqa: B023
-
-        attend_once()
-        costs.append((count_bytes(attend_once), count_elements(attend_once), cpu_seconds(attend_once)))
-    for what, few, many in zip(("bytes of the host", "elements", "s of CPU time"), *costs, strict=True):
-        most = 2 * few + 64 * len(rows) * _WIDE if what != "s of CPU time" else 6 * few + 5e-3
-        assert many <= most, f"a table of 5 blocks costs {few:,} {what}, one of {5 + _WIDE:,} costs {many:,}"
-
-
-def test_cost_of_logits_grows_with_the_rows_that_need_them(ops: Ops, values: Values) -> None:
-    """A prompt chunk needs those of its last token, or none; logits of all would take gigabytes."""
-    hidden, vocabulary, costs = 64, 16_384, []
-    head = ops.prepare_linear([raw(values(vocabulary, hidden))])
-    norm, lengths = Norm(ops.prepare_vector(np.ones(hidden, np.float32)), 1e-5), (2, 514)
-    for tokens in lengths:
-        x, last = activations(ops, values(tokens, hidden)), ops.from_host(np.array([tokens - 1], np.int32))
-        compute = partial(_fetched, ops, partial(ops.logits, x, norm, head, last))
-        compute()
-        costs.append((count_bytes(compute), count_elements(compute), cpu_seconds(compute)))
-    for what, few, many in zip(("bytes of the host", "elements", "s of CPU time"), *costs, strict=True):
-        most = 2 * few + 64 * lengths[1] * hidden if what != "s of CPU time" else 6 * few + 5e-3
-        assert many <= most, f"logits of 1 of {lengths[0]} tokens cost {few:,} {what}, of 1 of {lengths[1]} {many:,}"
-
-
-def _fetched(ops: Ops, compute: Callable[[], Any]) -> None:
-    ops.to_host(compute())
 
 
 def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:

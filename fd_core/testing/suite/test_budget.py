@@ -80,13 +80,6 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k
     assert most_computed(golden, specs, 1 + k, k=k, wrong=0.3, eager=True) == 1 + k
 
 
-@pytest.mark.law("2")
-def test_each_step_computes_what_it_was_charged(golden: Golden) -> None:
-    """Prompt chunks with decodes: no step computes tokens other than those of its plan and its padding."""
-    specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
-    assert most_computed(golden, specs, 9, k=3, wrong=0.5, num_kv_blocks=64) <= 9
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.law("2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import statistics
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -34,22 +36,31 @@ from fd_core.models.build import weight_bytes
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import BACKEND, installed_plugins
+from fd_core.runner.warm_up import decode_plan, prefill_plan
+from fd_core.testing.kit.growth import require_no_stall
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
-from fd_core.testing.kit.privacy import audited
+from fd_core.testing.kit.privacy import audited, kept_out_of_logs
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import Values, packed_weight, raw
-from fd_core.testing.models.checkpoints import STEP_CASE, write_checkpoint
+from fd_core.testing.models.checkpoints import LONGEST_CASE, STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
-from fd_core.types import FinishReason
+from fd_core.types import FinishReason, SamplingParams
 
 _MAX_ENGINES: Final = 1024
 """Largest `--data-parallel-size`."""
 _MAX_RANKS, _MAX_PLACED = 16, 128
 """Largest number of ranks, and of those of all engines."""
-_NEW_ROWS: Final = range(2, 22)
+_SIZES: Final = {
+    **{f"{rows} requests": (rows, 3, 0) for rows in range(2, 22)},
+    **{f"a context of {tokens}": (1, tokens, tokens - 1) for tokens in (2**power + 1 for power in range(9, 18))},
+}
+"""Numbers of requests, of their tokens, and of those that are computed before."""
+_PROMPT: Final = (251, 239, 241)
+"""Tokens that follow each other by chance in no log."""
+_FEW_CALLS: Final = 1000
 _STALL_SECONDS: Final = 0.02
 _THREAD_SECONDS: Final = 5.0
 """Time for a thread to end after its engine."""
@@ -185,26 +196,26 @@ def test_warm_up_steps_can_be_computed(target: Target, slots: int) -> None:
 
 @pytest.mark.timing
 @pytest.mark.fd_alone
-def test_new_sizes_after_the_warm_up_stall_no_request(target: Target) -> None:
-    """Compute steps of 20 new sizes, each several times: only the first one of a size may compile, if it is reported.
+def test_no_step_after_the_warm_up_waits_or_stalls(target: Target) -> None:
+    """Compute steps of new sizes and contexts, each several times: only the first one may compile, if it is reported.
 
-    Tokens of prompts and rows of decodes take each size. A busy machine delays some first steps, but not those of
-    nearly all sizes, nor those of the same size in each of several engines.
+    Later ones neither sleep nor use files, and no log shows their tokens. A busy machine delays some first steps, but
+    not those of nearly all sizes, nor those of the same size in each of several engines.
     """
-    stalls, sizes = dict[int, _Stall](), list(_NEW_ROWS)
+    stalls, sizes = dict[str, _Stall](), _SIZES
     for _ in range(_ENGINES):
         found = _stalls_of(target, sizes)
         stalls |= found
-        sizes = [rows for rows in sizes if rows in found and not found[rows].events]
-        if not sizes or 4 * len(found) >= 3 * len(_NEW_ROWS):
+        sizes = {size: sizes[size] for size in found if not found[size].events}
+        if not sizes or 4 * len(found) >= 3 * len(_SIZES):
             break
-    bad = {rows: stall for rows, stall in stalls.items() if stall.events or rows in sizes}
+    bad = {size: stall for size, stall in stalls.items() if stall.events or size in sizes}
     if bad:
         seconds = statistics.median(stall.seconds for stall in bad.values())
         events = ", ".join(sorted({name for stall in bad.values() for name in stall.events}) or ["no file or code"])
         raise AssertionError(
-            f"after the warm-up, the first steps of {len(bad)} of {len(_NEW_ROWS)} sizes, {', '.join(map(str, bad))} "
-            f"requests, take {max(seconds, 0):.3f} s more than the next ones, and use {events}; compute them in "
+            f"after the warm-up, the first steps of {len(bad)} of {len(_SIZES)} sizes, {', '.join(bad)}, take "
+            f"{max(seconds, 0):.3f} s more than the next ones, and use {events}; compute them in "
             "`Ops.warm_up_steps`, or count them in `Ops.compilation_stats`"
         )
 
@@ -216,36 +227,63 @@ class _Stall(NamedTuple):
     events: Counter[str]
 
 
-def _stalls_of(target: Target, sizes: Sequence[int]) -> dict[int, _Stall]:
-    """Return the numbers of requests whose first steps take longer, or use more, than the next ones in a new engine."""
-    stalls = {}
-    with target.engine(max_num_seqs=24, num_kv_blocks=96, max_num_batched_tokens=128) as engine:
-        _run_of(engine, 1, 0)  # imports
-        for rows in sizes:
+def _stalls_of(target: Target, sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, _Stall]:
+    """Return the sizes whose first steps take longer, or use more, than the next ones in a new engine."""
+    stalls, longest = {}, target.cls.envelope.limits().get("max_model_len")
+    room: dict[str, Any] = {"max_num_seqs": 24, "num_kv_blocks": 4200, "block_size": 32, "max_num_batched_tokens": 128}
+    room["max_model_len"] = longest and min(longest, 2**17 + 2)
+    with target.engine(case=LONGEST_CASE, **room) as engine, kept_out_of_logs(ids=_PROMPT):
+        _steps_of(engine, 1, 3, 0)  # imports
+        for size, given in sizes.items():
+            if given[1] >= engine.info.max_model_len:
+                continue
             before = engine.stats().compilations
-            first, *later = (_run_of(engine, rows, turn) for turn in range(3))
+            first = _steps_of(engine, *given)
             is_reported = before != engine.stats().compilations
+            with require_no_stall("a step", "1"):
+                later = [_steps_of(engine, *given) for _ in range(2)]
             slowest = max(each.seconds for each in later)
             more = first.events - later[0].events - later[1].events
+            if first.calls > 2 * max(each.calls for each in later) + _FEW_CALLS:
+                more[f"{first.calls} calls of functions, not {later[0].calls}"] = 1
             if not is_reported and (more or first.seconds > max(2 * slowest, slowest + _STALL_SECONDS)):
-                stalls[rows] = _Stall(first.seconds - slowest, more)
+                stalls[size] = _Stall(first.seconds - slowest, more)
     return stalls
 
 
 class _TimedSteps(NamedTuple):
     seconds: float
+    calls: int
+    """Functions of Python that were called, as a compiler in Python does on a busy machine as well."""
     events: Counter[str]
     """Files, libraries, processes and code that are opened, loaded, started and compiled."""
 
 
-def _run_of(engine: Engine, rows: int, turn: int) -> _TimedSteps:
-    """Run requests with prompts of three tokens, which no other ones have."""
-    specs = [greedy(f"{rows}/{turn}/{row}", (rows, 30 + turn, row), 2) for row in range(rows)]
-    events: Counter[str] = Counter()
+def _steps_of(engine: Engine, rows: int, context: int, computed: int) -> _TimedSteps:
+    """Compute the rest of some prompts that are computed to some length, and a decode of each."""
+    runner, blocks = engine.probe().runner, engine.probe().runner.limits.blocks_per_seq
+    lengths, table = np.full(rows, context, np.int32), np.arange(blocks, dtype=np.int32)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    prefill = prefill_plan(0, 1, lengths, [params] * rows, [table] * rows, computed)
+    ids = np.resize(np.array(_PROMPT, np.int32), context)
+    admissions = tuple(replace(each, token_ids=ids) for each in prefill.admissions)
+    decode = decode_plan(1, prefill.slots, prefill.gens, starts=lengths)
+    events, calls = Counter[str](), itertools.count()
+
+    def count(_: Any, event: str, __: Any) -> None:
+        if event == "call":
+            next(calls)
+
     with audited(lambda name, _: events.update([name] if name in _COMPILING else [])):
-        start = time.perf_counter()
-        run(engine, specs)
-        return _TimedSteps(time.perf_counter() - start, events)
+        before, start = sys.getprofile(), time.perf_counter()
+        sys.setprofile(count)
+        try:
+            for plan in (replace(prefill, admissions=admissions), decode):
+                runner.announce(plan)
+                runner.execute(plan)
+        finally:
+            sys.setprofile(before)
+        return _TimedSteps(time.perf_counter() - start, next(calls), events)
 
 
 @pytest.mark.fd_thorough

@@ -5,22 +5,18 @@ First the runner computes plans without a scheduler; then the scheduler preempts
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from fd_core.engine.core import Engine
-from fd_core.engine.device import make_device
 from fd_core.scheduling.requests import State
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.stepper import ManualDriver, Stepper
+from fd_core.testing.models.stepper import Stepper
 from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_plans import requests, run_random_plans
 from fd_core.types import FinishReason, RequestSpec
@@ -45,21 +41,6 @@ def test_each_slot_of_random_plans_is_answered(target: Target, k: int) -> None:
         assert plans.seen[what], f"no plan had {what}"
 
 
-@pytest.mark.parametrize("k", thorough_but(KS[1:], 3))
-def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, golden: Golden, k: int) -> None:
-    specs = long_ones(1)
-    for wrong in (0.0, 1.0):
-        with target.engine(k, golden.whole(specs), wrong) as engine:
-            hand = ManualDriver(engine)
-            hand.admit(0, PROMPTS[0][:8])
-            _, first = hand.step((0, 8))
-            _, second = hand.step((0, 1, True, k))
-            hand.close()
-        text = [*first.tokens[0, :1].tolist(), *second.tokens[0, : second.counts[0]].tolist()]
-        golden.check_prefix(specs[0], text)
-        assert second.counts[0] == (1 if wrong else 1 + k)
-
-
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.9")
 def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
@@ -78,40 +59,12 @@ def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
 
 
 @contextmanager
-def sending(engine: Engine, specs: Sequence[RequestSpec], transport: str) -> Iterator[Stepper]:
-    """Return a stepper with requests, whose plans and outputs are serialized."""
-    device = make_device(engine.probe().runner, 2, transport)
-    stepper = Stepper(engine, eager=True, device=device)
-    stepper.submit(*specs)
-    yield stepper
-    device.close()
-
-
-@contextmanager
-def pressed(
-    target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0, transport: str = "memory", **changes: Any
-) -> Iterator[Stepper]:
+def pressed(target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0) -> Iterator[Stepper]:
     """Return a stepper that admits all requests at once into a pool for one of them."""
-    loaded = target.engine(k, golden.whole(specs) if k else (), 0.3, **changes)
-    with loaded as engine, sending(engine, specs, transport) as stepper:
+    with target.engine(k, golden.whole(specs) if k else (), 0.3) as engine:
+        stepper = Stepper(engine, eager=True)
+        stepper.submit(*specs)
         yield stepper
-
-
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-@pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-@pytest.mark.law("1.1")
-def test_preempted_again_and_again_nothing_is_lost(
-    target: Target, golden: Golden, k: int, depth: int, transport: str
-) -> None:
-    specs = long_ones(3, 34)
-    victims: Counter[str] = Counter()
-    with pressed(target, golden, specs, k=k, transport=transport, num_kv_blocks=16) as stepper:
-        stepper.run(
-            depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.revocations)
-        )
-        assert sum(victims.values()) >= 2, "no request was preempted"
-        golden.check(specs, stepper.texts.tokens)
 
 
 @pytest.mark.law("1.6")
@@ -129,31 +82,6 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden
         assert stepper.texts.ends["r2"] is FinishReason.STOP
         assert stepper.texts.tokens["r2"] == text[: text.index(stop) + 1]
         assert stepper.engine.stats().scheduler.outputs.finished[FinishReason.STOP] == 1
-
-
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_request_whose_logits_are_not_finite_fails_alone(
-    target: Target, golden: Golden, transport: str, k: int, temperature: float
-) -> None:
-    """Overflow logits by a tiny penalty, in the prompt of one request and at the first token of another."""
-    healthy = long_ones(2, 20)
-    others = tuple(token for token in range(90) if token not in PROMPTS[3][:8])
-    how: dict[str, Any] = {"temperature": temperature, "allowed_token_ids": others}
-    strange = [
-        greedy("prompt", PROMPTS[2][:8], 20, temperature=temperature, logprobs=2, repetition_penalty=1e-60),
-        greedy("first", PROMPTS[3][:8], 20, repetition_penalty=1e-60, **how),
-    ]
-    # A drafter with the text without the penalty is correct until the request fails.
-    known = golden.whole([*healthy, greedy("first", PROMPTS[3][:8], 20, **how)])
-    with target.engine(k, known, num_kv_blocks=64, output_transport=transport, pipeline_depth=2) as engine:
-        texts = run(engine, [strange[0], healthy[0], strange[1], healthy[1]])
-    ends = {"prompt": FinishReason.ERROR, "first": FinishReason.ERROR, "r0": FinishReason.LENGTH}
-    assert texts.ends == {**ends, "r1": FinishReason.LENGTH}
-    assert texts.tokens["prompt"] == []
-    assert len(texts.tokens["first"]) == 1
-    golden.check(healthy, texts.tokens)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -24,7 +24,7 @@ MARKED = "fd_scale or (not fd_pairs and not fd_thorough)"
 if everything():
     MARKED, AT_SIZE = "fd_scale or not fd_pairs", f"{AT_SIZE} or memory_is_flat"
 else:  # one test of behaviour shared by all backends, and those that depend on this one
-    NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
+    NOT_HERE += " and not (test_budget and not padding) and not zmq"
     # The core's collectives, which its own suite tests; models on ranks remain.
     NOT_HERE += " and not test_sums"
     # A sample of the numbers of drafts and of states; the plain step also has neither adapters nor 8-bit KV.

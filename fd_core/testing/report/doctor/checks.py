@@ -20,8 +20,8 @@ class OpCheck(NamedTuple):
     part: Part[Ops]
     large: tuple[str, ...]
     """Cases in which the operations are timed; together they call all of them."""
-    asks: tuple[str, ...] = ("primitives",)
-    """Required abilities, which a backend may lack."""
+    asks: tuple[str, ...] = ()
+    """Abilities, which a backend may lack, that these cases need in addition to all of the part."""
 
     @property
     def label(self) -> str:
@@ -35,10 +35,10 @@ _LAYER: Final = "decodes=33,chunk=31,context=1025,kv_heads=4,head_dim=64,hidden=
 _EXPERTS: Final = "tokens=64,experts=4,hidden=1024,inner=704"
 
 CHECKS: Final = (
-    OpCheck(("from_host", "to_host"), products.TRANSFER, ("size=1000003",), ()),
+    OpCheck(("from_host", "to_host"), products.TRANSFER, ("size=1000003",)),
     OpCheck(("embedding",), products.EMBEDDING, ("rows=64,vocabulary=5003,hidden=1024",)),
     OpCheck(("rms_norm",), products.NORM, ("rows=64,width=1024",)),
-    OpCheck(("activate",), products.ACTIVATE, ("rows=64,width=1408",), ("primitives", "ungated")),
+    OpCheck(("activate",), products.ACTIVATE, ("rows=64,width=1408",)),
     OpCheck(
         ("linear", "gated_linear", "gate_up", "gate"),
         products.LINEAR,
@@ -48,7 +48,6 @@ CHECKS: Final = (
         ("gate_heads", "gated_attention"),
         products.GATE,
         ("rows=64,width=1024", "rows=64,width=1024,fused=true"),
-        ("primitives", "recurs"),
     ),
     OpCheck(("lora",), routing.LORA, ("rows=64,inputs=1024,outputs=1024",)),
     OpCheck(("logits_of", "logits", "tied_head"), products.HEAD, (_HEAD, f"{_HEAD},tied=true,rows_of=some")),
@@ -57,32 +56,30 @@ CHECKS: Final = (
         ("allocate_kv", "write_kv", "export_blocks", "import_blocks"),
         pools.KV,
         ("tokens=64,kv_heads=4,head_dim=64",),
-        ("primitives", "kv_transfer"),
     ),
-    OpCheck(("moe", "moe_residual"), routing.MOE, (_EXPERTS, f"{_EXPERTS},fused=true"), ("primitives", "moe")),
-    OpCheck(("sample",), sampling.SAMPLE, ("rows=16,vocabulary=70001",), ()),
-    OpCheck(("penalize",), sampling.PENALIZE, ("rows=16,vocabulary=70001",), ()),
-    OpCheck(("mask_logits",), sampling.MASK, ("rows=16,vocabulary=70001",), ()),
-    OpCheck(("logprobs", "ranks"), sampling.SCORES, ("rows=16,vocabulary=70001",), ()),
-    OpCheck(("verify",), sampling.VERIFY, ("rows=64",), ()),
+    OpCheck(("moe", "moe_residual"), routing.MOE, (_EXPERTS, f"{_EXPERTS},fused=true")),
+    OpCheck(("sample",), sampling.SAMPLE, ("rows=16,vocabulary=70001",)),
+    OpCheck(("penalize",), sampling.PENALIZE, ("rows=16,vocabulary=70001",)),
+    OpCheck(("mask_logits",), sampling.MASK, ("rows=16,vocabulary=70001",)),
+    OpCheck(("logprobs", "ranks"), sampling.SCORES, ("rows=16,vocabulary=70001",)),
+    OpCheck(("verify",), sampling.VERIFY, ("rows=64",)),
     OpCheck(
         ("gather_rows", "add_at", "write_rows", "add"),
         sampling.CELLS,
         ("array=counts,rows=64,width=20001", "array=activations,rows=64,width=1003,again=true"),
+        ("primitives",),
     ),
     OpCheck(
         ("attention_inputs", "attention", "project_residual", "settle", "mlp_inputs", "plain_mlp_inputs"),
         LAYERS,
         (_LAYER, f"{_LAYER},ungated=relu2"),
-        ("primitives", "kv_transfer"),
     ),
-    OpCheck(("paged_attention",), LAYERS, (f"{_LAYER},composed=true",), ("primitives", "kv_transfer", "paged_kv")),
-    OpCheck(("latent_attention",), LATENT, ("decodes=33,chunk=17,heads=16,latent=64",), ("primitives", "latents")),
+    OpCheck(("paged_attention",), LAYERS, (f"{_LAYER},composed=true",), ("paged_kv",)),
+    OpCheck(("latent_attention",), LATENT, ("decodes=33,chunk=17,heads=16,latent=64",)),
     OpCheck(
         ("recurrence", "recur"),
         RECURRENT,
         ("rows=5,chunk=40", *(f"rule={rule},rows=5,chunk=40,composed=true" for rule in get_args(RecurrentRule))),
-        ("primitives", "recurs"),
     ),
 )
 """`CELLS` has all operations on rows and cells; `LAYERS` calls the fusions, and if composed what they consist of."""

@@ -47,7 +47,7 @@ def examine(
     A failure is of the operation that raised, or else of the first one with another result than numpy's.
     """
     findings = {name: OpFinding(primitive=name, dtype=ops.dtype, outcome="ok") for name in check.operations}
-    for ability in check.asks:
+    for ability in (*check.part.needs, *check.asks):
         if ability in limits:
             reason = f"{ability}: {limits[ability]}"
             return [msgspec.structs.replace(each, outcome="limit", reason=reason) for each in findings.values()]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fd_core.ops.contract import KV_TYPES, KVShape, Ops
+from fd_core.ops.contract import KV_TYPES, Ops
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
-from fd_core.testing.suite.kv import test_kv
 
 REQUIRES = ("kv_transfer",)
 
@@ -20,13 +19,6 @@ def kv_dtype(ops: Ops, request: pytest.FixtureRequest) -> str:
     if dtype not in ops.kv_dtypes:
         lacks(f"its pack stores no KV in {dtype}")
     return dtype
-
-
-def test_quantized_blocks_are_restored_bit_for_bit(ops: Ops, kv_dtype: str) -> None:
-    shape = KVShape(num_layers=2, num_kv_heads=3, head_dim=10, block_size=5, dtype=kv_dtype)
-    sizes = 3, 4, 2, 5, 6, shape.stored_head
-    data = np.random.default_rng(0).integers(0, 256, sizes).astype(np.uint8)  # any number or scale, including NaN
-    test_kv.check_restored(ops.allocate_kv(shape, 7), data.view(KV_TYPES[kv_dtype]))
 
 
 def test_the_engine_keeps_what_it_was_asked_for(target: Target, kv_dtype: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import io
 import itertools
 import os
 import statistics
 import sys
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -32,7 +31,7 @@ from fd_core.testing.models.arrays import other_values
 from fd_core.testing.models.checkpoints import STEP_CASE
 from fd_core.testing.models.stepper import ManualDriver
 from fd_core.testing.models.texts import greedy, run
-from fd_core.testing.suite import test_cases
+from fd_core.testing.suite.test_cases import OPERATIONS, check
 
 pytestmark = pytest.mark.fd_alone
 KIBI: Final = 2**10
@@ -58,22 +57,6 @@ PARAMS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "logprobs": 0},
     {"temperature": 1.0, "logit_bias": {3: 2.0, 90: -4.0}},
 ]
-
-
-def part_of(test: Any) -> Part[Any]:
-    """Return the part whose cases a test runs."""
-    part: Part[Any] = next(mark.args[0] for mark in test.pytestmark if mark.name == "fd_cases")
-    return part
-
-
-OPERATIONS: Final[Mapping[str, Callable[..., None]]] = {
-    name.removeprefix("test_"): test
-    for name, test in vars(test_cases).items()
-    if name.startswith("test_")
-    and "ops" in inspect.signature(part_of(test).check).parameters
-    and all(mark.name != "fd_alone" for mark in test.pytestmark)
-}
-"""Tests of operations of few megabytes."""
 
 
 def resident() -> int:
@@ -185,19 +168,17 @@ def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
         assert counts_host_memory(target.backend), f"the device loses {growth[3]:.0f} bytes per step"
 
 
-@pytest.mark.parametrize("operation", list(OPERATIONS))
-def test_nothing_remains_of_an_operation(target: Target, require: Callable[..., None], operation: str) -> None:
+@pytest.mark.parametrize("part", OPERATIONS, ids=lambda part: part.name)
+def test_nothing_remains_of_an_operation(target: Target, part: Part[Ops]) -> None:
     """Call it in its plainest case with ever other values; few requests need some of them."""
-    test = OPERATIONS[operation]
-    case = part_of(test).case("").with_only(supported_by(target.ops, target.limits))
-    given = {"target": target, "require": require, "case": case}
-    test(**{name: given[name] for name in inspect.signature(test).parameters})
+    case = part.case("").with_only(supported_by(target.ops, target.limits))
+    check(target, case)
 
     def use(number: int) -> None:
         with other_values(1 + number):
-            case.part.check(target.ops, case.values)
+            part.check(target.ops, case.values)
 
-    require_bounded(use, CALLS, f"calls of {case.part.name}", "1", may_wait=True)
+    require_bounded(use, CALLS, f"calls of {part.name}", "1", may_wait=True)
 
 
 def test_memory_of_a_rising_context_is_linear(target: Target) -> None:
