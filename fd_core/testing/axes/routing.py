@@ -54,7 +54,7 @@ _MOE: Final = (
     ),
     Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
     Axis("normalize", (True, False)),
-    Axis("norm_floor", (1e-12, 0.0, 0.7)),
+    Axis("norm_floor", (1e-12, 0.0, 0.7), ("Experts.norm_floor",)),
     Axis("correction_bias", (False, True)),
     Axis("shared_expert", (False, True)),
     Axis("shared_gate", (False, True), needs="shared_gate"),

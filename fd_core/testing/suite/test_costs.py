@@ -81,7 +81,7 @@ def test_cost_of_logits_grows_with_the_rows_that_need_them(ops: Ops, values: Val
 @pytest.mark.parametrize("kind", _POOLS)
 def test_cost_of_a_block_does_not_grow_with_the_pool(ops: Ops, require: Require, kind: str, call: str) -> None:
     require("kv_transfer", *["latents"] * (kind == "latents"), *["primitives"] * (call == "write"))
-    calls, shape = [], _POOLS[kind]
+    calls, shape = list[Callable[[], object]](), _POOLS[kind]
     for count in (_SMALL, _LARGE):
         cache, some = ops.allocate_kv(shape, count), np.array([count - 2], np.int32)
         if call == "write":

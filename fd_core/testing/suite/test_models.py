@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -111,43 +111,8 @@ def assert_close(
     assert error.mean() < share * MEAN_ERROR[key] * expected.std()
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "everything": {"seed": 1, "rank": 4},
-    "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
-}
 ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
 """Maximum error of a logit compared with merged weights, which are rounded again."""
-
-
-@pytest.mark.parametrize("way", thorough_but(["mixed", "chunked"], "mixed"))
-@pytest.mark.parametrize("case", thorough_but(["llama", "gemma3", "qwen3-moe"], "llama"))
-def test_adapters_in_one_batch_compute_what_merged_weights_compute(
-    target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
-) -> None:
-    """Compare with merged weights, or, for quantized weights, with the oracle's adapters, as merging happens before
-    quantization."""
-    require(*abilities_of(case))
-    folder = written(case, checkpoints)
-    right = [partial(oracle_logits, folder, quantization=target.quantization)]
-    adapters = []
-    for name, settings in ADAPTERS.items():
-        adapters.append(checkpoints / f"{case}-{name}")
-        merged = checkpoints / f"{case}-{name}-merged"
-        merge_adapter(folder, write_adapter(folder, adapters[-1], **settings), merged)
-        if target.quantization == "auto":
-            right.append(partial(oracle_logits, merged))
-        else:
-            right.append(partial(oracle_logits, folder, quantization=target.quantization, adapter=adapters[-1]))
-    chunk, lengths = WAYS[way]
-    model = loaded(target, ops, folder)
-    places = [2, 0, 1, 2][: len(lengths)]
-    driver = PagedDriver(
-        adapted_by(model, folder, adapters), ops, prompts(model.vocab_size, lengths), longest=64, places=places
-    )
-    driver.generate(GENERATED, chunk)
-    for row, place in zip(driver.rows, places, strict=True):
-        expected = right[place](tuple(row.tokens[:-1]))
-        assert_close(target, row, expected, largest=ADAPTED_ERROR, share=2.0)
 
 
 @pytest.mark.parametrize("way", thorough_but(WAYS, "whole", "mixed"))

@@ -16,7 +16,6 @@ from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
-from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.fault import wrong, wrong_in
 
 
@@ -47,7 +46,6 @@ class LosesTheScaleOfRope:
 
 @wrong(
     "reference",
-    "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
     "models:test_a_model_computes_what_the_oracle_computes*",
     "attention:test_attention_reads_scattered_blocks*",
     "attention:test_attention_keeps_to_its_window*",
@@ -96,16 +94,6 @@ class ReturnsStatesOfThePreviousToken:
             return found
 
         return shifted
-
-
-@wrong(
-    "reference",
-    "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
-)
-class AppliesTheAdapterOfThePreviousToken:
-    def lora(self, y, x, lora):
-        rows = adapter_rows(np.roll(lora.step.lora_slots, 1), self)
-        return super().lora(y, x, replace(lora, step=replace(lora.step, **rows)))
 
 
 @wrong("reference", "attention:test_attention_reads_scattered_blocks*")
