@@ -16,12 +16,11 @@ from fd_core.backends.null import NullCache
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import HostCopies
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
-from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear
+from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.warm_up import WarmUpRow
 from tests.testing.wrong.fault import wrong, wrong_in
 
 _QUERIES: dict[tuple[int, ...], np.ndarray] = {}
-_PLANNED: dict[tuple[int, ...], np.ndarray] = {}
 
 
 @wrong_in("reference", "company=in a thread,requests=9,max_tokens=33")
@@ -33,16 +32,6 @@ class SharesScratchBetweenInstances:
         held = _QUERIES.setdefault(q.shape, np.empty_like(q))
         held[...] = q
         return held
-
-
-@wrong_in("reference", "company=in turns")
-class PlansOnceForAllInstances:
-    """The block tables of a step are planned anew only if its contexts change, in the whole process."""
-
-    def paged_attention(self, q, layer, heads, step):
-        key = (step.block_tables.shape, *step.context_len.tolist(), *step.query_start.tolist())
-        tables = _PLANNED.setdefault(key, step.block_tables.copy())
-        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
 
 
 @wrong_in("null", "depth=16,requests=9,max_tokens=33")
@@ -220,14 +209,6 @@ class ScoresAtMostSixtyFourRows:
         found = super().ranks(logits, tokens)
         found[64:] = 1
         return found
-
-
-@wrong_in("null", "logprobs=1,requests=24,slots=33")
-class NamesAlternativesOfTheFirstRows:
-    def logprobs(self, logits, tokens, top_n):
-        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
-        chosen[9:], top_ids[9:], top[9:] = chosen[:1], top_ids[:1], top[:1]
-        return chosen, top_ids, top
 
 
 @wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
@@ -464,15 +445,6 @@ class TakesItsMemoryBackOnce:
         return super().allocate_kv(shape, num_blocks)
 
 
-@wrong_in("reference", "adapters=2,requests=9")
-class HasRoomForTheFirstAdapters:
-    """Buffers have room for the adapters of the first time; those that are loaded later are left out."""
-
-    def place_loras(self, deltas, inputs, outs, before=None):
-        first = len(deltas) if before is None else len(before)
-        return super().place_loras([*deltas[:first], *[None] * len(deltas[first:])], inputs, outs, before)
-
-
 @wrong_in("reference", "model=gemma3,requests=9,max_tokens=33")
 class CapturesGroupsOfTheFirstStep:
     """Inputs of a captured step are copied to its buffers, except the places of groups of layers."""
@@ -672,23 +644,6 @@ class AddsToACopy:
 
     def add_at(self, x, rows, ids, values):
         return super().add_at(x.copy(), rows, ids, values)
-
-
-class _Twice(NumpyLinear):
-    """A weight and another copy of it."""
-
-    __slots__ = ("transposed",)
-
-
-@wrong("reference", "lifetime:test_weights_take_the_memory_of_their_form*")
-class KeepsWeightsInTwoLayouts:
-    """For prompts and for decodes."""
-
-    def prepare_linear(self, parts, biases=None, *, gated=False):
-        right = super().prepare_linear(parts, biases, gated=gated)
-        made = _Twice(right.weight, right.bias)
-        object.__setattr__(made, "transposed", right.weight.T.copy())
-        return made
 
 
 @wrong("reference", "lifetime:test_weights_take_the_memory_of_their_form*")

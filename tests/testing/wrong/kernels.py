@@ -114,29 +114,6 @@ class EndsImagesWithTheirTile(NumpyOps):
         return super().paged_attention(q, layer, heads, step)
 
 
-@shown_by("layer", image_tokens=64, window=128)
-class MovesTheWindowOfImages(NumpyOps):
-    """The window of a token of an image is that of the image's last token."""
-
-    def paged_attention(self, q, layer, heads, step):
-        out = super().paged_attention(q, layer, heads, step)
-        if step.ends is None or heads.window is None:
-            return out
-        for row in range(len(step.context_len)):
-            for at in range(step.query_start[row], step.query_start[row + 1]):
-                end = int(step.ends[at])
-                if end > step.positions[at] + 1:
-                    one = replace(
-                        step,
-                        query_start=np.array([0, 1]),
-                        context_len=np.array([end]),
-                        block_tables=step.block_tables[row : row + 1],
-                        ends=None,
-                    )
-                    out[at] = super().paged_attention(q[at : at + 1], layer, heads, one)[0]
-        return out
-
-
 class _RemembersByIdentity(NumpyOps):
     """Plans by the identity of an object; that of a freed one is the identity of a later one."""
 
@@ -206,16 +183,6 @@ class BeginsWithTheStateOfAnEarlierRequest(NumpyOps):
             return super().recur(x, recurrent, layer, step)
 
 
-@shown_by("recurrent", rows=2)
-class WritesStatesOfPaddedRows(NumpyOps):
-    """Rows of padding have the first block, which may be a request's."""
-
-    def recur(self, x, recurrent, layer, step):
-        y = super().recur(x, recurrent, layer, step)
-        layer[:, 0] = layer[:, step.block_tables[0, 0]]
-        return y
-
-
 @shown_by("recurrent", rejected=5)
 class JournalsFourTokens(NumpyOps):
     """Of more drafts, the first ones are consumed before they are verified."""
@@ -223,21 +190,6 @@ class JournalsFourTokens(NumpyOps):
     def recur(self, x, recurrent, layer, step):
         with mock.patch.object(recurrence, "MAX_JOURNAL", 4):
             return super().recur(x, recurrent, layer, step)
-
-
-@shown_by("recurrent", rule="delta", chunk=8193)
-class ForgetsTheConvolutionBetweenTiles(NumpyOps):
-    """Prompts are computed in tiles of 64 tokens; the first tokens of the later ones convolve zeros."""
-
-    def recur(self, x, recurrent, layer, step):
-        found, right = super().recur(x, recurrent, layer, step), x.copy()
-        for row, begin in enumerate(step.query_start[:-1].tolist()):
-            right[begin + 63 : step.query_start[row + 1] : 64] = 0
-        firsts = np.concatenate(
-            [np.arange(begin + 64, end, 64) for begin, end in zip(step.query_start, step.query_start[1:], strict=False)]
-        ).astype(int)
-        found[firsts] = super().recur(right, recurrent, layer.copy(), step)[firsts]
-        return found
 
 
 @shown_by("recurrent", chunk=40)
@@ -320,11 +272,6 @@ class NumbersPositionsOfSomeRowsInSixteenBits(NumpyOps):
 @shown_by("layer", context=131_073)
 class NumbersPositionsOfChunksInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
     of_most = range(17, 1 << 16)
-
-
-@shown_by("layer", context=131_073)
-class NumbersPositionsOfDraftsInSixteenBits(NumbersPositionsOfSomeRowsInSixteenBits):
-    of_most = range(2, 17)
 
 
 @shown_by("latent", context=131_073)
@@ -417,18 +364,6 @@ class SharesTheScaleOfHeads(NumpyOps):
             super().write_kv(layer, k, v, kv_slots)
 
 
-@shown_by("layer", shared_blocks=20)
-class ReadsSharedBlocksOnce(NumpyOps):
-    """Common blocks are loaded for the first row of a tile of eight only."""
-
-    def paged_attention(self, q, layer, heads, step):
-        tables = step.block_tables.copy()
-        for row in range(1, len(tables)):
-            if row % 8 and step.context_len[row] > 60 and (tables[row, 1:4] == tables[row - 1, 1:4]).all():
-                tables[row, 1] = tables[row, 0]
-        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
-
-
 @shown_by("layer", shared_blocks=20, chunk=0)
 class MeasuresThePrefixOfTheFirstAndLastRow(NumpyOps):
     """The blocks that both have in common are read for all rows that begin with the same block."""
@@ -467,16 +402,6 @@ class ShowsDraftsToEachOther(NumpyOps):
 
 
 # Products ------------------------------------------------------------------------------------------------------------
-
-
-@shown_by("linear", inputs=4104)
-class DropsTheTailOfALongProduct(NumpyOps):
-    """Above 4,096 inputs, only whole tiles of 64 are multiplied."""
-
-    def linear(self, x, weight):
-        inputs = x.shape[1]
-        whole = inputs if inputs <= 4096 else inputs // 64 * 64
-        return super().linear(x[:, :whole], NumpyLinear(weight.weight[:, :whole], weight.bias))
 
 
 @shown_by("linear", rows=8192)
@@ -518,26 +443,11 @@ class ComputesLogitsOf131072Tokens(NumpyOps):
         return logits
 
 
-@shown_by("logits_of", softcap=1.5, vocabulary=131_073)
-class CapsLogitsOfTheFirst32768Tokens(NumpyOps):
-    def logits_of(self, x, head, softcap):
-        logits = super().logits_of(x, head, softcap)
-        if softcap is not None:
-            logits[:, 2**15 :] = super().logits_of(x, head, None)[:, 2**15 :]
-        return logits
-
-
 @shown_by("moe", experts=257)
 class KeepsExpertsInEightBits(NumpyOps):
     def moe(self, x, experts, activation):
         reachable = replace(experts, router=np.where(np.arange(len(experts.router))[:, None] < 128, experts.router, 0))
         return super().moe(x, reachable, activation)
-
-
-@shown_by("moe", experts=128, top_k=16)
-class ChoosesEightExpertsAtMost(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, top_k=min(experts.top_k, 8)), activation)
 
 
 @shown_by("moe", routing="one expert", tokens=257)
@@ -550,18 +460,6 @@ class LimitsTheTokensOfAnExpert(NumpyOps):
         crowded = np.flatnonzero(scores.argmax(axis=1) == np.bincount(scores.argmax(axis=1)).argmax())
         out[crowded[128:]] = 0
         return out
-
-
-@shown_by("moe", expert_groups=3)
-class ChoosesOutsideOfTheBestGroups(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, groups=1, top_groups=1), activation)
-
-
-@shown_by("moe", normalize=True, norm_floor=0.7)
-class NormalizesWithoutAFloor(NumpyOps):
-    def moe(self, x, experts, activation):
-        return super().moe(x, replace(experts, norm_floor=0.0), activation)
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -671,33 +569,10 @@ class PenalizesAtMost64Rows(NumpyOps):
         )
 
 
-@shown_by("penalize", slots=8)
-class CountsDraftsOfRowsTogether(NumpyOps):
-    """Drafts are added to the counts in place, so rows of one request see those of each other; then removed."""
-
-    def penalize(self, logits, penalties):
-        cells = penalties.counts_rows[penalties.draft_rows], penalties.draft_ids
-        np.add.at(penalties.counts, cells, 2)
-        none = np.empty(0, np.int32)
-        found = super().penalize(logits, replace(penalties, draft_rows=none, draft_ids=none))
-        np.subtract.at(penalties.counts, cells, 2)
-        return found
-
-
 @shown_by("sample", top_k=65_537, vocabulary=131_073)
 class KeepsSixteenBitsOfTopK(NumpyOps):
     def sample(self, logits, rows):
         return super().sample(logits, replace(rows, top_k=rows.top_k & 0xFFFF))
-
-
-@shown_by("sample", top_k=1025)
-class FiltersAtMost1024Tokens(NumpyOps):
-    def sample(self, logits, rows):
-        if not rows.any_filter:
-            return super().sample(logits, rows)
-        filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-        limited = np.where(rows.top_k > 0, np.minimum(rows.top_k, 1024), 1024)
-        return super().sample(logits, replace(rows, top_k=np.where(filtered, limited, 0).astype(np.int32)))
 
 
 @shown_by("sample", seed=2**32)
@@ -864,14 +739,6 @@ class IgnoresTheLastPartialWord(NumpyOps):
         )
 
 
-@shown_by("mask_logits", bits="one each")
-class ShiftsMasksByOne(NumpyOps):
-    """Bit 0 is used for token 1."""
-
-    def mask_logits(self, logits, rows, bits):
-        return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
-
-
 @shown_by("mask_logits", order="random")
 class MasksRowsInOrder(NumpyOps):
     """The first mask is applied to the first row, not to the row that it names."""
@@ -932,15 +799,6 @@ class AddsTheSinkOfEachSplit(NumpyOps):
         return np.where(split[:, None], twice, once)
 
 
-@shown_by("layer", sinks=True, scale=0.5)
-class ScalesSinks(NumpyOps):
-    """A sink is the score of a key before the scale."""
-
-    def paged_attention(self, q, layer, heads, step):
-        sinks = None if heads.sinks is None else heads.sinks * np.float32(heads.scale)
-        return super().paged_attention(q, layer, replace(heads, sinks=sinks), step)
-
-
 @shown_by("kv", kv_dtype="int8", spare_blocks=255)
 class ReadsBlocksFromBeforeAnImport(NumpyOps):
     """Blocks in 8 bits are dequantized once, and again after `write_kv`, but not after `import_blocks`."""
@@ -963,14 +821,6 @@ class ReadsBlocksFromBeforeAnImport(NumpyOps):
         held = np.stack([plain[block] for block in step.block_tables.ravel().tolist()], axis=1)
         tables = np.arange(held.shape[1], dtype=np.int32).reshape(step.block_tables.shape)
         return super().paged_attention(q, held, heads, replace(step, block_tables=tables))
-
-
-@shown_by("kv", tokens=513)
-class WritesFiveHundredTwelveTokensAtMost(NumpyOps):
-    """The kernel that writes the cache has a grid of 512 tokens."""
-
-    def write_kv(self, layer, k, v, kv_slots):
-        super().write_kv(layer, k[:512], v[:512], kv_slots[:512])
 
 
 @shown_by("kv", kv_heads=32)
@@ -1173,16 +1023,6 @@ class MissesNaNWithASign(NumpyOps):
     def sample(self, logits, rows):
         smallest = np.isnan(logits) & (logits.view(np.int32) < 0)
         return super().sample(np.where(smallest, np.float32(-np.inf), logits), rows)
-
-
-@shown_by("lora", missing="an adapter", placed="in turns")
-class KeepsTermsThatANewAdapterLacks(NumpyOps):
-    """A slot is overwritten only by an adapter that changes the same linear."""
-
-    def place_loras(self, deltas, inputs, outs, before=None):
-        if before is not None:
-            deltas = [old if new is None else new for old, new in zip(before, deltas, strict=True)]
-        return super().place_loras(deltas, inputs, outs, before)
 
 
 class _Placed(list):
@@ -1408,16 +1248,6 @@ class TakesFloat16ExpertsForBfloat16(NumpyOps):
         return super().prepare_experts([[read(part) for part in expert] for expert in parts], biases, gated=gated)
 
 
-@shown_by("moe", packed="int8")
-class ReadsTheFirstPackedExpert(NumpyOps):
-    """The stride between packed experts is 0: all have the weights of the first."""
-
-    def prepare_experts(self, parts, biases=None, *, gated):
-        if isinstance(parts[0][0], PackedTensor):
-            parts = [parts[0] for _ in parts]
-        return super().prepare_experts(parts, biases, gated=gated)
-
-
 @shown_by("moe", packed_down="Q6_K")
 class ReadsDownInTheFormatOfUp(NumpyOps):
     """The kernel of experts is chosen by gate and up; it reads scales of `down` with their group, and their minima."""
@@ -1501,17 +1331,6 @@ class ClampsNothing(NumpyOps):
             return super().gate(gate_up, activation)
         gate, up = np.split(gate_up, 2, axis=-1)
         return self.activate(gate, "quick_gelu") * (up + 1)
-
-
-@shown_by("logits_of", tied=True, source="F16")
-class ReadsTiedHalvesAsBfloat16(NumpyOps):
-    """The head that shares the table is packed from its bits: 2 bytes are taken for bfloat16."""
-
-    def tied_head(self, embedding, weight, bias=None):
-        if isinstance(weight, RawTensor) and weight.data.itemsize == 2:
-            weight = RawTensor("BF16", weight.data.view(np.uint16))
-            return self.prepare_linear([weight], None if bias is None else [bias])
-        return super().tied_head(embedding, weight, bias)
 
 
 class _HandedOver(HostCopies):

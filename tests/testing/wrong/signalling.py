@@ -174,7 +174,7 @@ class ShowsReleasesInLogprobs:
 
 @wrong(
     "null",
-    "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0-2]",
+    "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0]",
     spreads_to=("signals:test_each_slot_of_random_plans_is_answered*",),
 )
 class CountsOneForEachDecode:
