@@ -10,13 +10,12 @@ import pytest
 
 from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.testing.kit.judging import Golden
-from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.stepper import Stepper
 from fd_core.testing.models.texts import greedy
 from fd_core.types import RequestSpec
 
-KS = [0, 1, 3, 5]
+KS = [0, 3]
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
 
 
@@ -27,7 +26,6 @@ def most_computed(
     k: int,
     wrong: float,
     *,
-    depth: int = 2,
     eager: bool = False,
     **room: Any,
 ) -> int:
@@ -59,21 +57,20 @@ def most_computed(
         counts.clear()  # computed by the warm-up
         stepper = Stepper(loaded, eager=eager)
         stepper.submit(*specs)
-        stepper.run(depth)
+        stepper.run(2)
     assert max(counts, default=0) <= budget, "the model computes more tokens than the budget allows"
     golden.check(specs, stepper.texts.tokens)
     return max(stepper.computed)
 
 
-@pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.parametrize("k", KS)
 @pytest.mark.law("2.1")
-def test_a_budget_equal_to_the_demand_serves_every_decode(golden: Golden, k: int, depth: int) -> None:
+def test_a_budget_equal_to_the_demand_serves_every_decode(golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(3)]
-    assert most_computed(golden, specs, 3 * (1 + k), k=k, wrong=0.0, depth=depth, num_kv_blocks=64) <= 3 * (1 + k)
+    assert most_computed(golden, specs, 3 * (1 + k), k=k, wrong=0.0, num_kv_blocks=64) <= 3 * (1 + k)
 
 
-@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.parametrize("k", KS)
 @pytest.mark.law("2.4")
 def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][:8], 12) for index in range(3)]
@@ -81,7 +78,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", KS)
 @pytest.mark.law("2")
 def test_padding_never_exceeds_the_budget(target: Target, k: int, rows: int) -> None:
     with target.engine(k, max_num_batched_tokens=4) as engine:
