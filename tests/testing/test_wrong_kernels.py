@@ -66,7 +66,7 @@ FORGOTTEN = {
     for field in fields(cls)
     if f"{cls.__name__}.{field.name}" in axis.fields and field.default is not MISSING
 }
-"""What layers have in addition to the plainest ones, with an axis that varies it."""
+"""Fields of layers that are not those of the plainest ones, each with an axis that varies it."""
 
 
 def pack_without(cls: type, name: str, plain: object) -> NumpyOps:
