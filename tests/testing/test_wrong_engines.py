@@ -112,6 +112,7 @@ def test_masks_that_are_kept_are_found(folder):
     check_operation(parse_target("reference", folder), MASK)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if COUNTS in fault.noticed_by])
 def test_counts_that_end_are_found(folder, name):
     with pytest.raises((AssertionError, ValueError), match=r"after about|reshape"):

@@ -88,6 +88,7 @@ def pack_without(cls: type, name: str, plain: object) -> NumpyOps:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3, by=lambda name: FORGOTTEN[name][2].name)
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_cases_detect_a_pack_that_forgets_a_field(name):
     cls, field, part, axis = FORGOTTEN[name]
