@@ -71,24 +71,19 @@ def test_parallel_uploads_share_the_remaining_space(tmp_path: Path) -> None:
         assert used(server) == on_disk(tmp_path) <= LIMIT
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "\udcff\ud800", "a" * 5000, "a\0b\n", "🦀" * 255, "C:\\x"])
-def test_client_file_names_are_not_used_on_disk(tmp_path: Path, name: str) -> None:
+def test_client_file_names_are_not_used_on_disk(tmp_path: Path) -> None:
+    texts = "../../etc/passwd", "a" * 5000, "a\0b\n", "🦀" * 255, "C:\\x"
     with live(batch_api=True, batch_store=str(tmp_path / "store"), batch_store_limit=LIMIT) as server:
-        body = form(("purpose", None, b"batch"), ("file", "NAME", b"x" * 1000))
-        body = body.replace(
-            b"NAME",
-            name.encode("utf-8", "surrogateescape" if "\udcff" in name else "surrogatepass")
-            if "\ud800" not in name
-            else b"\xff\xed\xa0\x80",
-        )
-        answer = server.request("POST", "/v1/files", body, content_type=FORM)
-        assert answer.status in (200, 400), answer.body
-        assert used(server) == on_disk(tmp_path / "store")
-        assert {each.name for each in tmp_path.iterdir()} == {"store"}
-        for each in server.get("/v1/files").json["data"]:
-            assert len(each["filename"]) <= 255
-            assert server.request("DELETE", f"/v1/files/{each['id']}").status == 200
-        assert used(server) == on_disk(tmp_path / "store") == 0
+        for name in (b"\xff\xed\xa0\x80", *map(str.encode, texts)):
+            body = form(("purpose", None, b"batch"), ("file", "NAME", b"x" * 1000)).replace(b"NAME", name)
+            answer = server.request("POST", "/v1/files", body, content_type=FORM)
+            assert answer.status in (200, 400), answer.body
+            assert used(server) == on_disk(tmp_path / "store")
+            assert {each.name for each in tmp_path.iterdir()} == {"store"}
+            for each in server.get("/v1/files").json["data"]:
+                assert len(each["filename"]) <= 255
+                assert server.request("DELETE", f"/v1/files/{each['id']}").status == 200
+            assert used(server) == on_disk(tmp_path / "store") == 0
 
 
 def test_full_key_leaves_room_for_others(tmp_path: Path) -> None:
