@@ -33,7 +33,7 @@ def unmarked(paths: Iterable[Path]) -> list[str]:
         if isinstance(node, ast.ImportFrom)
     ]
     helpers = [
-        (_module(path), node)
+        (_module(path), node, _reads(node))
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, _Function) and not _is_test(node)
@@ -43,9 +43,10 @@ def unmarked(paths: Iterable[Path]) -> list[str]:
         before = sum(map(len, timers.values()))
         for module, source, names in imports:
             timers[module] |= names & timers.get(source, set())
-        for module, helper in helpers:
-            if helper.name not in timers[module] and _returns_elapsed(helper, timers[module]):
-                timers[module].add(helper.name)
+        for module, helper, reads in helpers:
+            known = timers[module]
+            if helper.name not in known and not reads.isdisjoint(known | {""}) and _returns_elapsed(helper, known):
+                known.add(helper.name)
         found = sum(map(len, timers.values())) > before
     return [
         f"{path}:{test.lineno} {test.name}"
@@ -82,12 +83,14 @@ def _marks(body: list[ast.stmt]) -> bool:
     return any("mark.timing" in ast.unparse(node.value) for node in assigned)
 
 
-def _measures(function: _Function, timers: set[str]) -> bool:
-    return any(_is_clock(node) or (isinstance(node, ast.Name) and node.id in timers) for node in ast.walk(function))
+def _reads(function: _Function) -> frozenset[str]:
+    """Return the names in a function; an empty one stands for a clock."""
+    nodes = list(ast.walk(function))
+    return frozenset({*(node.id for node in nodes if isinstance(node, ast.Name)), *[""][: any(map(_is_clock, nodes))]})
 
 
 def _judges_elapsed(test: _Function, timers: set[str]) -> bool:
-    if not _measures(test, timers):
+    if _reads(test).isdisjoint(timers | {""}):
         return False
     durations = _durations(test, timers)
     return any(
@@ -101,8 +104,6 @@ def _judges_elapsed(test: _Function, timers: set[str]) -> bool:
 
 
 def _returns_elapsed(function: _Function, timers: set[str]) -> bool:
-    if not _measures(function, timers):
-        return False
     durations = _durations(function, timers)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield) and node.value]
     return any(_is_elapsed(value, durations, timers) for value in returned)

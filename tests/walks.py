@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import sys
 import tempfile
@@ -238,7 +239,9 @@ SCENARIOS: Final[dict[str, Callable[[Recorder], Walk]]] = {
 
 
 def walks(names: Iterable[str] = SCENARIOS) -> dict[str, Walk]:
-    """Run scenarios under the tracer."""
+    """Run scenarios under the tracer, which would trace their imports as well."""
+    for module in ("engine.building.test_kv_transfer", "server.test_null_engine"):
+        importlib.import_module(f"tests.{module}")
     with Recorder().installed() as recorder:
         return {name: SCENARIOS[name](recorder) for name in names}
 

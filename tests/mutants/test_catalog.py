@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,27 +17,39 @@ from tests.mutants.mutant import DoesNotApply, Edit, Mutant
 from tests.mutants.unseen import UNSEEN
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_applies_once_and_still_compiles(mutant: Mutant, tmp_path: Path) -> None:
-    for edit in mutant.edits:
-        copy = tmp_path / edit.file
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text((ROOT / "fd_core" / edit.file).read_text())
-    mutant.apply(tmp_path)
-    for edit in mutant.edits:
-        changed = (tmp_path / edit.file).read_text()
-        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse((ROOT / "fd_core" / edit.file).read_text()))
+@cache
+def original(file: str) -> str:
+    return (ROOT / "fd_core" / file).read_text()
 
 
-@pytest.mark.parametrize("fault", KERNEL_FAULTS, ids=lambda fault: fault.name)
-def test_kernel_fault_applies_once(fault: Mutant, tmp_path: Path) -> None:
+@cache
+def original_tree(file: str) -> str:
+    return ast.dump(ast.parse(original(file)))
+
+
+def apply_each(mutants: Iterable[Mutant], package: Path) -> Iterable[tuple[str, str, str]]:
+    """Apply each fault to a copy of its files; yield its name, and each file with the changed text."""
+    for mutant in mutants:
+        for file in {edit.file for edit in mutant.edits}:
+            (package / file).parent.mkdir(parents=True, exist_ok=True)
+            (package / file).write_text(original(file))
+        try:
+            mutant.apply(package)
+        except DoesNotApply as error:
+            raise AssertionError(f"{mutant.name} does not apply") from error
+        for file in {edit.file for edit in mutant.edits}:
+            yield mutant.name, file, (package / file).read_text()
+
+
+def test_mutants_apply_once_and_still_compile(tmp_path: Path) -> None:
+    for name, file, changed in apply_each(MUTANTS, tmp_path):
+        assert ast.dump(ast.parse(changed, name)) != original_tree(file), f"{name} changes nothing"
+
+
+def test_kernel_faults_apply_once(tmp_path: Path) -> None:
     """The session `mutants` judges their compiled code."""
-    for edit in fault.edits:
-        copy = tmp_path / edit.file
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text((ROOT / "fd_core" / edit.file).read_text())
-    fault.apply(tmp_path)
+    for name, file, changed in apply_each(KERNEL_FAULTS, tmp_path):
+        assert changed != original(file), f"{name} changes nothing"
 
 
 def test_unseen_entries_are_mutants() -> None:
