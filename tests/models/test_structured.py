@@ -61,12 +61,10 @@ def test_ten_schemas_are_always_filled_validly(llm: LLM, times: int) -> None:
     assert masks.forced_accepted == masks.forced_drafted > masks.masks / 4, "much of a schema is forced"
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the default run has tests/engine/test_structured.py and tiny models
 @pytest.mark.law("4")
-@pytest.mark.parametrize(
-    "names", [["records"], pytest.param(["records", "unicode"], marks=pytest.mark.soak)], ids=["one", "two"]
-)
-def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM, names: list[str]) -> None:
+def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM) -> None:
+    names = ["records", "unicode"]
     together = [answer.token_ids for answer in fill(llm, names, range(2))]
     alone = [fill(llm, [name], [seed])[0].token_ids for name in names for seed in range(2)]
     assert alone == together

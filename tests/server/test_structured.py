@@ -262,7 +262,6 @@ def exponential(properties: int) -> dict[str, Any]:
 
 WEAPONS: list[dict[str, Any]] = [
     {"guided_json": exponential(10)},
-    {"guided_grammar": "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200))},
     {
         "guided_grammar": "\n".join(
             ["start: r0", *(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(3000)), 'r3000: "z"']
@@ -272,7 +271,7 @@ WEAPONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", WEAPONS, ids=["references", "intersections", "depth", "patterns"])
+@pytest.mark.parametrize("fields", WEAPONS, ids=["references", "depth", "patterns"])
 def test_exponential_schema_is_a_400_and_delays_no_other(null: LiveServer, fields: dict[str, Any]) -> None:
     with ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(null.post, TEXT, {"prompt": "a", **fields}) for _ in range(2)]

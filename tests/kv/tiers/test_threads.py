@@ -149,7 +149,7 @@ def test_close_cancels_loads() -> None:
     assert loaded.blocks < 30 and alive(rig) == set()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 def test_random_load_with_faults(seed) -> None:
     """Two seconds of random effects, delays, errors, damage, hangs: every operation completes once and correctly."""
     print("seed", seed)  # shown on failure; with threads it makes a repetition only likely
