@@ -16,12 +16,12 @@ from fd_core.engine.core import Engine
 from fd_core.runner.drafting.eagle import EagleDrafter
 from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.testing.models.drafting import write_head
-from fd_core.testing.models.texts import Texts, greedy, run
+from fd_core.testing.models.texts import greedy, run
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 from tests.engine.structured import structured_specs
-from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.test_layer_groups import PACKS, engine_of, run_preempted
 from tests.models.mtp import write_mtp_model
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
@@ -132,13 +132,7 @@ def test_preempted_requests_go_on_from_saved_kv_of_the_head(
 ) -> None:
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets}
     with engine_of(model, num_kv_blocks=41, max_num_seqs=5, **store, **drafting) as engine:
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        texts = Texts()
-        for spec in SPECS:
-            texts.take(engine.submit(spec))
-        while engine.has_work:
-            texts.take(engine.step())
-            wait_until_stored(engine)
+        texts = run_preempted(engine, SPECS)
         counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
         assert counters.preemptions and offload.loaded_tokens
         assert texts.tokens == golden(model)

@@ -24,7 +24,7 @@ from fd_core.text.tokenizer import byte_tokenizer
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.structured import structured_specs
-from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.test_layer_groups import PACKS, engine_of, run_preempted, wait_until_stored
 from tests.engine.ways import WAYS
 
 PLACEHOLDER: Final = 7
@@ -155,13 +155,7 @@ def test_preempted_images_go_on(model: Path, secrets: dict[str, str], tmp_path: 
     with engine_of(model, **settings) as engine:
         expected = run(engine, specs).tokens
     with engine_of(model, num_kv_blocks=17, **store, **settings) as engine:
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        texts = Texts()
-        for spec in specs:
-            texts.take(engine.submit(spec))
-        while engine.has_work:
-            texts.take(engine.step())
-            wait_until_stored(engine)
+        texts = run_preempted(engine, specs)
         assert engine.stats().scheduler.counters.preemptions
         assert engine.stats().scheduler.offload.loaded_tokens or not saves
         assert texts.tokens == expected

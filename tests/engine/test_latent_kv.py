@@ -11,10 +11,10 @@ import pytest
 from fd_core.models.families.latent.deepseek import DeepSeekV2
 from fd_core.ops.contract import KVShape
 from fd_core.testing.models.checkpoints import SIZES, write_config
-from fd_core.testing.models.texts import Texts, run
+from fd_core.testing.models.texts import run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
-from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.test_layer_groups import PACKS, engine_of, run_preempted
 from tests.engine.ways import WAYS
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
@@ -57,13 +57,7 @@ def test_preempted_requests_go_on_from_saved_latent_kv(
     settings: dict[str, Any] = {**PACKS[pack], "dtype": "float32", "kv_cache_dtype": kv}
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets}
     with engine_of(model, num_kv_blocks=41, max_num_seqs=5, **store, **settings) as engine:
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        texts = Texts()
-        for spec in SPECS:
-            texts.take(engine.submit(spec))
-        while engine.has_work:
-            texts.take(engine.step())
-            wait_until_stored(engine)
+        texts = run_preempted(engine, SPECS)
         counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
         assert counters.preemptions and offload.loaded_tokens
         if kv == "auto":  # 8 bits show rounding errors of sums in another order

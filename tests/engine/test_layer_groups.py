@@ -21,6 +21,7 @@ from fd_core.models.families.builtin.llama import Llama4
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.models.checkpoints import SIZES, write_checkpoint, write_config
 from fd_core.testing.models.texts import Texts, run
+from fd_core.types import RequestSpec
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
 
@@ -205,6 +206,18 @@ def wait_until_stored(engine: Engine, seconds: float = 60) -> None:
         time.sleep(0.001)
 
 
+def run_preempted(engine: Engine, specs: list[RequestSpec]) -> Texts:
+    """Return the texts of more requests than fit; those that are preempted return when their KV is stored."""
+    engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
+    texts = Texts()
+    for spec in specs:
+        texts.take(engine.submit(spec))
+    while engine.has_work:
+        texts.take(engine.step())
+        wait_until_stored(engine)
+    return texts
+
+
 @pytest.mark.law("5.2")
 @pytest.mark.parametrize("where", ["host tier", "store"])
 def test_preempted_requests_go_on_from_saved_windows(
@@ -213,13 +226,7 @@ def test_preempted_requests_go_on_from_saved_windows(
     folder, groups = model
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets} if where == "store" else {}
     with engine_of(folder, num_kv_blocks=groups.blocks(160, 4) + 1, max_num_seqs=6, **store) as engine:
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        texts = Texts()
-        for spec in SPECS:
-            texts.take(engine.submit(spec))
-        while engine.has_work:
-            texts.take(engine.step())
-            wait_until_stored(engine)
+        texts = run_preempted(engine, SPECS)
         assert texts.tokens == golden(folder)
         counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
         assert counters.preemptions and offload.saved_tokens

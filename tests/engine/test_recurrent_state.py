@@ -17,10 +17,10 @@ from fd_core.models.families.recurrent.mamba import GraniteHybrid
 from fd_core.models.families.recurrent.qwen import Qwen3Next
 from fd_core.testing.models.checkpoints import SIZES, write_config
 from fd_core.testing.models.drafting import OracleDrafter
-from fd_core.testing.models.texts import Texts, run
+from fd_core.testing.models.texts import run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import random_specs
-from tests.engine.test_layer_groups import PACKS, engine_of, wait_until_stored
+from tests.engine.test_layer_groups import PACKS, engine_of, run_preempted, wait_until_stored
 from tests.engine.ways import WAYS
 
 SPECS: Final = random_specs(5, seed=3, max_prompt=60, max_tokens=25)
@@ -78,13 +78,7 @@ def test_preempted_requests_go_on_from_saved_states(
     store = store or {"save_preempted_kv": False}
     blocks = 31 if kv == "auto" else 19
     with engine_of(model, num_kv_blocks=blocks, max_model_len=90, max_num_seqs=5, **store, **settings) as engine:
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[attr-defined]  # admits what fits
-        texts = Texts()
-        for spec in SPECS:
-            texts.take(engine.submit(spec))
-        while engine.has_work:
-            texts.take(engine.step())
-            wait_until_stored(engine)
+        texts = run_preempted(engine, SPECS)
         counters, offload = engine.stats().scheduler.counters, engine.stats().scheduler.offload
         assert counters.preemptions
         assert offload.loaded_tokens or not saves
