@@ -26,8 +26,10 @@ SEED = int(os.environ.get("FD_TEST_SEED", "0"))
 SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
 """Hypothesis draws one of so many examples that a test asks for; `nox -s soak` draws all of them."""
 LEAST = 8
+FEW = 5
+"""Cases of a matrix that run without taking turns."""
 MANY = 12
-"""Cases of a test that run without taking turns."""
+"""Cases of a test of a class with the mark `in_turn` that do."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -107,7 +109,7 @@ def _take_turns(items: list[pytest.Item]) -> None:
             tests.setdefault(test, []).append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("in_turn")
-        if len(cases) <= MANY and (mark is None or mark not in cases[0].own_markers):
+        if mark not in cases[0].own_markers and len(cases) <= (FEW if mark is None else MANY):
             continue
         chosen = _covering(cases) if mark is None else _of_each(cases, *mark.args, **mark.kwargs)
         for number, item in enumerate(cases):
