@@ -178,7 +178,7 @@ def test_settings_do_not_change_texts(model: tuple[Path, LayerGroups], changes: 
 )
 @pytest.mark.law("4")
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(2, by=lambda model, changes: (*changes,))
 def test_ranks_do_not_change_texts(model: tuple[Path, LayerGroups], changes: dict[str, Any]) -> None:
     folder, groups = model
     with engine_of(folder, **changes) as engine:

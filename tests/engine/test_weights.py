@@ -170,7 +170,7 @@ def test_paused_requests_recompute_their_saved_kv(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, *TENSOR_RANKS], ids=str)
+@pytest.mark.parametrize("settings", [{}, pytest.param(BOTH[0], marks=pytest.mark.soak)], ids=str)
 def test_stored_kv_of_other_weights_is_never_loaded(
     folder: Path, tmp_path: Path, secret: str, settings: dict[str, Any]
 ) -> None:
@@ -201,7 +201,7 @@ def test_reset_keeps_texts_and_recomputes_prompts(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, RANKS[0]], ids=str)
+@pytest.mark.parametrize("settings", [{}, pytest.param(BOTH[0], marks=pytest.mark.soak)], ids=str)
 def test_adapters_apply_to_the_new_weights_also_after_a_sleep(folder: Path, settings: dict[str, Any]) -> None:
     settings = {"lora_modules": (f"style={folder / 'adapter'}",), **settings}
     engine, other = (engine_of(folder / name, **settings) for name in ("one", "two"))
@@ -336,8 +336,8 @@ def give(two: Pair, engine: Engine, order: messages.ControlOrder) -> None:
         ("prefill", {}),
         ("decode", {}),
         *(
-            pytest.param(side, *ranks.values, marks=ranks.marks)
-            for side, ranks in zip(["prefill", "decode"], RANKS, strict=True)
+            pytest.param(side, ranks, marks=pytest.mark.soak if side == "prefill" else pytest.mark.slow)
+            for side, ranks in zip(["prefill", "decode"], BOTH, strict=True)
         ),
     ],
     ids=str,

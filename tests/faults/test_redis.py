@@ -98,7 +98,13 @@ def test_engine_survives_a_stopped_redis(redis_server: Any, secret: Path, second
     )
 
 
-@pytest.mark.parametrize(("pause", "piece"), [(60.0, 65536), (0.05, 4)], ids=["silent", "80 bytes a second"])
+@pytest.mark.parametrize(
+    ("pause", "piece"),
+    [
+        pytest.param(60.0, 65536, id="silent", marks=pytest.mark.soak),  # as a stopped server is
+        pytest.param(0.05, 4, id="80 bytes a second"),
+    ],
+)
 def test_operations_time_out_on_a_stalled_connection(
     redis_server: Any, proxy: Proxy, secret: Path, pause: float, piece: int
 ) -> None:

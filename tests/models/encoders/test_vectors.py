@@ -113,7 +113,7 @@ def test_ranks_compute_the_same_vectors(tmp_path: Path) -> None:
         np.testing.assert_array_equal(llm.embed(prompts()), alone)
 
 
-@pytest.mark.parametrize("where", ["inproc", "process"])
+@pytest.mark.parametrize("where", ["inproc", pytest.param("process", marks=pytest.mark.soak)])
 def test_vectors_follow_sleep_and_updates_of_weights(tmp_path: Path, where: Literal["inproc", "process"]) -> None:
     written(tmp_path / "first", "bert")
     written(tmp_path / "weights" / "second", "bert", seed=1)

@@ -47,7 +47,9 @@ def dominated(tmp_path, request):
 
 
 @pytest.mark.parametrize(
-    "dominated", [pytest.param("Q4_0", marks=pytest.mark.soak), "Q8_0", "Q4_K", "BF16"], indirect=True
+    "dominated",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("Q4_0", "Q8_0")), "Q4_K", "BF16"],
+    indirect=True,
 )
 def test_loading_needs_at_most_a_fifth_more_than_the_file(dominated):
     if load_native_ops("bfloat16", 1) is None:
