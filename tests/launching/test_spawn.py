@@ -36,6 +36,7 @@ class TestSpawn(LauncherSuite):
         finally:
             launching.close()
 
+    @pytest.mark.soak  # by default tests/cluster/test_deployment.py serves through both
     def test_server_and_router_announce_their_addresses(self, launching: Launcher) -> None:
         where = ("--host", NODE_ADDRESS, "--port", "0")
         words = ("-m", "fd_core.cli", "serve", "null", "--backend", "null", *where)
