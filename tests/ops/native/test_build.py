@@ -112,18 +112,8 @@ def test_amx_tiles_compile_to_amx_instructions(tmp_path):
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("needs a compiler for x86-64")
     folder, text = Path(build.__file__).parent / "csrc", tmp_path / "packed.s"
-    command = [
-        compiler,
-        *build.compiler_flags("amx"),
-        "-O1",
-        "-I",
-        folder,
-        "-S",
-        folder / "linear" / "packed.cpp",
-        "-o",
-        text,
-    ]
-    subprocess.run(command, check=True, timeout=120)
+    flags = [*build.compiler_flags("amx"), "-O1", "-I", folder]
+    subprocess.run([compiler, *flags, "-S", folder / "linear" / "packed.cpp", "-o", text], check=True, timeout=120)
     assert {"tdpbsud", "tileloadd", "tilestored"} <= set(text.read_text().split())
 
 
