@@ -49,7 +49,7 @@ ASK = {"model": "null", "messages": [TURN], "max_tokens": 700, "temperature": 1.
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 
 
-async def engine(speculative: SpeculativeConfig | None = None) -> EngineClient:
+async def engine(where: str, speculative: SpeculativeConfig | None = None) -> EngineClient:
     config = EngineConfig(
         model="null",
         backend="faulty",
@@ -61,7 +61,7 @@ async def engine(speculative: SpeculativeConfig | None = None) -> EngineClient:
         pipeline_depth=2,
         speculative=speculative,
     )
-    return await open_client(config, None, where="process")
+    return await open_client(config, None, where=where)
 
 
 async def answers(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -125,7 +125,7 @@ def test_constrained_answer_survives_engine_kills(
     """Killed twice: in the reasoning and after it, or twice within the JSON."""
     bodies = requests(form, budget)
     faults.arm()
-    undisturbed = generated_by(engine, bodies, deaths=0)
+    undisturbed = generated_by(lambda: engine("inproc"), bodies, deaths=0)
     for joined in undisturbed:
         text = joined["arguments"] if form is CALL else joined["content"]
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -134,5 +134,5 @@ def test_constrained_answer_survives_engine_kills(
         assert int(joined["usage"]) > 120
     first, then = positions
     faults.arm("kill", "kill", position=int(undisturbed[0]["prompt"]) + first, every=then)
-    assert generated_by(lambda: engine(speculative), bodies, deaths=2) == undisturbed
+    assert generated_by(lambda: engine("process", speculative), bodies, deaths=2) == undisturbed
     assert faults.count == 2
