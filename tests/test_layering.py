@@ -146,6 +146,14 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(parsed(path)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Keep syntax trees for the tests of this file alone: every collection of garbage visits their million objects."""
+    yield
+    parsed.cache_clear()
+    nodes.cache_clear()
+
+
 def sources(*places: str) -> Iterator[Path]:
     for place in places:
         path = ROOT / place

@@ -86,6 +86,13 @@ def parsed(file: Path) -> tuple[Literal, ...]:
     return tuple(literals(file))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Keep syntax trees for the tests of this file alone: every collection of garbage visits their million objects."""
+    yield
+    parsed.cache_clear()
+
+
 def literals_with(words: str, tops: tuple[Path, ...], pattern: str) -> list[Literal]:
     """Return the strings with these words; only files that have the longest of them are parsed."""
     word = max(words.replace(VALUE, " ").split(), key=len)
