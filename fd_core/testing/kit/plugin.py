@@ -123,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "law(rule, ...): checks these invariants, docs/understand/law.md")
     config.addinivalue_line("markers", "fd_cases(part, ...): runs with `case` for each case of parts of the kit")
     config.addinivalue_line("markers", "timing: its verdict depends on elapsed time, compared within one run")
-    config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
+    config.addinivalue_line("markers", "fd_pairs: covers pairs of values, or a day; excluded by `--quick`")
     config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
     config.addinivalue_line("markers", "fd_alone: measures time or memory; runs after the others, never beside them")
     config.pluginmanager.register(_NamesInOptions(), "fd-names")

@@ -16,6 +16,7 @@ _OF_CORE = 12
 
 
 @pytest.mark.fd_thorough
+@pytest.mark.fd_pairs
 @pytest.mark.fd_alone
 @pytest.mark.law("1.1", "1.2", "1.4", "1.7", "2", "2.2", "2.6", "3.1", "3.2", "3.3", "3.5", "3.6", "4", "8")
 @pytest.mark.parametrize("name", SERVERS)
@@ -26,6 +27,7 @@ def test_an_ordinary_day(target: SchedulerTarget, name: str) -> None:
 
 @pytest.mark.timing
 @pytest.mark.fd_thorough
+@pytest.mark.fd_pairs
 @pytest.mark.fd_alone
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize("name", ["defaults", "store"])
