@@ -395,6 +395,12 @@ class Driver:
         self.auditor.active(self.scheduler.activities(), held)
         for name in names:
             self.auditor.phases(name, self.scheduler.phases(name))
+        auditor = self.auditor
+        # An engine sleeps without work, and its watchdog with it.
+        left = [*sorted(auditor.unfinished), *map(str, auditor.occupancies.values())]
+        left += [type(operation).__name__ for operation in self.tiers.pending]
+        works = self.scheduler.has_work or auditor.paused or not left
+        require(works, "1.8", f"it reports no work, but these are open: {', '.join(left)}")
 
 
 def drive(

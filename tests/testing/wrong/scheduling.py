@@ -258,7 +258,7 @@ class ReportsAnAbortTwice(Changed):
         return self.last
 
 
-@breaks("1.8", "signals:test_while_anything_is_open_there_is_work[1]")
+@breaks("1.8", "schedule:keep=all,requests=12")
 class SleepsOnceAllEndsAreReported(Changed):
     """A stopping engine then exits, although slots still drain or saves are running."""
 

@@ -18,7 +18,7 @@ def _check(target: SchedulerTarget, case: KitCase) -> None:
 
 
 @pytest.mark.law("1.1", "1.2", "1.3", "1.4", "1.5", "1.7", "2.1", "2.2", "2.6", "3.1", "3.2", "3.5", "3.6", "4", "5.3")
-@pytest.mark.law("1.6", "1.9", "3.3", "5.4", "5.5", "6.1", "6.2", "6.3", "8")
+@pytest.mark.law("1.6", "1.8", "1.9", "3.3", "5.4", "5.5", "6.1", "6.2", "6.3", "8")
 @pytest.mark.fd_cases(SCHEDULES)
 def test_schedule(target: SchedulerTarget, case: KitCase) -> None:
     _check(target, case)

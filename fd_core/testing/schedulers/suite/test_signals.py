@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
@@ -14,11 +13,7 @@ from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.audit import Occupancy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import PROMPTS
-from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.types import RequestSpec
-
-KS = [0, 1, 3, 5]
-DEPTHS = [1, 2, 3]
 
 
 def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
@@ -79,47 +74,6 @@ def test_pause_keeps_the_order_of_requests(target: SchedulerTarget) -> None:
     driver.run()
     names = [each.request_id for plan in driver.plans[before:] for each in plan.admissions][:3]
     require(set(names) == running, "8", f"{sorted(running)} ran before a pause, and {names} after it")
-
-
-@pytest.mark.law("1.8")
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: int) -> None:
-    """An engine sleeps without work, and its watchdog with it, so pending handshakes must count as work."""
-    specs = [*long_ones(4), *(greedy(f"short{index}", PROMPTS[10 + index][:3], 5) for index in range(6))]
-    keep = None if "storage" in target.lacks else OffloadSelection(True, True, True)
-    driver = drive(target, depth=depth, keep=keep)
-
-    def is_open() -> str:
-        names = [
-            *sorted(driver.auditor.unfinished),
-            *(str(occupancy) for occupancy in driver.auditor.occupancies.values()),
-        ]
-        return ", ".join([*names, *(type(each).__name__ for each in driver.tiers.pending)])
-
-    def check(after: str) -> None:
-        what = f"after {after} there is no work, but still open: {is_open()}"
-        require(driver.scheduler.has_work or not is_open(), "1.8", what)
-
-    for number in range(1000):
-        if specs:
-            driver.submit(specs.pop(0))
-            check("an addition")
-        if not is_open():
-            break
-        if len(driver.in_flight) < depth:
-            driver.plan()
-            check("a plan")
-        draining = drains(driver)
-        if draining is not None:
-            driver.abort(draining)
-            check("an abort")
-        if driver.in_flight and number % 3:
-            driver.answer()
-            check("an answer")
-        if driver.tiers.pending and not number % 3:
-            driver.complete(-1, OperationEnd.WELL)
-            check("a completion")
-    driver.run(depth)
 
 
 @pytest.mark.law("1.2", "1.7")
