@@ -74,6 +74,22 @@ SHARE_AXES: Final = (
 """Tenants that always wait, and how the requests of the last one differ from those of the others; if all
 their tokens are the prompt's, they end without output. Those of `spread` priorities are as important or less. Of four
 requests of the last tenant one is seven times as large as the others; requests end in any order."""
+ADMISSION_AXES: Final = (
+    Axis("tenants", ("t0-t0", "t1-t0", "t0-idle", "t0-back", "t1-new", "t1-", "-t0"), ("QueuedRequest.tenant",)),
+    Axis("large_one", ("none", "prompt", "output", "other_prompts", "other_outputs")),
+    Axis("large", (5000, 2**20), ("QueuedRequest.num_tokens", "QueuedRequest.max_new_tokens")),
+    Axis("past", ("new", "one", "several")),
+    Axis("days", (0, 2**31, 2**34)),
+    Axis("priority", (0, 5, -3), ("QueuedRequest.priority",)),
+    Axis("preempted", (False, True), ("QueuedRequest.preempted",)),
+    Axis("aborted", (0, 2)),
+)
+"""One request, while others of the same priority keep arriving. `tenants` are that of the request, and that of the
+others: t0, one without requests so far, one whose only request ended at the start, each time a new one, or none, which
+is the empty string. In the `past`, many requests of so many tenants have ended; days before, one was served so many
+tokens. All prompts and outputs are small but for a `large_one`: a policy may have a limit anywhere between them."""
+_PATIENCE: Final = 200
+"""Admissions of later requests that may precede a request."""
 _PAST: Final = (0, 2**24, 2**31, 2**32, 2**34)
 """Tokens that another tenant used on days before: a count of so many bits is full soon."""
 EXCUSED: Final = {"SchedulingPolicy.displaced_by.victims": "victim policies have axes of their own"}
@@ -288,6 +304,56 @@ def _check_priorities(make: MakePolicy, case: Case) -> None:
         before = admitted
 
 
+def _can_wait(case: Case) -> bool:
+    """Return False where a request that was preempted may wait for a million tokens of others."""
+    return not (case["preempted"] and case["large_one"] == "prompt" and int_of(case, "large") > 5000)
+
+
+def check_admission(make: MakePolicy, case: Case) -> None:
+    """A request is admitted in time while one arrives for each that is admitted, some of which are aborted at once.
+
+    Raises `InvariantViolated`.
+    """
+    kinds, large = ("prompt", "output", "other_prompts", "other_outputs"), int_of(case, "large")
+    prompt, output, of_others, output_of_others = (large if case["large_one"] == kind else 10 for kind in kinds)
+    queue, used = Queue(make()), of_others + 10
+    arrivals = serve_past(queue, int_of(case, "days"), used)
+    tenant, others = str(case["tenants"]).split("-")
+    served, active = {"new": (0, 1), "one": (300, 1), "several": (300, 4)}[str(case["past"])]
+
+    def new(tenant: str, prompt: int = of_others, output: int = output_of_others) -> QueuedRequest:
+        arrival, priority = next(arrivals), int_of(case, "priority")
+        name = f"new {arrival}" if tenant == "new" else tenant
+        request = QueuedRequest(arrival, prompt, output, priority, name, preempted=False)
+        queue.add(request)
+        return request
+
+    new("back")
+    queue.end(queue.admit(), used)
+    for number in range(20):
+        new(f"t{number % active}")
+    for _ in range(served):
+        queue.end(ended := queue.admit(), used)
+        new(ended.tenant)
+    target = new(tenant, prompt, output)
+    for _ in range(19):
+        new("t0")
+    # A request that was preempted has been served: others may get as many tokens first.
+    patience = _PATIENCE + (prompt // used if case["preempted"] else 0)
+    for _ in range(patience):
+        admitted = queue.admit()
+        if admitted.arrival == target.arrival:
+            if admitted.preempted or not case["preempted"]:
+                return
+            queue.add(returned(admitted))
+            continue
+        queue.end(admitted, used)
+        new(others)
+        for _ in range(int_of(case, "aborted")):
+            queue.abort(new(others))
+    broken("2.2", f"a request waits after {patience} admissions of later ones")
+
+
 def check_shares(make: MakePolicy, case: Case) -> None:
     """Serve tenants that always wait: none gets less than two thirds of an equal share, of requests or of tokens.
 
@@ -444,6 +510,8 @@ def _check_choices(
 
 ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)
 """Orders of admission under a scheduling policy."""
+ADMISSIONS: Final[Part[MakePolicy]] = Part("admission", ADMISSION_AXES, check_admission, _can_wait)
+"""Admissions of one request among many under a scheduling policy."""
 SHARES: Final[Part[MakePolicy]] = Part("shares", SHARE_AXES, check_shares)
 """Shares of tenants under a scheduling policy."""
 CANDIDATES: Final[Part[MakePolicy]] = Part("candidates", RUNNING_AXES, check_candidates)

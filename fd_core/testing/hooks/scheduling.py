@@ -20,6 +20,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, RunningRequests
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.orders import (
+    ADMISSIONS,
     CANDIDATES,
     ORDERS,
     SHARES,
@@ -28,11 +29,10 @@ from fd_core.testing.hooks.orders import (
     grown,
     returned,
     running_of,
-    serve_past,
 )
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import cpu_seconds, require_bounded
-from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
@@ -44,22 +44,8 @@ _RUNNING = running_of(CANDIDATES.case("plain").values)
 _CROWD = 50_000
 """Waiting requests among which no request may be searched."""
 _CROWDS: Final = ("one tenant", "as many tenants")
-_PATIENCE = 200
-"""Admissions of later requests that may precede a request."""
-_PAST: Final = {0: 0, 5: 2**31, -3: 2**34}
-"""Priorities of all requests, and tokens that were served on the days before."""
 _REQUEST_MS = 1
 """Milliseconds that the calls about a request may take; those of the core take 0.003."""
-_SIZES: Final = {
-    "alike": (10, 10, 10, 10),
-    "long": (5000, 10, 10, 10),
-    "short": (10, 10, 5000, 10),
-    "without_max_tokens": (10, 100_000, 10, 10),
-    "with_max_tokens": (10, 10, 10, 100_000),
-}
-"""Tokens of the prompt of a request and those that it may generate, and those of all others."""
-_LARGE: Final = tuple(4**power for power in range(2, 11))
-"""Tokens in place of the larger ones of `_SIZES`, in the plainest tests: a policy may have a limit anywhere."""
 
 
 class SchedulingPolicySuite:
@@ -84,85 +70,11 @@ class SchedulingPolicySuite:
         case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
-    @pytest.mark.parametrize("past", [(0, 1), (300, 1), (300, 4)], ids=["new", "one", "several"])
-    @pytest.mark.parametrize("preempted", [False, True])
-    @pytest.mark.parametrize("tenants", ["t0-t0", "t1-t0", "t0-idle", "t0-back", "t1-new", "t1-", "-t0"])
-    @pytest.mark.parametrize("sizes", [*_SIZES.values()], ids=[*_SIZES])
-    @pytest.mark.parametrize("aborted", [0, 2])
-    def test_request_is_admitted_while_others_keep_arriving(
-        self,
-        aborted: int,
-        sizes: tuple[int, int, int, int],
-        tenants: str,
-        past: tuple[int, int],
-        *,
-        preempted: bool,
-    ) -> None:
-        """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once.
-
-        `sizes` are the tokens of the request's prompt and those that it may generate, as many as the context allows
-        if a client sets no `max_tokens`, and those of the others. `tenants` are that of the request, and that of
-        the others: t0, one without requests so far, one whose only request ended at the start, each time a new one,
-        or none, which is the empty string. In the `past`, so many requests of so many tenants have ended.
-        """
-        if max(sizes[:2]) > 10 and self.favours_small:
+    @pytest.mark.fd_cases(ADMISSIONS)
+    def test_request_is_admitted_while_others_keep_arriving(self, case: KitCase) -> None:
+        if case.values["large_one"] in ("prompt", "output") and self.favours_small:
             lacks(self.favours_small)
-        for priority, days in _PAST.items() if not past[0] else ((0, 0),):
-            self._check_admission(priority, days, aborted, sizes, tenants, past, preempted=preempted)
-        for large in _LARGE[: 5 if preempted else None] if not past[0] and not aborted and max(sizes) > 10 else ():
-            prompt, output, of_others, output_of_others = (10 if size == 10 else large for size in sizes)
-            each = prompt, output, of_others, output_of_others
-            self._check_admission(0, 0, 0, each, tenants, past, preempted=preempted)
-
-    def _check_admission(
-        self,
-        priority: int,
-        days: int,
-        aborted: int,
-        sizes: tuple[int, int, int, int],
-        tenants: str,
-        past: tuple[int, int],
-        *,
-        preempted: bool,
-    ) -> None:
-        own, rest = sizes[:2], sizes[2:]
-        queue = Queue(self.policy_class()())
-        arrivals = serve_past(queue, days, rest[0] + 10)
-        (tenant, others), (served, active) = tenants.split("-"), past
-
-        def new(tenant: str, size: tuple[int, int] = rest) -> QueuedRequest:
-            arrival, name = next(arrivals), tenant
-            request = QueuedRequest(arrival, *size, priority, f"new {arrival}" if name == "new" else name, False)
-            queue.add(request)
-            return request
-
-        new("back")
-        used = rest[0] + 10
-        queue.end(queue.admit(), used)
-        for number in range(20):
-            new(f"t{number % active}")
-        for _ in range(served):
-            queue.end(ended := queue.admit(), used)
-            new(ended.tenant)
-        target = new(tenant, own)
-        for _ in range(19):
-            new("t0")
-        # A request that was preempted has been served: others may get as many tokens first.
-        patience = _PATIENCE + (own[0] // used if preempted else 0)
-        for _ in range(patience):
-            admitted = queue.admit()
-            if admitted.arrival == target.arrival:
-                if admitted.preempted or not preempted:
-                    return
-                queue.add(returned(admitted))
-                continue
-            queue.end(admitted, used)
-            new(others)
-            for _ in range(aborted):
-                queue.abort(new(others))
-        what = "a request of {:,} tokens, which may generate {:,}, waits after".format(*own)
-        later = "admissions of later ones of {:,} and {:,}".format(*rest)
-        broken("2.2", f"{what} {patience} {later}, all of priority {priority}, and {days:,} tokens of days before")
+        case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
     @pytest.mark.fd_cases(SHARES)

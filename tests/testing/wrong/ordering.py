@@ -38,13 +38,6 @@ class ShortestOutputFirst(Fcfs):
         return (request.arrival + request.max_new_tokens // 64, request.arrival)
 
 
-class ServesLongPromptsLast(Fcfs):
-    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
-
-    def rank(self, request):
-        return (int(request.num_tokens > 8192), request.arrival)
-
-
 class ServesShortOutputsLast(Fcfs):
     noticed_by = "test_request_is_admitted_while_others_keep_arriving"
 
@@ -196,18 +189,6 @@ class KeepsClocksUntilIdle(FairShare):
     def __init__(self):
         super().__init__()
         self._most_clocks = 2**62
-
-
-class KeepsIdleCredit(FairShare):
-    """A tenant that was idle may use all at once what it left to others."""
-
-    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
-
-    def arrived(self, request):
-        self._clocks.setdefault(request.tenant, 0)
-        super().arrived(request)
-        if self._unfinished[request.tenant] == 1 and len(self._unfinished) < 3:
-            self._clocks[request.tenant] = min(self._clocks[request.tenant], self._now // 2)
 
 
 class ServesPreemptedRequestsLast(FairShare):
@@ -915,13 +896,6 @@ class KeepsClocksInFloat32(FairShare):
     def admitted(self, request):
         super().admitted(request)
         self._clocks[request.tenant] = int(np.float32(self._clocks[request.tenant]))
-
-
-class WrapsClocks(FairShare):
-    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
-
-    def turn(self, flow):
-        return super().turn(flow) % 2**31
 
 
 class ChargesTheLongest(FairShare):
