@@ -41,7 +41,7 @@ SHORTER: Mapping[str, str] = {
     r"^pytest\b": "pytest tests/test_policy.py",
 }
 """Replacements of slow commands in the default run; `nox -s guides` runs the page as written, and
-tests/examples/test_vendor_plugin.py runs all tests of that project."""
+tests/examples/test_vendor_plugin.py runs the kit of that project."""
 
 NULL: Mapping[str, str] = {"FD_BACKEND": "null"}
 
