@@ -279,7 +279,7 @@ class TakesAllTokensForThePrompt(FairShare):
     noticed_by = "test_shares_of_tenants"
 
     def ended(self, request, num_computed):
-        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        num_prompt, *_ = self._charges.get(request.arrival, (0,))
         super().ended(request, num_prompt + num_computed - request.num_tokens)
 
 
@@ -289,7 +289,7 @@ class ChargesNothingWithoutOutput(FairShare):
     noticed_by = "test_shares_of_tenants"
 
     def ended(self, request, num_computed):
-        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        num_prompt, *_ = self._charges.get(request.arrival, (0,))
         super().ended(request, num_computed if num_computed > num_prompt else 0)
 
 
@@ -539,7 +539,7 @@ class LearnsTheShareOfPrompts(FairShare):
     _share = 1.0
 
     def ended(self, request, num_computed):
-        num_prompt, _ = self._charges.get(request.arrival, (0, 0))
+        num_prompt, *_ = self._charges.get(request.arrival, (0,))
         super().ended(request, num_computed)
         if num_prompt:
             self._share = 0.9 * self._share + 0.1 * num_prompt / (num_computed - num_prompt)
@@ -636,19 +636,6 @@ class ChargesWaitingRequests(FairShare):
     def ended(self, request, num_computed):
         if request.arrival not in self._charges:
             self._clocks[request.tenant] += num_computed
-        super().ended(request, num_computed)
-
-
-class RefundsRequestsWithoutOutput(FairShare):
-    """A request that ended before its first output is charged nothing, although its prompt was computed."""
-
-    noticed_by = "test_shares_of_tenants"
-
-    def ended(self, request, num_computed):
-        prompt, charge = self._charges.get(request.arrival, (0, 0))
-        if num_computed <= prompt:
-            self._clocks[request.tenant] -= charge
-            self._charges.pop(request.arrival)
         super().ended(request, num_computed)
 
 
