@@ -35,9 +35,7 @@ from fd_core.testing.kit.growth import cpu_seconds, require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.texts import greedy
-from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
 from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
-from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import ScriptedRun
 
 _RUNNING = running_of(CANDIDATES.case("plain").values)
@@ -187,15 +185,6 @@ class SchedulingPolicySuite:
         cores = [replace(server, policy=each) for each in (Fcfs, Priority, FairShare)]
         require_ordinary_day(
             ContinuousBatchingScheduler, replace(server, policy=self.policy_class()), cores, f"a day of {name!r}"
-        )
-
-    @pytest.mark.law("1.1", "2.2", "4")
-    @pytest.mark.parametrize("incident", ["none", "abort_waiting", "abort_all", "paused"])
-    def test_a_scheduler_serves_with_it(self, incident: str) -> None:
-        """Half of the requests wait for grammars, of which some cannot be used, and all of them for prefixes."""
-        case = SCHEDULES.case(f"{BUSY},grammar=own,outcome=badly,operations=late,incident={incident}")
-        check_schedule(
-            SchedulerTarget("continuous", ContinuousBatchingScheduler), case.values, policy=self.policy_class()()
         )
 
 

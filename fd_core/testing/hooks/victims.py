@@ -22,9 +22,8 @@ from fd_core.testing.kit.growth import require_bounded
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import greedy
-from fd_core.testing.schedulers.cases import BUSY, SCHEDULES, check_schedule
 from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
-from fd_core.testing.schedulers.driver import SchedulerTarget, prompt_of
+from fd_core.testing.schedulers.driver import prompt_of
 from fd_core.testing.schedulers.scripted import ScriptedRun
 
 _SLOWER: Final = 2
@@ -36,7 +35,6 @@ _LONG: Final = (
 """Times that its tokens a request is shown with, up to 2^31; prompt and output of short requests, and of the long one.
 
 Between their tokens lies, at one of the scales, any number above which a policy may treat a request as long."""
-_SCHEDULER: Final = SchedulerTarget("continuous", ContinuousBatchingScheduler)
 _ROWS: Final[Case] = {
     "oldest": 0,
     "priorities": "wide",
@@ -65,11 +63,6 @@ class VictimPolicySuite:
     @pytest.mark.fd_cases(CHOICES)
     def test_victim(self, case: KitCase) -> None:
         case.check(self.policy_class(), "pytest", option="--fd-case")
-
-    @pytest.mark.law("1.1", "2.2", "4")
-    @pytest.mark.parametrize("values", ["block_size=2", "k=3", "incident=abort_running", "incident=paused"])
-    def test_a_scheduler_serves_with_it(self, values: str) -> None:
-        check_schedule(_SCHEDULER, SCHEDULES.case(f"{BUSY},{values}").values, victims=self.policy_class()())
 
     @pytest.mark.fd_thorough
     @pytest.mark.fd_alone
@@ -140,7 +133,7 @@ def _steps_of_a_long_request(
         num_kv_blocks=64,
         vocab_size=257,
     )
-    run = ScriptedRun(_SCHEDULER.make, SchedulerSetup(limits=limits, policy=Fcfs(), victims=victims))
+    run = ScriptedRun(ContinuousBatchingScheduler, SchedulerSetup(limits=limits, policy=Fcfs(), victims=victims))
     numbers, short_ones = itertools.count(), 0
     run.scheduler.add(greedy("long", [7] * long[0], long[1]))
     admissions = 0

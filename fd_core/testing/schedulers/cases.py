@@ -423,8 +423,8 @@ def _ending(kind: str, spec: RequestSpec, text: Sequence[int], index: int) -> Re
     return _with(spec, stop_token_ids=stop, ignore_eos=kind == "ignored")
 
 
-def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec], **policies: Any) -> Driver:
-    """Return a scheduler with the settings of a case, without requests; `policies` replace those of the case."""
+def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec]) -> Driver:
+    """Return a scheduler with the settings of a case, without requests."""
     if case["ids"] == "reused":
         target = replace(target, make=reusing_ids(target.make))
     if case["schedulers"] == "two":
@@ -438,7 +438,8 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec],
         caching=bool(case["caching"]),
         keep=KEPT[str(case["keep"])],
         paired=case["pairs"] != "none",
-        **{"policy": POLICIES[str(case["policy"])](), "victims": VICTIMS[str(case["victims"])](), **policies},
+        policy=POLICIES[str(case["policy"])](),
+        victims=VICTIMS[str(case["victims"])](),
         timed=bool(case["timed"]),
         depth=int_of(case, "depth"),
         known=tuple(specs),
@@ -456,14 +457,14 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec],
     )
 
 
-def check_schedule(target: SchedulerTarget, case: Case, **policies: Any) -> None:
+def check_schedule(target: SchedulerTarget, case: Case) -> None:
     """Serve the requests of a case with its incidents; then the idle scheduler must have room as a new one.
 
-    The `policies` replace those of the case. Raises `InvariantViolated`.
+    Raises `InvariantViolated`.
     """
     case = effective({**default_case(AXES), **case})
     specs = specs_of(case)
-    driver, depth = driver_of(target, case, specs, **policies), int_of(case, "depth")
+    driver, depth = driver_of(target, case, specs), int_of(case, "depth")
     waiting = specs[: -(-len(specs) // 2)] if case["ids"] == "reused" else list(specs)
     incidents = _incidents(driver, str(case["incident"]), waiting)
     draw = draws(len(specs))
@@ -610,5 +611,3 @@ SCHEDULES: Final[Part[SchedulerTarget]] = Part(
     sizes_of,
 )
 """Every kind of request under every policy, with incidents, where slots and blocks are scarce."""
-BUSY: Final = "requests=12,slots=3,depth=2,prompt=above,shared=prefix,caching=true,tenants=5,priority=wide"
-"""Values of a case in which some requests wait for blocks, and others are preempted."""

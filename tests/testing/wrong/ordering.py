@@ -750,10 +750,6 @@ class RemembersRanks(Fcfs):
         del self._ranks[request.arrival]
 
 
-class RemembersRanksInAScheduler(RemembersRanks):
-    noticed_by = "test_a_scheduler_serves_with_it"
-
-
 class DividesTurnsByTheTime(FairShare):
     """NaN at the start: the queue looks for ever for the flow that has this turn."""
 
