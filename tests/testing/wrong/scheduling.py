@@ -590,7 +590,7 @@ class ComparesABlockWithAToken(Changed):
 # Pairs --------------------------------------------------------------------------------------------------------
 
 
-@breaks("3.6", "pairs:test_text_starts_after_the_transferred_kv[0-38]")
+@breaks("3.6", "schedule:pairs=elsewhere")
 class DecodesBeforeTheTransfer(Changed):
     def plan(self):
         plan, effects = super().plan()
@@ -639,7 +639,7 @@ class LeasesAllFreeBlocks(Changed):
         instead(self._probe.control, "growth", lambda *_: 0)
 
 
-@breaks("6.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-7]")
+@breaks("6.2", "schedule:pairs=jobs,requests=12")
 class SendsABlockThatIsNotFull(Changed):
     def change(self):
         def send(running_batch, right, slot, request):
@@ -662,7 +662,7 @@ class ResendsAJobFromTheStart(Changed):
         instead(self._running_batch, "preempt", preempt)
 
 
-@breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
+@breaks("6.1", "schedule:pairs=jobs,incident=abort_running,budget=3")
 class NeverAbandonsLeases(Changed):
     def change(self):
         def take(operations, right):
@@ -672,7 +672,7 @@ class NeverAbandonsLeases(Changed):
         instead(self._operations, "take", take)
 
 
-@breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
+@breaks("3.2", "schedule:pairs=jobs,requests=12")
 class OverwritesBlocksBeingSent(Changed):
     """Blocks of a send are free as soon as the request has left its slot."""
 
