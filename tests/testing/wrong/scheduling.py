@@ -918,26 +918,10 @@ class _PromptsFirst(planner.Planner):
         return (self._slots.num_planned[rows] - self._slots.num_computed[rows] > 1).any()
 
 
-@breaks("2.2", "lifetime:test_texts_go_on_beside_prompts_of_several_steps[8]")
+@breaks("2.2", "size:budget=3,spare_blocks=64,requests=20")
 class ComputesPromptsBeforeTexts(Changed):
     def change(self):
         self._planner.__class__ = _PromptsFirst
-
-
-@breaks("2.2", "lifetime:test_texts_go_on_beside_prompts_of_several_steps[2048]")
-class FillsLargeStepsWithPrompts(Changed):
-    def change(self):
-        if self.limits.max_num_batched_tokens >= 2048:
-            self._planner.__class__ = _PromptsFirst
-
-
-@breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming[budget]")
-class ComputesPromptsBeforeTextsInTurn(Changed):
-    """In every second step."""
-
-    def plan(self):
-        self._planner.__class__ = planner.Planner if self._planner._step % 2 else _PromptsFirst
-        return super().plan()
 
 
 @breaks("3.3", "blocks:test_the_tail_of_a_prefix_is_evicted_before_its_head")

@@ -20,7 +20,6 @@ from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun, count_bytecodes, count_bytes
@@ -148,31 +147,6 @@ def test_prompt_that_runs_alone_fills_a_large_budget(target: SchedulerTarget) ->
         right = [budget, 1] if length > budget else [length]
         what = f"a prompt of {length} tokens, a budget of {budget} and enough blocks"
         require(chunks == right, "2.1", f"{what}: expected steps of {right} tokens, got {chunks}")
-
-
-@pytest.mark.law("2.2")
-@pytest.mark.parametrize("budget", [8, 128, 2048, 8192, _BUDGET])
-def test_texts_go_on_beside_prompts_of_several_steps(target: SchedulerTarget, budget: int) -> None:
-    """Two texts get a token in each step; a prompt that is computed in five steps arrives after every six."""
-    room: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": budget,
-        "max_model_len": max(6 * budget, 64),
-    }
-    if exceeded := target.envelope.exceeded(room):
-        lacks(f"its envelope is exceeded: {exceeded}")
-    run = _run(target, block_size=16, num_kv_blocks=2 * budget + 32, **room)
-    for number in range(2):
-        run.scheduler.add(greedy(f"text {number}", (1, number), 40))
-    run.step()
-    for number in range(24):
-        if number % 6 == 0:
-            run.scheduler.add(greedy(f"long {number}", [(number + at * at) % 251 for at in range(5 * (budget - 2))], 1))
-        plan, deltas = run.step()
-        got = sum(len(delta.token_ids) for delta in deltas if delta.request_id.startswith("text"))
-        computed = 0 if plan is None else plan.total_tokens
-        what = f"two texts beside a prompt of {5 * (budget - 2):,} tokens, with a budget of {budget:,}"
-        require(got == 2, "2.2", f"{what}, get {got} tokens in a step of {computed:,}")
 
 
 @pytest.mark.law("2.1", "3.3", "5.2")
