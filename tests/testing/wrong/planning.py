@@ -619,11 +619,6 @@ class ServesWokenRequestsFirst(Changed):
         instead(self._waiting, "wake", wake)
 
 
-@breaks("2.2", "budget:test_request_is_admitted_while_others_with_grammars_keep_coming")
-class ServesCompiledRequestsFirst(ServesWokenRequestsFirst):
-    """The same fault, and what it does to users."""
-
-
 class Counts(Changed):
     """Changes the gauges or counters."""
 

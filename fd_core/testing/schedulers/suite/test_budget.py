@@ -223,17 +223,6 @@ def test_policy_determines_the_next_admission(target: SchedulerTarget, waits_for
 
 
 @pytest.mark.law("2.2")
-def test_request_is_admitted_while_others_with_grammars_keep_coming(target: SchedulerTarget) -> None:
-    driver = drive(target, *(greedy(f"plain{index}", prompt_of(4, index), 4) for index in range(3)), max_num_seqs=1)
-    for number in range(60):
-        driver.submit(greedy(f"more{number}", prompt_of(4, 10 + number), 1, grammar=f"start: /{number}/"))
-        driver.step()
-    left = [name for name in ("plain0", "plain1", "plain2") if name not in driver.texts.ends]
-    require(not left, "2.2", f"{left} wait while 60 later requests with grammars arrive")
-    driver.run()
-
-
-@pytest.mark.law("2.2")
 def test_tenant_with_few_requests_waits_for_few_of_another(target: SchedulerTarget) -> None:
     """Under `fair`, the requests of a second tenant take turns with the many that arrived before them."""
     driver = drive(target, policy=FairShare(), max_num_seqs=2)
