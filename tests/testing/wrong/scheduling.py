@@ -550,7 +550,7 @@ class CountsItsWeights(Changed):
         return super().change_weights(b"version %d" % self.version)
 
 
-@breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again[BADLY]")
+@breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again")
 class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):
         remembered = dict(self._offloading._stored_keys)
@@ -558,7 +558,7 @@ class TreatsDamagedKVAsStored(Changed):
         self._offloading._stored_keys.update(remembered)
 
 
-@breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again[IN_PART]")
+@breaks("5.4", "schedule:keep=all,outcome=in_part")
 class UsesPartialLoads(Changed):
     """Treats a load of half of its blocks as complete."""
 
