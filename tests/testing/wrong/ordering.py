@@ -59,13 +59,6 @@ class RanksByClock(Fcfs):
         return (time.monotonic_ns(), request.arrival)
 
 
-class RanksByChance(Fcfs):
-    noticed_by = "test_order"
-
-    def rank(self, request):
-        return (random.randrange(1000), request.arrival)
-
-
 class SharesStateBetweenObjects(Fcfs):
     noticed_by = "test_order"
     calls = 0
@@ -357,13 +350,6 @@ class ChoosesByChance(VictimPolicy):
         return random.randrange(len(running.slots))
 
 
-class ChoosesTheFirstRow(VictimPolicy):
-    noticed_by = "test_victim"
-
-    def choose(self, running):
-        return 0
-
-
 class ReturnsTheSlot(VictimPolicy):
     noticed_by = "test_victim"
 
@@ -392,20 +378,6 @@ class BreaksTiesBySlot(VictimPolicy):
 
     def choose(self, running):
         return int(np.lexsort((running.slots, running.num_tokens))[0])
-
-
-class AlternatesVictims(FewestTokens):
-    noticed_by = "test_victim"
-
-    def __init__(self):
-        self.last = -1
-
-    def choose(self, running):
-        others = np.flatnonzero(running.arrivals != self.last)
-        rows = others if len(others) else np.arange(len(running.slots))
-        row = int(rows[super().choose(running.only(rows))])
-        self.last = int(running.arrivals[row])
-        return row
 
 
 class ComparesPrioritiesInSixteenBits(VictimPolicy):
@@ -437,17 +409,6 @@ class CachesByArrivals(FewestTokens):
         return int(np.flatnonzero(running.arrivals == self._arrival)[0])
 
 
-class SortsInColumns(VictimPolicy):
-    """Quadratic: counts for each request how many are younger."""
-
-    noticed_by = "test_choice_takes_little_time"
-
-    def choose(self, running):
-        arrivals = running.arrivals.tolist()
-        younger = [sum([other > each for other in arrivals]) for each in arrivals]
-        return younger.index(0)
-
-
 class RemembersVictims(FewestTokens):
     noticed_by = "test_it_forgets_requests"
 
@@ -457,18 +418,6 @@ class RemembersVictims(FewestTokens):
     def choose(self, running):
         row = super().choose(running)
         self.seen.append(running.arrivals[row])
-        return row
-
-
-class LogsVictims(FewestTokens):
-    noticed_by = "test_it_forgets_requests"
-
-    def __init__(self):
-        self.log = bytearray()
-
-    def choose(self, running):
-        row = super().choose(running)
-        self.log += row.to_bytes(8, "little")
         return row
 
 
@@ -494,33 +443,6 @@ class ReturnsWithCredit(FairShare):
             self._idle = {**dict(list(self._idle.items())[-15:]), request.tenant: clock}
 
 
-class SharesItsTime(FairShare):
-    """The virtual time is an attribute of the class."""
-
-    noticed_by = "test_order"
-    now = 0
-
-    @property
-    def _now(self):
-        return SharesItsTime.now
-
-    @_now.setter
-    def _now(self, value):
-        SharesItsTime.now = value
-
-
-class LogsAdmissions(Fcfs):
-    """Small numbers, of which a process has one object each, in a list that grows."""
-
-    noticed_by = "test_it_forgets_requests_that_ended"
-
-    def __init__(self):
-        self._sizes = []
-
-    def admitted(self, request):
-        self._sizes.append(min(request.num_tokens, 200))
-
-
 class CollectsPriorities(Priority):
     noticed_by = "test_it_forgets_requests_that_ended"
 
@@ -543,15 +465,6 @@ class LearnsTheShareOfPrompts(FairShare):
         super().ended(request, num_computed)
         if num_prompt:
             self._share = 0.9 * self._share + 0.1 * num_prompt / (num_computed - num_prompt)
-
-
-class WeighsTokensByPriority(VictimPolicy):
-    """Multiplies by the priority where it should divide: important requests are preempted."""
-
-    noticed_by = "test_victim"
-
-    def choose(self, running):
-        return int(np.argmin(running.num_tokens * (1 + np.abs(running.priorities))))
 
 
 class ServesTheOldestRequest(FairShare):
@@ -655,16 +568,6 @@ class FreesTheMostBlocks(VictimPolicy):
         return int(np.argmax(running.num_tokens))
 
 
-class FreesTheMostBlocksInTurn(VictimPolicy):
-    """Each time after it has filled one block since."""
-
-    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
-
-    def choose(self, running):
-        spared = running.preempted_before & (running.num_gained < running.block_size)
-        return int(np.lexsort((running.num_tokens, ~spared))[-1])
-
-
 class FreesTheMostOfTheLeastImportant(FewestTokens):
     """Frees many blocks at once wherever priorities differ."""
 
@@ -675,15 +578,6 @@ class FreesTheMostOfTheLeastImportant(FewestTokens):
         if least.all():
             return super().choose(running)
         return int(np.lexsort((-running.arrivals, -running.num_tokens, ~least))[0])
-
-
-class FreesTheMostAmongPriorities(FewestTokens):
-    noticed_by = "test_a_long_request_ends_while_short_ones_keep_arriving"
-
-    def choose(self, running):
-        if len({*running.priorities.tolist()}) == 1:
-            return super().choose(running)
-        return int(np.lexsort((-running.arrivals, -running.num_tokens))[0])
 
 
 class CollectsGarbage(FewestTokens):
@@ -801,13 +695,6 @@ class ComparesAllCandidates(Priority):
         return np.array([row for row, each in enumerate(found) if sum(each < other for other in found) == 0])
 
 
-class ComparesAllCandidatesInC(Priority):
-    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
-
-    def preemption_candidates(self, running):
-        return np.flatnonzero((running.priorities[:, None] >= running.priorities).all(axis=1))
-
-
 class SumsItsQuotas(Fcfs):
     """Takes as long with few waiting requests as with many."""
 
@@ -908,24 +795,6 @@ class CorrectsTheOldestCharge(FairShare):
             first = next(iter(self._charges))
             self._charges[request.arrival], self._charges[first] = self._charges[first], self._charges[request.arrival]
         super().ended(request, num_computed)
-
-
-class SearchesItsTenant(FairShare):
-    noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
-
-    def __init__(self):
-        super().__init__()
-        self._waiting = {}
-
-    def arrived(self, request):
-        super().arrived(request)
-        self._waiting.setdefault(request.tenant, []).append(request.arrival)
-
-    def ended(self, request, num_computed):
-        super().ended(request, num_computed)
-        self._waiting[request.tenant].remove(request.arrival)
-        if not self._waiting[request.tenant]:
-            del self._waiting[request.tenant]
 
 
 def _faults(base: type) -> list[type]:

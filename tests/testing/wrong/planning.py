@@ -153,17 +153,6 @@ class Lies(Changed):
         return held if self._requests or self._operations.open or self._slots.num_draining else SchedulerHoldings()
 
 
-@breaks("3.1", "schedule:incident=abort_loading")
-class LosesBlocksOfAbortedLoads(Changed):
-    def change(self):
-        def abort_loading(running_batch, right, request):
-            slot = request.slot
-            self._slots.num_blocks[slot] = max(int(self._slots.num_blocks[slot]) - 1, 0)
-            right(request)
-
-        instead(self._running_batch, "abort_loading", abort_loading)
-
-
 @breaks("3.1", "schedule:incident=error")
 class LosesABlockOfEachFailedRow(Changed):
     def change(self):
@@ -385,12 +374,6 @@ class ShowsTheMostTokensThatWereAskedFor(ShowsAnotherRequest):
         return replace(right, max_new_tokens=request.spec.params.max_tokens - request.num_generated)
 
 
-@breaks("8", "schedule:tenants=2,policy=fair")
-class ShowsPreemptedRequestsWithoutTenant(ShowsAnotherRequest):
-    def view(self, request, right):
-        return replace(right, tenant="") if request.preemptions else right
-
-
 class ShowsOtherRows(Changed):
     """Shows both policies running requests that differ."""
 
@@ -407,12 +390,6 @@ class CountsGainsSinceTheArrival(ShowsOtherRows):
         return replace(
             running, num_gained=self._slots.num_tokens[running.slots] - self._slots.prompt_len[running.slots]
         )
-
-
-@breaks("8", "schedule:depth=2")
-class ForgetsEarlierPreemptions(ShowsOtherRows):
-    def rows(self, running):
-        return replace(running, preempted_before=np.zeros(len(running.slots), np.bool_))
 
 
 @breaks("8", "schedule:depth=2")
@@ -524,11 +501,6 @@ class RemembersAborts(Changed):
         return super().abort(request_id)
 
 
-@breaks("1.7", "schedule:requests=12,ids=reused,incident=abort_waiting")
-class AbortsAnIdOnce(RemembersAborts):
-    """The same fault: an id that is used again cannot be aborted."""
-
-
 @breaks("2.6", "lifetime:test_cost_does_not_grow_with_the_texts")
 class ReadsTheWholeText(Changed):
     """Looks for a repeated phrase in the whole text of each request after each step: quadratic."""
@@ -636,13 +608,6 @@ class CountsReadyRequestsAsWaiting(Counts):
         return {"slots": msgspec.structs.replace(stats.slots, waiting=waiting)}
 
 
-@breaks("3.6", "schedule:caching=true")
-class CountsCachedBlocksAsUsed(Counts):
-    def changed(self, stats):
-        blocks = stats.blocks
-        return {"blocks": msgspec.structs.replace(blocks, used=blocks.used + blocks.cached)}
-
-
 @breaks("3.6", "schedule:incident=abort_running")
 class CountsAbortsAsPreemptions(Changed):
     def change(self):
@@ -711,12 +676,6 @@ class AdmitsBeforePrefillsContinue(Changed):
             right(rows, draft)
 
         instead(self._planner, "_continue_prefills", continue_prefills)
-
-
-@breaks("2.2", "budget:test_drafts_that_are_rejected_become_fewer")
-class IgnoresTheDraftControl(Changed):
-    def change(self):
-        instead(self._drafts, "allowed", lambda drafts, right, slots, ready: np.minimum(ready, drafts.max_drafts))
 
 
 @breaks("2.2", "budget:test_drafts_that_are_rejected_become_fewer")
@@ -816,36 +775,6 @@ class PausedRequestsGoLast(Changed):
         instead(self._output_processor, "_on_released", released)
 
 
-@breaks("1.7", "schedule:incident=paused,requests=12")
-class AbortsAfterThePause(Changed):
-    late = ()
-
-    def abort(self, request_id):
-        if not self._planner.paused:
-            return super().abort(request_id)
-        self.late = (*self.late, request_id)
-        return None
-
-    def plan(self):
-        if not self._planner.paused:
-            for name in self.late:
-                super().abort(name)
-            self.late = ()
-        return super().plan()
-
-
-@breaks("4", "schedule:caching=true,shared=same,results=all")
-class ComputesEveryPositionForMeansOnly(Changed):
-    def change(self):
-        def keys(prefixes, right, request):
-            pooling = request.spec.pooling
-            if pooling is None or pooling.kind == "mean":
-                return right(request)
-            return request.chain[: (request.num_tokens - 1) // prefixes.hasher.block_size]
-
-        instead(self._prefixes, "keys", keys)
-
-
 @breaks("3.5", "schedule:caching=true,incident=paused,shared=same")
 class ForgetsNoPrefixes(Changed):
     def forget_prefixes(self):
@@ -890,22 +819,6 @@ class SharesItsAborts(Changed):
 
     def change(self):
         self._aborting = self.aborts
-
-
-@breaks("8", "schedule:schedulers=two")
-class AdmitsByTheClock(Changed):
-    """Admits requests at most every 50 ms."""
-
-    last = -1.0
-
-    def __init__(self, setup):
-        super().__init__(setup)
-        self._clock = setup.clock or (lambda: self.last + 1.0)
-
-    def admit(self, builder, step):
-        if self._clock() - self.last >= 0.05:
-            self.last = self._clock()
-            super().admit(builder, step)
 
 
 @breaks("8", "schedule:schedulers=two")
@@ -1066,13 +979,6 @@ class KeepsKeysAfterAnUpdate(Changed):
         return self._effects()
 
 
-@breaks("3.6", "schedule:plain")
-class NamesActivitiesInReverse(Changed):
-    def activities(self):
-        found = super().activities()
-        return dict(zip(found, reversed(found.values()), strict=True))
-
-
 @breaks("8", "schedule:plain")
 class ReportsEveryoneAsComputing(Changed):
     def activities(self):
@@ -1109,15 +1015,6 @@ class CountsSavedBlocks(Counts):
     def changed(self, stats):
         saved = stats.offload.saved_tokens // self.limits.block_size
         return {"offload": msgspec.structs.replace(stats.offload, saved_tokens=saved)}
-
-
-@breaks("3.6", "schedule:pairs=elsewhere")
-class CountsFetchedBlocks(Counts):
-    """Counts blocks where tokens are meant."""
-
-    def changed(self, stats):
-        fetched = stats.transfers.fetched_tokens // self.limits.block_size if stats.transfers else 0
-        return {"transfers": stats.transfers and msgspec.structs.replace(stats.transfers, fetched_tokens=fetched)}
 
 
 @breaks("3.6", "schedule:timed=true")
@@ -1232,12 +1129,6 @@ class CachesPromptsOnly(Changed):
         instead(self._prefixes, "complete", complete)
 
 
-@breaks("2.1", f"{CONVERSATIONS}[900]")
-class FindsFortyBlocks(Changed):
-    def change(self):
-        instead(self._prefixes, "match", lambda _, right, keys, *found: right(keys[:40], *found))
-
-
 @breaks("2.1", f"{CONVERSATIONS}[7]")
 class MatchesOnePrefixInAPlan(Changed):
     matches = 0
@@ -1275,13 +1166,6 @@ class SumsItsTexts(Changed):
 
     def plan(self):
         self.sums = [sum(each.tokens.view().tolist()) for each in self._slots.requests if each is not None]
-        return super().plan()
-
-
-@breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")
-class SortsItsPool(Changed):
-    def plan(self):
-        self.order = sorted(range(3 * self.limits.num_kv_blocks), reverse=True)
         return super().plan()
 
 
@@ -1324,15 +1208,6 @@ class CountsItsPool(Changed):
     def held(self):
         self.total = sum(range(self.limits.num_kv_blocks))
         return super().held()
-
-
-@breaks("2.2", "budget:test_requests_that_arrive_one_by_one_run_at_once")
-class AdmitsInEverySecondPlan(Changed):
-    """While others run."""
-
-    def admit(self, builder, step):
-        if step % 2 or not self._slots.running.any():
-            super().admit(builder, step)
 
 
 @breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")

@@ -359,15 +359,6 @@ class AbortsWhenBudgetIsLeft(Changed):
         instead(self._running_batch, "revoke", revoke)
 
 
-@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
-class ExaminesTheWholeQueue(Changed):
-    def plan(self):
-        for request in list(self._requests.values()):
-            if request.state is State.WAITING:
-                self._prefixes.keys(request)
-        return super().plan()
-
-
 @breaks("2.5", "schedule:budget=3")
 class RequiresBudgetForEverySlot(Changed):
     def change(self):
@@ -733,12 +724,6 @@ class FailsWithoutAMessage(ChangesDeltas):
 class IgnoresThePolicy(Changed):
     def __init__(self, setup):
         super().__init__(replace(setup, policy=Fcfs()))
-
-
-@breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming[blocks]")
-class ServesTheNewestFirst(Changed):
-    def change(self):
-        ranks(self, lambda request: (-request.arrival,))
 
 
 @breaks("3.5", "schedule:keep=preempted")
