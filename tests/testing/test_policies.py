@@ -14,7 +14,8 @@ from fd_core.testing.hooks.victims import VictimPolicySuite
 from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
-DAYS = ["crowded", "drafts", "store"]
+DAYS = ["crowded", *(pytest.param(name, marks=pytest.mark.soak) for name in ("drafts", "store"))]
+"""The first one for the policies whose turn it is; the others take as long each."""
 
 
 @pytest.mark.in_turn(5)
