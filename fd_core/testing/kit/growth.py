@@ -1,4 +1,4 @@
-"""Memory that a plugin holds after ever more calls; it is never freed if it grows with each of them."""
+"""Costs of calls, and memory that a plugin holds after ever more of them: it is never freed if it grows with each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 import pytest
@@ -102,6 +102,35 @@ def limited_memory() -> Iterator[None]:
         raise AssertionError(f"it takes more than {share >> 20:,} MiB of memory: {error}") from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def count_bytecodes(call: Callable[[], object]) -> int:
+    """Return how many bytecode instructions a call executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def count_bytes(call: Callable[[], object]) -> int:
+    """Return the most memory that a call held beyond that before it, in bytes."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def count_elements(call: Callable[[], object]) -> int:

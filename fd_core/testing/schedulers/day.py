@@ -29,7 +29,7 @@ from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
 from fd_core.signals import MalformedOutput
 from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_good
 from fd_core.testing.kit.days.work import HOUR, talks
-from fd_core.testing.kit.growth import require_no_stall
+from fd_core.testing.kit.growth import count_bytecodes, require_no_stall
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.schedulers.device import (
     TOKEN_SECONDS,
@@ -40,7 +40,6 @@ from fd_core.testing.schedulers.device import (
     request_of,
 )
 from fd_core.testing.schedulers.driver import SchedulerTarget
-from fd_core.testing.schedulers.scripted import count_bytecodes
 from fd_core.testing.schedulers.tiers import PEER
 from fd_core.types import Delta, FinishReason, Phase, StepOutput, StepPlan
 

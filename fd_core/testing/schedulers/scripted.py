@@ -1,12 +1,8 @@
-"""A scheduler with scripted tokens and without an audit: for many steps, and for counting what a call costs."""
+"""A scheduler with scripted tokens and without an audit, for many steps."""
 
 from __future__ import annotations
 
-import sys
-import tracemalloc
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -81,32 +77,3 @@ class CountedInt(int):
         return int.__eq__(self, other) if isinstance(other, int) else NotImplemented
 
     __hash__ = int.__hash__
-
-
-def count_bytecodes(call: Callable[[], object]) -> int:
-    """Return how many bytecode instructions a call executes."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def count_bytes(call: Callable[[], object]) -> int:
-    """Return the most memory that a call held beyond that before it, in bytes."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()

@@ -12,9 +12,8 @@ import pytest
 from fd_core.ops.contract import Heads, KVShape, Norm, Ops
 from fd_core.testing.axes import sampling
 from fd_core.testing.axes.reuse import IN_PLACE, RecordingOps
-from fd_core.testing.kit.growth import count_elements, cpu_seconds
+from fd_core.testing.kit.growth import count_bytes, count_elements, cpu_seconds
 from fd_core.testing.models.arrays import Values, activations, heads_on, no_rope, on_device, raw, step_input
-from fd_core.testing.schedulers.scripted import count_bytes
 
 Require = Callable[..., None]
 _WIDE = 4000

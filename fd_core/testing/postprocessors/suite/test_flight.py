@@ -21,10 +21,16 @@ from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.testing.hooks.purity import moving_clocks, require_freed, unchanged_threads
 from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
-from fd_core.testing.kit.growth import count_elements, cpu_seconds, require_bounded, require_no_stall
+from fd_core.testing.kit.growth import (
+    count_bytecodes,
+    count_bytes,
+    count_elements,
+    cpu_seconds,
+    require_bounded,
+    require_no_stall,
+)
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
-from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
 
 _FEW, _MANY = 64, 1024
 """Numbers of slots whose costs are compared."""

@@ -18,11 +18,11 @@ from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import cpu_seconds, require_bounded, require_no_stall
+from fd_core.testing.kit.growth import count_bytecodes, count_bytes, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
-from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun, count_bytecodes, count_bytes
+from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun
 from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
 
 _LIFE = 66_000
