@@ -116,8 +116,8 @@ class Planner:
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return the ready slots of this plan where pipeline stages compute different plans at the same time.
 
-        The first stage needs the token that the last one samples, so a slot whose token is in flight waits. The plans
-        still to come share the others, the longest waiting first, and no plan takes more than its share of all.
+        The first stage needs the token that the last one samples, so a slot whose token is in flight waits. The other
+        slots are divided among the plans that can still be started, longest wait first; no plan exceeds its equal part.
         """
         slots, depth = self._slots, self._limits.pipeline_depth
         is_known = slots.num_planned[ready] <= slots.num_tokens[ready]

@@ -100,9 +100,9 @@ class AdmissionPlanner:
         self._prefix_wait_expired.discard(request.arrival)
 
     def displaced(self, step: int) -> int | None:
-        """Return the slot to preempt for the head of the queue after `_PATIENCE_STEPS`; None to preempt nobody.
+        """Return the slot to preempt for the head of the queue once it has waited `_PATIENCE_STEPS`; None for no slot.
 
-        One slot at a time: a plan that preempts admits nobody.
+        At most one slot per plan: a plan that preempts does not admit requests.
         """
         slots = self._slots
         if self._short is None or step - self._short[1] < _PATIENCE_STEPS or slots.num_draining:

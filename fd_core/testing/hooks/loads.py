@@ -155,10 +155,11 @@ _SUSPENDED: Final = "the hour in which the machine was suspended"
 _LIMITS: Final = {"a rush beyond what the file allows": 1.5}
 """Most workers that the file allows, as a multiple of those that noon needs."""
 _GIVEN_UP: Final = {"a night with a burst at its end": 0.9}
-"""Part of the requests that may be given up; workers for a burst come too late."""
+"""Fraction of requests that may be given up: workers that start for a burst are ready after it."""
 _STARTED: Final = {"an hour with lulls shorter than a start": 2}
+"""Most workers started in an hour for each one needed; 4 in the other hours."""
 _TURNS: Final = 4
-"""Workers started in an hour for each one needed, 4 in others, and turns under an even load, that nobody minds."""
+"""Most changes of direction under an even load."""
 _RIGHT: Final[Sequence[Mapping[str, float]]] = (
     {},
     {"down-seconds": 500, "up-seconds": 15, "room": 0.5},

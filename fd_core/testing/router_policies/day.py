@@ -39,9 +39,11 @@ HOURS: Final = 8
 _USER: Final = "organization/"
 """Beginning of the names of sessions, which no log shows."""
 _SOON: Final = 0.3
+"""Seconds; shorter waits count as this one."""
 _FEW: Final = 0.2
+"""Fraction of requests; smaller ones count as this one."""
 _MANY: Final = 60
-"""Seconds, and a share of requests, below which nobody notices a difference; requests whose median is no chance."""
+"""Requests from which on their median is compared."""
 _KEPT: Final = 10
 """Elements of containers that a policy may hold without workers and sessions."""
 _NEXT_YEAR: Final = 1e9

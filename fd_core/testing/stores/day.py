@@ -116,15 +116,15 @@ def _turns(server: StoreDay) -> list[_StoredTurn]:
         salt = f"{seed.tenant}{seed.cache_salt}{seed.adapter}{number % len(server.lengths)}".encode()
         for turn in talk.turns:
             now += turn.pause
-            told = turn.answer[: turn.leaves_after]
-            text, asked = (*turn.spec.prompt, *told), len(turn.spec.prompt) // server.block
+            streamed = turn.answer[: turn.leaves_after]
+            text, asked = (*turn.spec.prompt, *streamed), len(turn.spec.prompt) // server.block
             for at in range(len(keys), len(text) // server.block):
                 tokens = repr(text[at * server.block : (at + 1) * server.block]).encode()
                 keys.append(hashlib.blake2b(tokens, digest_size=16, key=keys[-1] if keys else salt[:64]).digest())
             length = server.lengths[number % len(server.lengths)]
             found.append(_StoredTurn(now, talk.habit, number, tuple(keys), asked, length, scored=len(found) % 7 == 3))
             del keys[asked:]  # an answer that was cut is not in the next prompt
-            now += len(told) * _SECONDS_PER_TOKEN
+            now += len(streamed) * _SECONDS_PER_TOKEN
     return sorted(found, key=lambda turn: turn.at)
 
 

@@ -25,7 +25,7 @@ class TimedCalls:
         self._held = list[int]()
 
     def figures(self) -> dict[str, float]:
-        """Return the mean and the longest time of sleep, with some milliseconds that nobody notices."""
+        """Return the mean and the longest time of sleep, with an allowance of some milliseconds."""
         return {
             "seconds asleep in a call": 0.004 + self.slept / self.count,
             "longest sleep": 0.1 + self._longest,
