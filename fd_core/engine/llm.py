@@ -108,7 +108,7 @@ class CompletionReader:
         self.completion = Completion()
         params = spec.params
         self._ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *spec.eos_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=stop, min_tokens=params.min_tokens)
 
     @property
     def ended(self) -> bool:

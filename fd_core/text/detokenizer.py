@@ -2,7 +2,8 @@
 
 Invariants, each verified by a property test:
 1. The texts of all pushes and of `flush`, joined, are those of all tokens' bytes at once, however they were cut.
-2. No text ends within a character, and none holds the stop string or anything after it.
+2. No text ends within a character, and none holds the stop string or anything after it. A stop string that the first
+   `min_tokens` tokens complete ends no text.
 3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
 
 The cost of a push does not depend on earlier ones: bytes are read from a table, and at most one unfinished character
@@ -35,12 +36,12 @@ class IncrementalDetokenizer:
     """Incrementally turns the tokens of one generation into text.
 
     Of several stop strings the one that is complete first wins; of those complete at the same character, the longest.
-    `include_stop` lets the text end with the stop string. `keep` names control tokens that are kept as text. The tokens
-    continue a prompt: unlike in `Tokenizer.decode`, a space before the first word stays. Raises `BadRequest` for an
-    empty stop string.
+    `include_stop` lets the text end with the stop string. `min_tokens` are generated before one may end the text.
+    `keep` names control tokens that are kept as text. The tokens continue a prompt: unlike in `Tokenizer.decode`, a
+    space before the first word stays. Raises `BadRequest` for an empty stop string.
     """
 
-    __slots__ = ("_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
+    __slots__ = ("_first", "_held", "_include_stop", "_pending", "_required", "_stops", "_table", "stopped_by")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class IncrementalDetokenizer:
         skip_special: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
         keep: tuple[str, ...] = (),
     ) -> None:
         if not all(stop):
@@ -58,6 +60,8 @@ class IncrementalDetokenizer:
         self._stops = tuple(dict.fromkeys(stop))
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
         self._include_stop = include_stop
+        self._required = min_tokens
+        """Tokens that are still to come before a stop string may end the text."""
         self._pending = b""
         self._held = ""
         self.stopped_by: str | None = None
@@ -87,6 +91,8 @@ class IncrementalDetokenizer:
             texts.append(self._released(text))
             if self.stopped_by is not None:
                 return TextDelta("".join(texts), self.stopped_by, count)
+            if self._required > 0:
+                self._required -= 1
         if last:
             texts.append(self.flush().text)
         return TextDelta("".join(texts), None, len(token_ids))
@@ -107,11 +113,12 @@ class IncrementalDetokenizer:
         """Add text and return the part that may be emitted; sets `stopped_by` when a stop string is complete."""
         if not text or not self._stops:
             return text
+        earlier = len(self._held)
         text = self._held + text
         self._held = ""
         best = -1
-        for stop in self._stops:
-            begin = text.find(stop)
+        for stop in self._stops if self._required < 1 else ():
+            begin = text.find(stop, max(0, earlier - len(stop) + 1))  # it ends in the new text
             if begin >= 0:
                 end = begin + len(stop)
                 if best < 0 or end < best or (end == best and len(stop) > len(self.stopped_by or "")):
@@ -121,7 +128,7 @@ class IncrementalDetokenizer:
         for index, character in enumerate(text):
             if character in self._first:
                 tail = text[index:]
-                if any(stop.startswith(tail) for stop in self._first[character]):
+                if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._first[character]):
                     self._held = tail
                     return text[:index]
         return text

@@ -43,9 +43,9 @@ def test_chunk_never_ends_within_a_character(text: str, stop: list[str]) -> None
     assert text.startswith(streamed)
 
 
-def expected_cut(text: str, stops: list[str], include: bool) -> str:
-    """Cut at the first character that completes a stop string; the longest match counts."""
-    for end in range(1, len(text) + 1):
+def expected_cut(text: str, stops: list[str], include: bool, after: int = 0) -> str:
+    """Cut at the first character beyond `after` that completes a stop string; the longest match counts."""
+    for end in range(after + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[:end] if include else text[: end - max(map(len, found))]
@@ -72,6 +72,25 @@ def test_stop_string_ends_text_for_any_chunking(text: str, stops: list[str], siz
             assert held < max(map(len, stops)), "only a prefix of a stop string is held"
     assert streamed + detokenizer.flush().text == expected_cut(text, stops, include)
     assert (detokenizer.stopped_by is not None) == any(stop in text for stop in stops)
+
+
+@given(
+    st.text(alphabet="abc", max_size=30),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 12),
+)
+def test_stop_string_ends_no_text_before_min_tokens(
+    text: str, stops: list[str], size: int, include: bool, least: int
+) -> None:
+    detokenizer = IncrementalDetokenizer(BYTES, stop=stops, include_stop=include, min_tokens=least)
+    ids, streamed, consumed = [token for character in text for token in ids_of(character)], "", 0
+    for begin in range(0, len(ids), size):
+        delta = detokenizer.push(ids[begin : begin + size])
+        streamed, consumed = streamed + delta.text, consumed + delta.consumed
+    assert consumed > least or detokenizer.stopped_by is None
+    assert streamed + detokenizer.flush().text == expected_cut(text, stops, include, after=least)
 
 
 def test_text_is_held_only_while_it_may_begin_a_stop_string() -> None:

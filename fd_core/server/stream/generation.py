@@ -153,6 +153,7 @@ class ChoiceStream:
             skip_special=job.skip_special,
             stop=job.stop,
             include_stop=job.include_stop,
+            min_tokens=params.min_tokens,
             keep=() if reading is None else reading.markers,
         )
 
