@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from fd_core.server.responses.schemas import ResponseAnswer
+from fd_core.server.responses.routes import as_chat
+from fd_core.server.responses.schemas import InputItem, InputPart, ResponseAnswer, ResponsesRequest
 from fd_core.server.state import ResponseStore, StoredResponse
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
@@ -137,6 +138,44 @@ def test_conversation_items_reach_the_prompt(server: LiveServer) -> None:
     assert rendered.startswith("system: Be brief.\n\n# Tools")
     assert rendered.count("<tool_call>\n{") == 3 and rendered.count("<tool_response>\n") == 2
     assert rendered.endswith("system: Go on.\nassistant: ")
+
+
+def test_reasoning_stays_with_what_it_precedes() -> None:
+    def item(kind: str, text: str) -> InputItem:
+        part = InputPart(type="reasoning_text" if kind == "reasoning" else "text", text=text)
+        if kind == "call":
+            return InputItem(type="function_call", call_id=text, name="weather", arguments="{}")
+        if kind == "output":
+            return InputItem(type="function_call_output", call_id=text, output="sunny")
+        return (
+            InputItem(type="reasoning", content=[part]) if kind == "reasoning" else InputItem(role=kind, content=[part])
+        )
+
+    def messages(*items: tuple[str, str]) -> list[tuple[str, Any, str | None, int]]:
+        chat = as_chat(ResponsesRequest(input=[item(*each) for each in items]), ())
+        return [(m.role, m.content, m.reasoning_content, len(m.tool_calls or ())) for m in chat.messages or ()]
+
+    cut_off = messages(("user", "hi"), ("reasoning", "One"), ("user", "Go on."), ("assistant", "Two"))
+    assert cut_off == [
+        ("user", "hi", None, 0),
+        ("assistant", "", "One", 0),
+        ("user", "Go on.", None, 0),
+        ("assistant", "Two", None, 0),
+    ]
+    between = [
+        ("assistant", "I look."),
+        ("reasoning", "Rome?"),
+        ("call", "1"),
+        ("output", "1"),
+        ("assistant", "Sunny."),
+    ]
+    assert messages(("user", "hi"), *between) == [
+        ("user", "hi", None, 0),
+        ("assistant", "I look.", "Rome?", 1),
+        ("tool", "sunny", None, 0),
+        ("assistant", "Sunny.", None, 0),
+    ]
+    assert messages(("reasoning", "La"), ("reasoning", "st")) == [("assistant", "", "Last", 0)]
 
 
 def test_text_format_is_enforced(server: LiveServer) -> None:

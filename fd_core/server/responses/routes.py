@@ -349,25 +349,32 @@ def _check(body: schemas.ResponsesRequest) -> None:
 
 
 def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
-    """Return the chat's messages. Calls, and the reasoning before an answer, belong to one message of the assistant."""
+    """Return the chat's messages. Calls, and the reasoning before an answer, belong to one message of the assistant.
+
+    Reasoning that no answer follows is a message without text, as in a stored conversation.
+    """
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
     thought: str | None = None
     for index, item in enumerate(given):
         place = f"input[{index}]"
+        answers = item.type in (None, "message") and item.role == "assistant"
+        if thought is not None and not answers and item.type not in ("reasoning", "function_call"):
+            messages.append(Message(role="assistant", content="", reasoning_content=thought))
+            thought = None
         if item.type in (None, "message"):
             role = required(item.role, f"{place}.role")
             require_role(role, f"{place}.role")
             messages.append(Message(role=role, content=_content(item.content, f"{place}.content")))
-            if role == "assistant" and thought is not None:
-                messages[-1].reasoning_content, thought = thought, None
+            messages[-1].reasoning_content, thought = thought, None
         elif item.type == "reasoning":
-            thought = _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary") or None
+            more = _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary") or None
+            thought = _joined(thought, more)
         elif item.type == "function_call":
             if not messages or messages[-1].role != "assistant":
-                messages.append(Message(role="assistant", content="", reasoning_content=thought))
-                thought = None
+                messages.append(Message(role="assistant", content=""))
+            messages[-1].reasoning_content, thought = _joined(messages[-1].reasoning_content, thought), None
             name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
             function = {"name": name, "arguments": arguments}
             call = {"id": required(item.call_id, f"{place}.call_id"), "type": "function", "function": function}
@@ -383,7 +390,14 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
                 "function_call_output",
                 f"{place}.type",
             )
+    if thought is not None:
+        messages.append(Message(role="assistant", content="", reasoning_content=thought))
     return messages
+
+
+def _joined(earlier: str | None, more: str | None) -> str | None:
+    """Return two pieces of reasoning as one."""
+    return (earlier or "") + (more or "") or None
 
 
 def _content(content: str | list[schemas.InputPart] | None, place: str) -> str | list[ContentPart]:
