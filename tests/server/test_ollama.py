@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fd_core.http.access.control import ROUTES
+from fd_core.server.ollama import schemas
+from fd_core.server.ollama.routes import as_chat
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
@@ -83,6 +86,21 @@ def test_reasoning_and_calls_have_fields(thinking: LiveServer, stream: bool) -> 
     assert second["message"]["content"] == "It is sunny in Röm."
 
 
+def test_result_answers_the_call_of_its_tool_name() -> None:
+    called = [schemas.TurnCall(function=schemas.CalledFunction(name=name)) for name in ("a", "b", "a")]
+    turns = [schemas.ChatTurn(role="assistant", content="", tool_calls=called)]
+    for name in ("b", "a", None):
+        turns.append(schemas.ChatTurn(role="tool", content="", tool_name=name))
+    messages = as_chat(
+        SimpleNamespace(prompt_reader=None), schemas.OllamaChatRequest(model="m", messages=turns)
+    ).messages
+    assert [(each.tool_call_id, each.name) for each in messages or ()][1:] == [
+        ("call_1", "b"),
+        ("call_0", "a"),
+        ("call_2", None),
+    ]
+
+
 @pytest.mark.parametrize("form", ["json", {"type": "object"}])
 def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
     answer = ask(thinking, "/api/chat", messages=HI, format=form, stream=False).json
@@ -103,6 +121,8 @@ def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
         ),
         ("/api/chat", {"messages": [{"role": "unknown"}]}, 400, "messages[0].role"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system is not supported"),
+        ("/api/generate", {"prompt": "a", "raw": True, "images": ["abc"]}, 400, "images is not supported"),
         ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}, 400, "format"),
         ("/api/pull", {}, 404, "of Ollama's API, the server has"),
     ],

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 import fd_core
-from fd_core.http.errors import ApiError, VersionAnswer
+from fd_core.http.errors import ApiError, VersionAnswer, unsupported
 from fd_core.server.api.embeddings import PooledTexts, read_texts
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.ollama import schemas
@@ -107,6 +107,10 @@ def as_chat(state: jobs.PromptState, body: schemas.OllamaTextRequest) -> ChatReq
         if body.prompt or body.images:
             prompt = [Message(role="user", content=_content(body.prompt, body.images, "images"))]
         if body.raw or reader.template_source is None:
+            reason = "raw=true continues the prompt alone" if body.raw else "this model has no chat template"
+            for field, given in (("system", body.system), ("images", body.images)):
+                if given:
+                    raise unsupported(f"{field} is not supported: {reason}", field)
             chat = ChatRequest(messages=prompt, disable_chat_template=True, add_special_tokens=True)
         else:
             system = [Message(role="system", content=body.system)] if body.system and prompt else []
@@ -131,23 +135,28 @@ def _constraint(body: schemas.OllamaTextRequest) -> RequestedConstraint | None:
 
 
 def _messages(turns: Iterable[ChatTurn]) -> Iterable[Message]:
-    """Yield the messages of a chat; a tool's message answers the first call that has no answer yet."""
-    count, unanswered = 0, list[str]()
+    """Yield the messages of a chat; a tool's message answers the first call, of its `tool_name`, that has no answer."""
+    count, unanswered = 0, dict[str, str]()
     for index, turn in enumerate(turns):
         calls: list[dict[str, Any]] = []
         for call in turn.tool_calls or ():
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": f"call_{count}", "type": "function", "function": function})
-            unanswered.append(f"call_{count}")
+            unanswered[f"call_{count}"] = call.function.name
             count += 1
-        answers = unanswered.pop(0) if turn.role == "tool" and unanswered else None
+        answers = None
+        if turn.role == "tool":
+            named = (call for call, name in unanswered.items() if turn.tool_name in (None, "", name))
+            answers = next(named, next(iter(unanswered), None))
+            unanswered.pop(answers or "", None)
         yield Message(
             role=turn.role,
             content=_content(turn.content or "", turn.images, f"messages[{index}].images"),
             reasoning_content=turn.thinking,
             tool_calls=calls or None,
             tool_call_id=answers,
+            name=turn.tool_name or None if turn.role == "tool" else None,
         )
 
 
