@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from fd_core.testing.kit.target import environment_of, parse_target
 from fd_core.testing.report.coverage import Gap, PluginCoverage
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report, values_text
 from fd_core.testing.report.page import html_of, markdown_of
+from fd_core.testing.report.runs import KITS
 from fd_core.testing.report.terminal import print_report
 
 pytestmark = pytest.mark.slow
@@ -67,6 +70,14 @@ def test_untested_sections_are_always_shown(show):
     assert "scale, signals (3 of 4 tests)" in show(report)
     whole = msgspec.structs.replace(card, sections=("signals",), deselected={})
     assert "not tested" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
+
+
+@pytest.mark.parametrize("suite", sorted({kit.suite for kit in KITS}))
+def test_every_file_and_folder_of_a_suite_is_a_section_of_its_kit(suite):
+    tests = list(Path(find_spec(suite).origin).parent.rglob("test_*.py"))
+    assert tests
+    found = {path.stem.removeprefix("test_") if path.parent.name == "suite" else path.parent.name for path in tests}
+    assert found == {section for kit in KITS if kit.suite == suite for section in kit.sections}
 
 
 def test_table_has_a_row_per_backend_and_merges_common_notes():

@@ -32,7 +32,7 @@ OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "6": "connectors seal and pace transfers between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with the component that enforces them."""
-PARSER_SECTIONS: Final = ("cuts", "waiting", "ends", "markup", "time")
+PARSER_SECTIONS: Final = ("cuts", "waiting", "ends", "markup", "time", "day")
 """Sections of the parser kit common to all kinds; each is a file of `fd_core.testing.parsers.suite`."""
 _DTYPES: Final = ("float32", "bfloat16")
 """Dtypes of every backend, unless its limits exclude one."""

@@ -80,7 +80,7 @@ KITS: Final = (
     Kit(
         "fd_core.testing.schedulers.suite",
         "--fd-scheduler",
-        sections=("signals", "budget", "blocks", "storage", "pairs", "cases", "lifetime"),
+        sections=("signals", "budget", "blocks", "storage", "pairs", "cases", "lifetime", "day"),
         find=_found(SCHEDULER),
         others=OF_OTHERS_THAN_SCHEDULERS,
     ),
