@@ -114,15 +114,16 @@ class SmolLm3(Family):
     gguf: ClassVar = {"smollm3": Gguf(permuted=True)}
 
     def traits(self, config: ModelConfig) -> Traits:
-        """Describe a model; its windows, if any, are those of `layer_types`, or of the layers without rope."""
+        """Describe a model; windows are those of `layer_types`, or without it of the layers without rope if
+        `use_sliding_window` is set."""
         rope = rope_spec(config, head_dim_of(config), theta=2_000_000.0)
         count = config.count("num_hidden_layers")
         rotated = _rotated(config, count)
-        window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
+        window, unrotated_slide = config.optional_count("sliding_window"), config.flag("use_sliding_window")
         types = config.layer_types(count)
 
         def window_of(layer: int) -> int | None:
-            slides = not rotated[layer] if types is None else types[layer] == "sliding_attention"
+            slides = unrotated_slide and not rotated[layer] if types is None else types[layer] == "sliding_attention"
             return window if slides else None
 
         return replace(

@@ -204,7 +204,7 @@ class FamilySuite:
     def test_no_field_is_ignored(self, target: FamilyTarget) -> None:
         """Change each switch, number, activation and list of the config; the model has to be that of the reference.
 
-        Lists are changed in all cases, as kinds of layers matter only with a window.
+        Lists and switches are changed in all cases, as kinds of layers matter only with a window.
         """
         _require_code(target)
         tried = changed = 0
@@ -215,7 +215,7 @@ class FamilySuite:
                 values.keys() - general_fields() - SIZES.keys() | {"tie_word_embeddings"} & values.keys()
             ):
                 other = _other_value(field, values[field])
-                if other is None or (index and not isinstance(other, list)):
+                if other is None or (index and not isinstance(other, list | bool)):
                     continue
                 tried += 1
                 try:
@@ -378,7 +378,7 @@ class FamilySuite:
         except ModelError:
             return
         driver = PagedDriver(model, ops, _prompts(target.seed), LONGEST)
-        driver.generate(1)
+        driver.generate(_GENERATED)  # a context beyond a short rope
         try:
             _compare(target, driver, expected)
         except AssertionError as error:
