@@ -227,7 +227,7 @@ def _sentencepiece(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     _add_tokens(tokenizer, metadata)
     _add_ends(tokenizer, metadata, bos=metadata.flag("add_bos_token", True))
-    return tokenizer, Decoding(sentencepiece, drops_first_space=prefixed)
+    return tokenizer, Decoding(sentencepiece("▁"), drops_first_space=prefixed)
 
 
 def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -203,11 +203,15 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
     description = parse_json_object(source.content, str(source.origin))
     model = description.get("model")
     kind = model.get("type") if isinstance(model, Mapping) else None
-    decoding = Decoding(word_piece, drops_first_space=True) if kind == "WordPiece" else None
-    decoding = decoding or decoding_of(description.get("decoder"))
+    decoder = description.get("decoder")
+    decoding = decoding_of(decoder)
+    if isinstance(model, Mapping) and kind == "WordPiece":
+        prefix = decoder.get("prefix") if isinstance(decoder, Mapping) else model.get("continuing_subword_prefix")
+        decoding = Decoding(word_piece(str(prefix or "##")), drops_first_space=True)
     if decoding is None:
         raise ModelError(
-            f"{source.origin}: its decoder is neither byte-level nor SentencePiece-style, and its model no WordPiece",
+            f"{source.origin}: its decoder is neither byte-level nor SentencePiece-style, or replaces more than "
+            "spaces, and its model no WordPiece",
             field="tokenizer",
         )
     try:
@@ -305,8 +309,8 @@ _SPACE = "\u2581"
 class Decoding:
     """Conversion of tokens to bytes, so that text can be decoded token by token.
 
-    `to_bytes` is `byte_level`, `sentencepiece` or `word_piece`. With `drops_first_space`, a text that begins at the
-    first token loses one leading space, which the encoder put there.
+    `to_bytes` is `byte_level`, or comes from `sentencepiece` or `word_piece`. With `drops_first_space`, a text that
+    begins at the first token loses one leading space, which the encoder put there.
     """
 
     to_bytes: Callable[[str], bytes]
@@ -327,35 +331,54 @@ def byte_level(token: str) -> bytes:
         return token.encode("utf-8", "replace")
 
 
-def sentencepiece(token: str) -> bytes:
-    """Return the bytes of a SentencePiece-style token: `▁` is a space, `<0xAB>` a byte that has no token."""
-    byte = _BYTE_TOKEN.fullmatch(token)
-    if byte:
-        return bytes([int(byte.group(1), 16)])
-    return token.replace(_SPACE, " ").encode("utf-8", "replace")
+@cache
+def sentencepiece(space: str) -> Callable[[str], bytes]:
+    """Return the decoder of SentencePiece-style tokens: `space` is a space, `<0xAB>` a byte that has no token."""
+
+    def to_bytes(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte:
+            return bytes([int(byte.group(1), 16)])
+        return token.replace(space, " ").encode("utf-8", "replace")
+
+    return to_bytes
 
 
-def word_piece(token: str) -> bytes:
-    """Return the bytes of a WordPiece token: `##` continues a word, other tokens follow a space."""
-    return (token[2:] if token.startswith("##") else f" {token}").encode("utf-8", "replace")
+@cache
+def word_piece(prefix: str) -> Callable[[str], bytes]:
+    """Return the decoder of WordPiece tokens: `prefix` continues a word, other tokens follow a space."""
+    return lambda token: (token[len(prefix) :] if token.startswith(prefix) else f" {token}").encode("utf-8", "replace")
 
 
 def decoding_of(decoder: Any) -> Decoding | None:
-    """Read the family from the `decoder` of a tokenizer.json; None if it is neither."""
+    """Read the family from the `decoder` of a tokenizer.json; None if it is neither, or replaces more than a space."""
     if not isinstance(decoder, Mapping):
         return None
     steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
     if not isinstance(steps, list):
         return None
     kinds = {str(step.get("type")): step for step in steps if isinstance(step, Mapping)}
+    replaced = [step for step in steps if isinstance(step, Mapping) and step.get("type") == "Replace"]
+    if "ByteFallback" in kinds and "Metaspace" not in kinds and "ByteLevel" not in kinds:
+        pattern = replaced[0].get("pattern") if replaced else {"String": _SPACE}
+        space = pattern.get("String") if isinstance(pattern, Mapping) else None
+        if (
+            not (isinstance(space, str) and space)
+            or any(step.get("content") != " " for step in replaced)
+            or replaced[1:]
+        ):
+            return None
+        return Decoding(sentencepiece(space), drops_first_space=bool(kinds.get("Strip", {}).get("start")))
+    if replaced:
+        return None
     if "ByteLevel" in kinds:
         return Decoding(byte_level)
     if "Metaspace" in kinds:
-        scheme = kinds["Metaspace"].get("prepend_scheme", "always")
-        return Decoding(sentencepiece, drops_first_space=scheme != "never")
-    if "ByteFallback" in kinds:
-        strip = kinds.get("Strip", {})
-        return Decoding(sentencepiece, drops_first_space=bool(strip.get("start")))
+        space, scheme = (
+            kinds["Metaspace"].get("replacement", _SPACE),
+            kinds["Metaspace"].get("prepend_scheme", "always"),
+        )
+        return Decoding(sentencepiece(str(space)), drops_first_space=scheme != "never")
     return None
 
 

@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import byte_level_metadata, folder, ggml, sentencepiece_metadata
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.families.installed import installed_families
@@ -238,6 +240,47 @@ def test_tokenizer_json_equals_the_metadata(build: Any) -> None:
     assert (second.bos_id, second.eos_id) == (first.bos_id, first.eos_id)
     assert second.special_ids == first.special_ids
     assert second.decoding == first.decoding
+
+
+def _unigram(space: str) -> tokenizers.Tokenizer:
+    known = [("<unk>", 0.0), *((token, -1.0) for token in (space, "a", "b")), (f"{space}ab", -1.5)]
+    backend = tokenizers.Tokenizer(models.Unigram(known, 0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(space), decoders.Metaspace(space)
+    return backend
+
+
+def _fallback(space: str) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE({space: 0, "a": 1, "b": 2, f"{space}a": 3}, [(space, "a")]))
+    backend.normalizer = normalizers.Replace(" ", space)
+    backend.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _pieces(prefix: str) -> tokenizers.Tokenizer:
+    known = {"[UNK]": 0, "a": 1, f"{prefix}b": 2, "b": 3}
+    backend = tokenizers.Tokenizer(models.WordPiece(known, unk_token="[UNK]", continuing_subword_prefix=prefix))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(prefix)
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [*map(_unigram, "▁_"), *map(_fallback, "▁Ġ"), *map(_pieces, ("##", "@@"))],
+    ids=["metaspace", "metaspace-other", "fallback", "fallback-other", "pieces", "pieces-other"],
+)
+def test_marks_of_spaces_and_words_are_those_of_the_file(backend: tokenizers.Tokenizer) -> None:
+    tokenizer = load_tokenizer(folder(backend.to_str()))
+    ids = tokenizer.encode("ab ab a b")
+    assert tokenizer.decode(ids) == backend.decode(ids) == "ab ab a b"
+
+
+@pytest.mark.parametrize("space", ["ab", None])
+def test_decoder_that_replaces_more_than_spaces_is_refused(space: str | None) -> None:
+    more = decoders.Replace("a", "b") if space is None else decoders.Replace("▁", space)
+    backend = _fallback("▁")
+    backend.decoder = decoders.Sequence([more, decoders.Replace("▁", " "), decoders.ByteFallback()])
+    with pytest.raises(ModelError, match="replaces more than spaces"):
+        load_tokenizer(folder(backend.to_str()))
 
 
 @pytest.mark.parametrize(
