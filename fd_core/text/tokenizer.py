@@ -359,26 +359,16 @@ def decoding_of(decoder: Any) -> Decoding | None:
         return None
     kinds = {str(step.get("type")): step for step in steps if isinstance(step, Mapping)}
     replaced = [step for step in steps if isinstance(step, Mapping) and step.get("type") == "Replace"]
-    if "ByteFallback" in kinds and "Metaspace" not in kinds and "ByteLevel" not in kinds:
-        pattern = replaced[0].get("pattern") if replaced else {"String": _SPACE}
-        space = pattern.get("String") if isinstance(pattern, Mapping) else None
-        if (
-            not (isinstance(space, str) and space)
-            or any(step.get("content") != " " for step in replaced)
-            or replaced[1:]
-        ):
-            return None
-        return Decoding(sentencepiece(space), drops_first_space=bool(kinds.get("Strip", {}).get("start")))
-    if replaced:
-        return None
     if "ByteLevel" in kinds:
-        return Decoding(byte_level)
-    if "Metaspace" in kinds:
-        space, scheme = (
-            kinds["Metaspace"].get("replacement", _SPACE),
-            kinds["Metaspace"].get("prepend_scheme", "always"),
-        )
-        return Decoding(sentencepiece(str(space)), drops_first_space=scheme != "never")
+        return None if replaced else Decoding(byte_level)
+    if metaspace := kinds.get("Metaspace"):
+        spaces = sentencepiece(str(metaspace.get("replacement", _SPACE)))
+        drops = metaspace.get("prepend_scheme", "always") != "never"
+        return None if replaced else Decoding(spaces, drops_first_space=drops)
+    if "ByteFallback" in kinds:
+        match replaced or [{"pattern": {"String": _SPACE}, "content": " "}]:
+            case [{"pattern": {"String": str(space)}, "content": " "}] if space:
+                return Decoding(sentencepiece(space), drops_first_space=bool(kinds.get("Strip", {}).get("start")))
     return None
 
 
