@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
         self._include_stop = include_stop
         self._required = min_tokens
-        """Tokens that are still to come before a stop string may end the text."""
+        """Number of further tokens before a stop string may end the text."""
         self._pending = b""
         self._held = ""
         self.stopped_by: str | None = None

@@ -309,8 +309,8 @@ _SPACE = "\u2581"
 class Decoding:
     """Conversion of tokens to bytes, so that text can be decoded token by token.
 
-    `to_bytes` is `byte_level`, or comes from `sentencepiece` or `word_piece`. With `drops_first_space`, a text that
-    begins at the first token loses one leading space, which the encoder put there.
+    `to_bytes` is `byte_level`, or a function that `sentencepiece` or `word_piece` returns. If `drops_first_space`, the
+    space that the encoder put before the first word is removed from decoded texts.
     """
 
     to_bytes: Callable[[str], bytes]

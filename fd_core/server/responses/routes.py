@@ -356,25 +356,24 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
-    thought: str | None = None
+    thought = ""
     for index, item in enumerate(given):
         place = f"input[{index}]"
         answers = item.type in (None, "message") and item.role == "assistant"
-        if thought is not None and not answers and item.type not in ("reasoning", "function_call"):
+        if thought and not answers and item.type not in ("reasoning", "function_call"):
             messages.append(Message(role="assistant", content="", reasoning_content=thought))
-            thought = None
+            thought = ""
         if item.type in (None, "message"):
             role = required(item.role, f"{place}.role")
             require_role(role, f"{place}.role")
             messages.append(Message(role=role, content=_content(item.content, f"{place}.content")))
-            messages[-1].reasoning_content, thought = thought, None
+            messages[-1].reasoning_content, thought = thought or None, ""
         elif item.type == "reasoning":
-            more = _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary") or None
-            thought = _joined(thought, more)
+            thought += _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary")
         elif item.type == "function_call":
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", content=""))
-            messages[-1].reasoning_content, thought = _joined(messages[-1].reasoning_content, thought), None
+            messages[-1].reasoning_content, thought = (messages[-1].reasoning_content or "") + thought or None, ""
             name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
             function = {"name": name, "arguments": arguments}
             call = {"id": required(item.call_id, f"{place}.call_id"), "type": "function", "function": function}
@@ -390,14 +389,9 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
                 "function_call_output",
                 f"{place}.type",
             )
-    if thought is not None:
+    if thought:
         messages.append(Message(role="assistant", content="", reasoning_content=thought))
     return messages
-
-
-def _joined(earlier: str | None, more: str | None) -> str | None:
-    """Return two pieces of reasoning as one."""
-    return (earlier or "") + (more or "") or None
 
 
 def _content(content: str | list[schemas.InputPart] | None, place: str) -> str | list[ContentPart]:
