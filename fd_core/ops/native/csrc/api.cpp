@@ -1,6 +1,7 @@
 // The functions that Python calls through ctypes. Handles are opaque pointers. Nothing is thrown: where memory runs out, a
 // function returns null or 0; where an index or a size is out of bounds, kRefused, and `fd_refusal` has the text.
 
+#include "attention/kv_copy.h"
 #include "linear/moe.h"
 #include "linear/squeezed.h"
 #include "recurrent.h"
@@ -288,54 +289,12 @@ void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int la
     });
 }
 void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
-
-}  // extern "C"
-
-namespace {
-
-/// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d], elements of type T in a program of
-/// type E; a scale follows its d elements. Latent: [count, layers, 1, block_size, 1, d], each part before its scale. The
-/// bits are kept as they are.
-template <class E, class T>
-void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonical, bool to_cache) {
-    auto copy = [&](void* stored, size_t bytes) {
-        to_cache ? std::memcpy(stored, canonical, bytes) : std::memcpy(canonical, stored, bytes);
-        canonical += bytes;
-    };
-    for (int b = 0; b < count; b++)
-        for (int layer = 0; layer < l.layers; layer++) {
-            const KvLayer<E> kv(l, layer);
-            for (int values = 0; values < (l.latent ? 1 : 2); values++)
-                for (int offset = 0; offset < l.block_size; offset++)
-                    for (int head = 0; head < l.heads; head++) {
-                        T* stored = reinterpret_cast<T*>(kv.head(blocks[b], head));
-                        auto copy_scale = [&](float* scales) {
-                            if (l.quantized) copy(scales + offset, sizeof(float));
-                        };
-                        for (int i = 0; i < l.d; i++) {
-                            if (l.latent && i == l.key_part()) copy_scale(kv.key_scales(blocks[b], head));
-                            copy(stored + (values ? kv.value(offset, i) : kv.key(offset, i)), sizeof(T));
-                        }
-                        copy_scale(values || l.latent ? kv.value_scales(blocks[b], head) : kv.key_scales(blocks[b], head));
-                    }
-        }
-}
-template <class E>
-void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonical, bool to_cache) {
-    l.quantized ? transfer<E, int8_t>(l, blocks, count, canonical, to_cache)
-                : transfer<E, E>(l, blocks, count, canonical, to_cache);
-}
-
-}  // namespace
-
-extern "C" {
-
 void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonical, int to_cache) {
     const Cache& c = *static_cast<Cache*>(cache);
     if (Type(c.type) == Type::f32)
-        transfer<float>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
+        copy_blocks<float>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
     else
-        transfer<bf16>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
+        copy_blocks<bf16>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
 }
 
 /// k, v: float32 [tokens, heads, d]; latent: [tokens, d - latent] and [tokens, latent].
