@@ -12,6 +12,7 @@ import pytest
 from fd_core.http.access.control import ROUTES
 from fd_core.server.ollama import schemas
 from fd_core.server.ollama.routes import as_chat
+from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
@@ -99,6 +100,25 @@ def test_result_answers_the_call_of_its_tool_name() -> None:
         ("call_0", "a"),
         ("call_2", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("template", "think", "prompt"),
+    [
+        ("{{ enable_thinking }}", True, b"True"),
+        ("{{ enable_thinking }}", "high", b"True"),
+        ("{{ enable_thinking }}", False, b"False"),
+        ("{{ enable_thinking }}", "none", b"False"),
+        ("effort {{ reasoning_effort }}", "high", b"effort high"),
+        ("effort {{ reasoning_effort }}", True, b"effort "),
+        ("chat", False, b"chat"),
+        ("chat", "none", b"chat"),
+    ],
+)
+def test_think_reaches_templates_that_use_it(template: str, think: bool | str, prompt: bytes) -> None:
+    with live(template=ChatTemplate(template)) as server:
+        assert ask(server, "/api/chat", messages=HI, think=think, stream=False).status == 200
+        assert bytes(server.client.specs[-1].prompt) == prompt
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "object"}])

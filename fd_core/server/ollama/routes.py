@@ -115,10 +115,10 @@ def as_chat(state: jobs.PromptState, body: schemas.OllamaTextRequest) -> ChatReq
         else:
             system = [Message(role="system", content=body.system)] if body.system and prompt else []
             chat = ChatRequest(messages=[*system, *prompt])
-    if isinstance(body.think, bool) and reader.switches_reasoning:
-        chat.enable_thinking = body.think
-    elif isinstance(body.think, str) and reader.supports_effort:
+    if isinstance(body.think, str) and reader.supports_effort:
         chat.reasoning_effort = body.think
+    elif body.think is not None and reader.switches_reasoning:
+        chat.enable_thinking = body.think not in (False, "none")
     for name in _SAME:
         setattr(chat, name, getattr(options, name))
     chat.repetition_penalty = options.repeat_penalty
