@@ -21,45 +21,83 @@ float element(const void* source, Type type, size_t i) {
     }
 }
 
+/// Elements [first, first + n) of an array of `type` as the program's.
+template <class E>
+void read_elements(const void* source, Type type, size_t first, int n, E* to) {
+    auto read = [&](const auto* from, auto&& load) {
+        from += first;
+        int i = 0;
+        for (; i + kLanes <= n; i += kLanes) vstore(to + i, load(from + i));
+        for (; i < n; i++) put(to + i, element(source, type, first + i));
+    };
+    if (type == Type::f16) return read(static_cast<const uint16_t*>(source), vload_half);
+    if (type == Type::f32) return read(static_cast<const float*>(source), [](const float* p) { return vload(p); });
+    const bf16* from = static_cast<const bf16*>(source);
+    if constexpr (std::is_same_v<E, bf16>)
+        std::copy_n(from + first, n, to);
+    else
+        read(from, [](const bf16* p) { return vload(p); });
+}
+
 template <class E>
 void pack_rows(Linear& w, int part, int first_column, const void* source, Type type, Range rows) {
-    constexpr int S = Product<E>::kStep;
-    for (int r = rows.begin; r < rows.end; r++) {
-        const int column = stored_column(w, part, first_column + r);
+    constexpr int S = Product<E>::kStep, kTogether = kCacheLine / sizeof(E);
+    E read[kLanes][kTogether];
+    for (int r = rows.begin, count; r < rows.end; r += count) {
+        const int column = stored_column(w, part, first_column + r), lane = column % kLanes;
+        count = std::min(kLanes - lane, rows.end - r);  // rows that are columns of one vector
         const Panel<E> panel(w, column / kLanes);
-        E* to = const_cast<E*>(panel.b) + column % kLanes * S;
-        for (int i = 0; i < w.k; i++)
-            put(to + size_t(i / S) * panel.step() + i % S, element(source, type, size_t(r) * w.k + i));
+        for (int k = 0; k < w.k; k += kTogether) {
+            const int n = std::min(kTogether, w.k - k);
+            for (int c = 0; c < count; c++) {
+                if (n % S) put(&read[c][n], 0.0f);  // S is 1 or 2
+                read_elements(source, type, size_t(r + c) * w.k + k, n, read[c]);
+            }
+            E* to = const_cast<E*>(panel.b) + k / S * panel.step() + lane * S;
+            for (int i = 0; i < n; i += S, to += panel.step())
+                for (int c = 0; c < count; c++) std::memcpy((void*)(to + c * S), &read[c][i], S * sizeof(E));
+        }
     }
 }
 
 /// `values` int8 [rows, k], `scales` and `minima` [rows, k / group] of the type that w stores, where `group` may be a
 /// multiple of w.group; `units` float16 [rows, k / kUnitSpan, 1], or 2 with minima, if these are multiples.
-void pack_values(Linear& w, int part, int first_column, const int8_t* values, const char* scales, const char* minima,
-                 const uint16_t* units, int group, Range rows) {
-    const int groups = w.k / group, columns = kWeightVecs * kLanes;
+void pack_values(const Linear& w, int part, int first_column, const int8_t* values, const char* scales,
+                 const char* minima, const uint16_t* units, int group, Range rows) {
+    const int groups = w.k / group, parts = dot_parts(w);
     const size_t item = scale_bytes(w);
-    for (int r = rows.begin; r < rows.end; r++) {
-        const int column = stored_column(w, part, first_column + r), c = column % columns;
+    std::vector<uint8_t> codes(w.group + kDotK);
+    for (int r = rows.begin, count; r < rows.end; r += count) {
+        const int column = stored_column(w, part, first_column + r);
+        count = std::min(kLanes - column % kLanes, rows.end - r);  // rows that are columns of one vector
         char* panel = packed_panel(w, column / kLanes);
         for (int k = 0; k < w.k; k += w.group, panel += group_bytes(w)) {
-            if (const size_t before = units_before(w, k)) {
-                const uint16_t* unit = units + (size_t(r) * (w.k / kUnitSpan) + k / kUnitSpan) * (minima ? 2 : 1);
-                std::memcpy(panel + c * sizeof *unit, unit, sizeof *unit);
-                if (minima) std::memcpy(panel + kUnitsBytes + c * sizeof *unit, unit + 1, sizeof *unit);
-                panel += before;
+            const size_t before = units_before(w, k);
+            const int size = std::min(w.group, w.k - k);
+            char* const at = panel + before;
+            uint8_t* const bytes = reinterpret_cast<uint8_t*>(at + (w.minima ? 2 : 1) * scales_bytes(w));
+            for (int row = r, c = column % (kWeightVecs * kLanes); row < r + count; row++, c++) {
+                if (before) {
+                    const uint16_t* unit = units + (size_t(row) * (w.k / kUnitSpan) + k / kUnitSpan) * (minima ? 2 : 1);
+                    std::memcpy(panel + c * sizeof *unit, unit, sizeof *unit);
+                    if (minima) std::memcpy(panel + kUnitsBytes + c * sizeof *unit, unit + 1, sizeof *unit);
+                }
+                const size_t from = (size_t(row) * groups + k / group) * item;
+                std::memcpy(at + c * item, scales + from, item);
+                if (minima) std::memcpy(at + scales_bytes(w) + c * item, minima + from, item);
+                const int8_t* const value = values + size_t(row) * w.k + k;
+                for (int i = 0; i < size; i++) codes[i] = uint8_t(value[i] + w.offset);
+                for (int i = 0; w.fp4 && i < size; i++) codes[i] = uint8_t(std::find(kFp4, kFp4 + 15, codes[i]) - kFp4);
+                std::fill_n(&codes[size], kDotK, 0);
+                for (int i = 0; i < size; i += kDotK)
+                    each_part_of(w, bytes, c, i, [&](uint8_t* vector, int to, int bits, int of) {
+                        for (int j = 0; j < kDotK; j++) {
+                            const int code = codes[i + j] >> of & ((1 << bits) - 1);
+                            vector[byte_of(parts, c % kLanes, j)] |= uint8_t(code << to);
+                        }
+                    });
             }
-            const size_t from = (size_t(r) * groups + k / group) * item;
-            std::memcpy(panel + c * item, scales + from, item);
-            if (minima) std::memcpy(panel + scales_bytes(w) + c * item, minima + from, item);
-            uint8_t* bytes = reinterpret_cast<uint8_t*>(panel + (w.minima ? 2 : 1) * scales_bytes(w));
-            for (int i = 0; i < w.group && k + i < w.k; i++) {
-                int value = values[size_t(r) * w.k + k + i] + w.offset;
-                if (w.fp4) value = int(std::find(kFp4, kFp4 + 15, value) - kFp4);
-                each_part_of(w, bytes, c, i, [&](uint8_t& byte, int at, int bits, int part_at) {
-                    byte |= uint8_t((value >> part_at & ((1 << bits) - 1)) << at);
-                });
-            }
+            panel = at;
         }
     }
 }

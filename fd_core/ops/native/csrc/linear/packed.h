@@ -43,17 +43,16 @@ inline char* packed_panel(const Linear& w, int vec) {
     return static_cast<char*>(w.data) + vec / kWeightVecs * packed_panel_bytes(w);
 }
 
-/// Hand the parts of value i of a group of a column, whose values are `bytes`, to `take(byte, at, bits, from)`: these bits of
-/// the value, from one on, are those of the byte, from `at` on.
+/// Hand the parts of kDotK values from i on, of a group of a column whose values are `bytes`, to `take(vector, at, bits, from)`:
+/// these bits of each value, from one on, are in the vector's byte of it (see `byte_of`), from `at` on.
 template <class Byte, class Take>
 void each_part_of(const Linear& w, Byte* bytes, int column, int i, Take&& take) {
     const int v = column / kLanes, step = i / kDotK, odd = step % 2;
-    bytes += byte_of(dot_parts(w), column % kLanes, i % kDotK);
-    if (w.type == Type::u8) return take(bytes[step * kStepBytes<8> + v * sizeof(I)], 0, 8, 0);
-    if (w.type == Type::u4) return take(bytes[step * kStepBytes<4>], 4 * v, 4, 0);
+    if (w.type == Type::u8) return take(bytes + step * kStepBytes<8> + v * sizeof(I), 0, 8, 0);
+    if (w.type == Type::u4) return take(bytes + step * kStepBytes<4>, 4 * v, 4, 0);
     bytes += (step - odd) * kStepBytes<6>;
-    take(bytes[odd * sizeof(I)], 4 * v, 4, 0);
-    take(bytes[2 * sizeof(I)], 4 * odd + 2 * v, 2, 4);
+    take(bytes + odd * sizeof(I), 4 * v, 4, 0);
+    take(bytes + 2 * sizeof(I), 4 * odd + 2 * v, 2, 4);
 }
 
 /// Hand the values of a column to `take(k, value)`: the product and the sum each rounded to float32 once, as
@@ -78,8 +77,9 @@ void unpack_column(const Linear& w, int column, Take&& take) {
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group + (w.minima ? 2 : 1) * scales_bytes(w));
         for (int i = 0; i < w.group && k + i < w.k; i++) {
             int code = 0;
-            each_part_of(w, bytes, c, i, [&](uint8_t byte, int at, int bits, int from) {
-                code |= (byte >> at & ((1 << bits) - 1)) << from;
+            const int place = byte_of(dot_parts(w), c % kLanes, i % kDotK);
+            each_part_of(w, bytes, c, i, [&](const uint8_t* vector, int at, int bits, int from) {
+                code |= (vector[place] >> at & ((1 << bits) - 1)) << from;
             });
             const int value = (w.fp4 ? kFp4[code] : code) - w.offset;
             const float product = float(value * scale);

@@ -15,24 +15,49 @@ namespace {
 constexpr int kFewestBetween = 16;   // units of which one may be an exception, else weights stay whole
 constexpr int kStepValues = kUnitValues / 2;
 constexpr uint8_t kNowhere = 16;     // place of an upper byte that the table lacks
-using Places = std::array<uint8_t, 256>;
 
 uint8_t upper_of(bf16 x) { return uint8_t(x.bits >> 8); }
 
-bool is_exception(const bf16* unit, const Places& places) {
-    uint8_t all = 0;
-    for (int i = 0; i < kUnitValues; i++) all |= places[upper_of(unit[i])];
-    return all & kNowhere;
-}
+/// Places of a unit's upper bytes in the table. The loops have fixed bounds, so that compilers make vectors of them.
+struct Places {
+    uint8_t of[kUnitValues];
+
+    Places(const bf16* unit, const uint8_t* table) {
+        uint8_t upper[kUnitValues];
+        for (int i = 0; i < kUnitValues; i++) upper[i] = upper_of(unit[i]), of[i] = kNowhere;
+        for (uint8_t place = 0; place < 16; place++)
+            for (int i = 0; i < kUnitValues; i++) of[i] = upper[i] == table[place] ? place : of[i];
+    }
+    bool is_exception() const {
+        uint8_t all = 0;
+        for (int i = 0; i < kUnitValues; i++) all |= of[i];
+        return all & kNowhere;
+    }
+};
 
 void squeeze_unit(const bf16* unit, const Places& places, uint8_t* to) {
-    std::memset(to, 0, kUnitBytes);
-    for (int step = 0; step < 2; step++)
-        for (int vec = 0; vec < kSqueezedVecs; vec++)
-            for (int i = 0; i < 2 * kLanes; i++, unit++) {
-                to[lower_byte(step, vec, i)] = uint8_t(unit->bits);
-                to[place_byte(vec, i)] |= (places[upper_of(*unit)] & 15) << 4 * step;
+    uint8_t lower[kUnitValues];
+    for (int i = 0; i < kUnitValues; i++) lower[i] = uint8_t(unit[i].bits);
+    uint8_t of_step[2][kPairBytes];
+    for (int vec = 0; vec < kSqueezedVecs; vec++)
+        for (int i = 0; i < 2 * kLanes; i += 8)  // which stay side by side
+            for (int step = 0; step < 2; step++) {
+                const int from = step * kStepValues + vec * 2 * kLanes + i;
+                std::memcpy(to + lower_byte(step, vec, i), lower + from, 8);
+                std::memcpy(of_step[step] + byte_of_step(vec, i), places.of + from, 8);
             }
+    uint8_t* const joined = to + place_byte(0, 0);
+    for (int i = 0; i < kPairBytes; i++) joined[i] = uint8_t((of_step[0][i] & 15) | of_step[1][i] << 4);
+}
+
+/// Add up how often each upper byte occurs, in turns, so that one count does not wait for the one before.
+void count_upper(const bf16* values, size_t count, std::array<size_t, 256>& found) {
+    constexpr size_t kTurns = 4;
+    std::array<std::array<size_t, 256>, kTurns> turns{};
+    for (size_t i = 0; i < count; i += kTurns)  // of whole panels
+        for (size_t turn = 0; turn < kTurns; turn++) turns[turn][upper_of(values[i + turn])]++;
+    for (const auto& turn : turns)
+        for (size_t i = 0; i < found.size(); i++) found[i] += turn[i];
 }
 
 template <int R>
@@ -92,8 +117,7 @@ size_t squeeze(Linear& w, Team& team) {
     std::vector<std::array<size_t, 256>> counts(team.size());
     team.run([&](int thread) {
         const Range mine = share(panels, thread, team.size());
-        auto& found = counts[thread];
-        for (size_t i = mine.begin * panel_values; i < mine.end * panel_values; i++) found[upper_of(values[i])]++;
+        count_upper(values + mine.begin * panel_values, (mine.end - mine.begin) * panel_values, counts[thread]);
     });
     for (int thread = 1; thread < team.size(); thread++)
         for (int i = 0; i < 256; i++) counts[0][i] += counts[thread][i];
@@ -101,9 +125,7 @@ size_t squeeze(Linear& w, Team& team) {
     std::iota(by_count.begin(), by_count.end(), 0);
     std::stable_sort(by_count.begin(), by_count.end(), [&](int a, int b) { return counts[0][a] > counts[0][b]; });
     Squeezed squeezed{};
-    Places places;
-    places.fill(kNowhere);
-    for (int i = 0; i < 16; i++) places[squeezed.upper[i] = uint8_t(by_count[i])] = uint8_t(i);
+    std::copy_n(by_count.begin(), 16, squeezed.upper);
 
     // A panel that is stored whole is cut into halves, each of its steps beside the next one.
     auto each_unit = [&](int panel, auto&& take) {
@@ -119,7 +141,7 @@ size_t squeeze(Linear& w, Team& team) {
     team.run([&](int thread) {
         const Range mine = share(panels, thread, team.size());
         for (int p = mine.begin; p < mine.end; p++)
-            each_unit(p, [&](int, const bf16* unit) { starts[p + 1] += is_exception(unit, places); });
+            each_unit(p, [&](int, const bf16* unit) { starts[p + 1] += Places(unit, squeezed.upper).is_exception(); });
     });
     std::partial_sum(starts.begin(), starts.end(), starts.begin());
     const size_t count = starts[panels];
@@ -136,8 +158,9 @@ size_t squeeze(Linear& w, Team& team) {
             for (int p = mine.begin; p < mine.end; p++) {
                 int exception = starts[p];
                 each_unit(p, [&](int unit, const bf16* both) {
+                    const Places places(both, squeezed.upper);
                     squeeze_unit(both, places, bytes + (p - mine.begin) * panel_bytes + size_t(unit) * kUnitBytes);
-                    if (!is_exception(both, places)) return;
+                    if (!places.is_exception()) return;
                     std::copy_n(both, kUnitValues, &kept[size_t(exception) * kUnitValues]);
                     exceptions[exception++] = unit;
                 });
