@@ -625,6 +625,12 @@ class KeepsLeasesOfAbortedRequests(Changed):
 
 
 @breaks("6.1", "pairs:test_lease_leaves_room_for_running_requests")
+class ComputesPromptsOfOtherWorkers(Changed):
+    def change(self):
+        self._transferring.paired = False
+
+
+@breaks("6.1", "pairs:test_lease_leaves_room_for_running_requests")
 class LeasesAllFreeBlocks(Changed):
     def change(self):
         instead(self._probe.control, "growth", lambda *_: 0)

@@ -14,7 +14,7 @@ from fd_core.types import StepPlan
 
 @pytest.mark.law("6.1")
 def test_lease_leaves_room_for_running_requests(target: SchedulerTarget) -> None:
-    """A running request will need nearly the whole pool; no prompt may be fetched into those blocks."""
+    """A running request will need nearly the whole pool; no prompt may be fetched into those blocks before it ends."""
     driver = drive(target, greedy("runs", prompt_of(12), 40), paired=True)
     driver.run_until(lambda: driver.texts.tokens)
     driver.submit(*elsewhere(greedy("far", prompt_of(38, 1), 24)))
@@ -25,6 +25,8 @@ def test_lease_leaves_room_for_running_requests(target: SchedulerTarget) -> None
     room = not driver.auditor.preemptions and "runs" in driver.texts.ends
     require(room, "6.1", "blocks were leased that a running request needed to go on")
     driver.run()
+    fetched = driver.auditor.requests["far"].fetches
+    require(fetched, "6.1", "a prompt was computed here, though the blocks were free and another worker computes it")
 
 
 @pytest.mark.law("6.2", "4")
