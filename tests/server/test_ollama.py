@@ -87,6 +87,16 @@ def test_reasoning_and_calls_have_fields(thinking: LiveServer, stream: bool) -> 
     assert second["message"]["content"] == "It is sunny in Röm."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_that_was_cut_off_is_not_shown(thinking: LiveServer, stream: bool) -> None:
+    whole = ask(thinking, "/api/chat", messages=HI, tools=[WEATHER], stream=False).json
+    for most, shown in ((whole["eval_count"] - 20, 0), (whole["eval_count"] - 2, 1)):
+        options = {"num_predict": most}
+        answer = ask(thinking, "/api/chat", messages=HI, tools=[WEATHER], options=options, stream=stream)
+        messages = [line["message"] for line in (lines(answer) if stream else [answer.json])]
+        assert len([call for message in messages for call in message.get("tool_calls", [])]) == shown
+
+
 def test_result_answers_the_call_of_its_tool_name() -> None:
     called = [schemas.TurnCall(function=schemas.CalledFunction(name=name)) for name in ("a", "b", "a")]
     turns = [schemas.ChatTurn(role="assistant", content="", tool_calls=called)]

@@ -123,6 +123,27 @@ def test_truncated_answer_is_incomplete(server: LiveServer) -> None:
     assert post(server, max_output_tokens=40, stream=True).events[-1]["type"] == "response.incomplete"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_with_all_its_arguments_is_complete_though_cut_off(server: LiveServer, stream: bool) -> None:
+    most = REPLY.encode().index(b"}\n</tool_call>") + 1
+    answer = post(server, max_output_tokens=most, stream=stream)
+    final = answer.events[-1]["response"] if stream else answer.json
+    assert final["status"] == "incomplete"
+    assert (final["output"][-1]["status"], final["output"][-1]["arguments"]) == ("completed", '{"city": "Röm"}')
+
+
+@pytest.mark.parametrize("reply", [REPLY, REPLY.partition("<tool_call>")[0], "<think>\nHm é.", "<think></think>No."])
+def test_reasoning_tokens_do_not_depend_on_the_stream(server: LiveServer, reply: str) -> None:
+    server.client.reply = lambda _: reply.encode()
+    counts = set()
+    for per_step in (1, 2, 3, 7, 1000):
+        server.client.per_step = per_step
+        counts.add(post(server).json["usage"]["output_tokens_details"]["reasoning_tokens"])
+    thought = reply.partition("</think>")[0] if "Hm" in reply else ""
+    [count] = counts
+    assert len(thought.encode()) <= count <= len(thought + "</think>\n\n") * bool(thought) + 1
+
+
 def test_conversation_items_reach_the_prompt(server: LiveServer) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},

@@ -217,7 +217,7 @@ class _LineFormat(AnswerFormat):
         texts = {
             kind: "".join(block.text for block in blocks if block.kind == kind) for kind in ("content", "reasoning")
         }
-        calls = [block for block in blocks if block.kind == "call"]
+        calls = [block for block in blocks if block.kind == "call" and block.is_complete]  # as in a stream
         line = self._line(content=texts["content"], thinking=texts["reasoning"] or None, calls=calls)
         return self._ended(line, one.choice, one.finish_reason, usage)
 

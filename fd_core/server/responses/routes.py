@@ -176,11 +176,11 @@ class _ResponsesFormat(response_format.AnswerFormat):
         return answer
 
     def _output(self) -> list[dict[str, Any]]:
-        """Return all items, the last of them incomplete if the response is."""
-        items = [self._item(block) for block in self._writer.blocks]
-        if self._status != "completed" and items:
-            items[-1]["status"] = "incomplete"
-        return items
+        return [self._item(block, self._ended(block)) for block in self._writer.blocks]
+
+    def _ended(self, block: response_format.AnswerBlock) -> str:
+        """Return the status of a block that has ended, incomplete if the end of the response cut it off."""
+        return "completed" if block.is_complete or self._status == "completed" else "incomplete"
 
     def _answer(self, status: str, output: list[dict[str, Any]]) -> schemas.ResponseAnswer:
         body = self._body
@@ -207,9 +207,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
             warnings=self.job.warned,
         )
 
-    def _item(
-        self, block: response_format.AnswerBlock, status: str = "completed", begun: bool = False
-    ) -> dict[str, Any]:
+    def _item(self, block: response_format.AnswerBlock, status: str, begun: bool = False) -> dict[str, Any]:
         """Return a block as an item: complete, or as at the start of a stream."""
         if block.index not in self._items:
             item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
@@ -243,8 +241,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
             done = {"content_index": 0, "text": block.text, "logprobs": []}
             event = self._in_item("response.output_text.done", block, **done)
             event += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
-        status = "completed" if self._status == "completed" else "incomplete"
-        item = self._item(block, status)
+        item = self._item(block, self._ended(block))
         return event + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _delta(self, block: response_format.AnswerBlock, text: str) -> bytes:

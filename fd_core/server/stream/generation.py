@@ -23,7 +23,7 @@ from fd_core.server.schemas.responses import PromptTokensDetails, Usage
 from fd_core.server.state import ServerState, TokenTimes
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, ReasoningDelta
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, ReasoningDelta, joined
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import (
     GRAMMAR_FAULT,
@@ -51,6 +51,8 @@ class TextChunk(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     events: Sequence[Event] = ()
+    parts: Sequence[str] = ()
+    """The text of each token, if reasoning is counted."""
 
 
 @dataclass(slots=True)
@@ -66,31 +68,50 @@ class ScoredPrompt:
 class AnswerReader:
     """Parser of the text of one choice into content, reasoning and calls."""
 
-    __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
+    __slots__ = ("_early", "_is_reasoning", "_parser", "_reading", "called", "counts_reasoning", "reasoning_tokens")
 
     def __init__(self, reading: AnswerReading, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._reading = reading
         self._parser = reading.parser(reading.prompt_tail(tokenizer, prompt))
         self.called = False
+        self.counts_reasoning = reading.reasoning is not None
         self.reasoning_tokens = 0
+        """Tokens of reasoning and of its markers, counted one by one, so that they depend on the text alone."""
+        self._is_reasoning: bool | None = None
+        """True if the latest event is reasoning; None before the first."""
+        self._early = 0
+        """Tokens before the first event."""
 
     def read(self, chunk: TextChunk) -> TextChunk:
         """Return the chunk with its parsed events."""
         reading = self._reading
-        events = self._parser.push(chunk.text)
+        events = self._push(chunk)
         if chunk.finish_reason is not None:
             ended = chunk.finish_reason == FinishReason.STOP and not isinstance(chunk.stop_reason, str)
             events = [*events, *(self._parser.finish() if ended else self._parser.flush())]
         for event in events:
             if isinstance(event, CallEnded):
                 self.called = True
-            elif isinstance(event, ReasoningDelta) and event is events[-1]:
-                self.reasoning_tokens += len(chunk.token_ids)
         if not reading.parallel:
             events = [event for event in events if not isinstance(event, _CALL_EVENTS) or event.index == 0]
         if not reading.show_reasoning:
             events = [event for event in events if not isinstance(event, ReasoningDelta)]
         return chunk._replace(events=events)
+
+    def _push(self, chunk: TextChunk) -> Sequence[Event]:
+        events: list[Event] = []
+        for part in chunk.parts:
+            read = self._parser.push(part)
+            if read:
+                self._is_reasoning = isinstance(read[-1], ReasoningDelta)
+                events += read
+            if self._is_reasoning is None:
+                self._early += 1
+            elif self._is_reasoning:
+                self.reasoning_tokens += 1 + self._early
+                self._early = 0
+        rest = self._parser.push(chunk.text[sum(map(len, chunk.parts)) :])
+        return joined([*events, *rest]) if events else rest
 
 
 class ChoiceStream:
@@ -209,20 +230,29 @@ class ChoiceStream:
             return TextChunk("", (), (), finish_reason=None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and ids and ids[-1] in self._silent_ends
         read = ids[:-1] if silent else ids
+        parts: list[str] = []
+        if self.answer is not None and self.answer.counts_reasoning:
+            for token_id in read:
+                parts.append(self._detokenizer.push((token_id,)).text)
+                if self._detokenizer.stopped_by is not None:
+                    break
+            read = ()
         text, stopped_by, consumed = self._detokenizer.push(read, last=reason is not None)
+        if parts:
+            text, consumed = "".join((*parts, text)), len(parts)
         if stopped_by is not None:
             self.tokens += consumed
-            return TextChunk(text, ids[:consumed], logprobs[:consumed], finish_reason="stop", stop_reason=stopped_by)
+            return TextChunk(text, ids[:consumed], logprobs[:consumed], "stop", stop_reason=stopped_by, parts=parts)
         self.tokens += len(ids)
         if reason is None:
-            return TextChunk(text, ids, logprobs)
+            return TextChunk(text, ids, logprobs, parts=parts)
         if reason is FinishReason.ABORT:
             # Typed clients reject reasons that are not OpenAI's; of those, this one marks an incomplete text.
-            return TextChunk(text, ids, logprobs, finish_reason=FinishReason.LENGTH, stop_reason=FinishReason.ABORT)
+            return TextChunk(text, ids, logprobs, FinishReason.LENGTH, stop_reason=FinishReason.ABORT, parts=parts)
         stop_id = (
             ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self.spec.params.stop_token_ids else None
         )
-        return TextChunk(text, ids, logprobs, finish_reason=reason.value, stop_reason=stop_id)
+        return TextChunk(text, ids, logprobs, finish_reason=reason.value, stop_reason=stop_id, parts=parts)
 
     def _failure(self, reason: str) -> ApiError:
         """Return the error of a failed generation: a 400 if the request allows no next token."""

@@ -534,6 +534,8 @@ class AnswerBlock:
     call_id: str = ""
     """Id that the model gave the call, if any."""
     texts: list[str] = field(default_factory=list)
+    is_complete: bool = False
+    """True once the call ended or another block began; the end of the text may have cut off any other block."""
 
     @property
     def text(self) -> str:
@@ -571,7 +573,7 @@ class BlockWriter:
             if isinstance(event, CallBegun):
                 yield from self._begin("call", event.name, event.call_id)
             elif isinstance(event, CallEnded):
-                yield from self.close()
+                yield from self._complete()
             else:
                 kind: BlockKind = "reasoning" if isinstance(event, ReasoningDelta) else "content"
                 kind = "call" if isinstance(event, ArgumentsDelta) else kind
@@ -582,13 +584,18 @@ class BlockWriter:
                 yield BlockStep("added", block, event.text)
 
     def close(self) -> Iterator[BlockStep]:
-        """Close the block that is open, if one is."""
+        """Close the block that the end of the text left open, if there is one."""
         if self._open is not None:
             yield BlockStep("closed", self._open)
             self._open = None
 
-    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> Iterator[BlockStep]:
+    def _complete(self) -> Iterator[BlockStep]:
+        if self._open is not None:
+            self._open.is_complete = True
         yield from self.close()
+
+    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> Iterator[BlockStep]:
+        yield from self._complete()
         self._open = AnswerBlock(len(self.blocks), kind, name, call_id)
         self.blocks.append(self._open)
         yield BlockStep("opened", self._open)
