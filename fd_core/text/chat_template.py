@@ -101,8 +101,9 @@ class ChatTemplate:
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on. With
         `image_text`, which takes the place of an image where a template only takes texts, parts may be of type image.
         `template_kwargs` are variables that the template defines, such as `enable_thinking`. With
-        `continue_final_message` the prompt ends with the content of the last message. `documents` are for templates
-        that support them; a template without support for tools gets these as text, see `with_tools`.
+        `continue_final_message` the prompt ends with the content of the last message, which has no tool calls.
+        `documents` are for templates that support them; a template without support for tools gets these as text, see
+        `with_tools`.
 
         Arguments of calls are as a model wrote them: if they are not JSON, they are rendered as text, or as an object
         that contains the text if the template requires objects. Raises `BadRequest`, naming the field, for messages
@@ -117,6 +118,11 @@ class ChatTemplate:
                 field="chat_template",
             )
         turns = flatten_messages(messages, images=bool(image_text))
+        if continue_final_message and "tool_calls" in turns[-1]:
+            raise BadRequest(
+                "the last message has tool calls and cannot be continued; append the results of the calls",
+                field="messages",
+            )
         if documents and "documents" not in chosen.source:
             raise BadRequest("the chat template does not support documents", field="documents")
         ours = {

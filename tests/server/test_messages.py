@@ -75,6 +75,23 @@ def test_answer_has_anthropic_format(server: LiveServer) -> None:
     assert body["usage"]["output_tokens"] == len(REPLY.encode()) + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_omitted_thinking_is_left_out(server: LiveServer, stream: bool) -> None:
+    for display, first in (("omitted", "text"), ("summarized", "thinking")):
+        answer = post(server, {"thinking": {"type": "adaptive", "display": display}, "stream": stream})
+        begun = [event["content_block"] for event in events(answer) if "content_block" in event] if stream else None
+        assert (begun or answer.json["content"])[0]["type"] == first
+
+
+def test_answer_that_continues_a_prefill_is_constrained(server: LiveServer) -> None:
+    server.client.reply = lambda _: b'"a": 1}'
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    turns = [*ASK["messages"], {"role": "assistant", "content": "{" + " " * 200}]
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}, "tools": []}
+    assert post(server, {"messages": turns, **form}).status == 200
+    assert server.client.specs[-1].params.reasoning is None
+
+
 @pytest.mark.parametrize("per_step", [1, 3, 1000])
 def test_stream_equals_the_answer_in_official_order(server: LiveServer, per_step: int) -> None:
     server.client.per_step = per_step

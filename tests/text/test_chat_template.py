@@ -50,6 +50,14 @@ def test_last_message_may_be_continued(content: str) -> None:
     assert prompt == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{content}"
 
 
+def test_message_with_calls_cannot_be_continued() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [*HELLO, {"role": "assistant", "content": "Well, ", "tool_calls": [call]}]
+    with pytest.raises(BadRequest, match="append the results") as caught:
+        render(CHATML, turns, add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.field == "messages"
+
+
 @pytest.mark.parametrize("source", ["nothing", "{{ messages[-1].content }}{{ messages[-1].content }}"])
 def test_continuing_a_message_rendered_not_once_is_rejected(source: str) -> None:
     with pytest.raises(BadRequest, match="cannot be continued") as caught:

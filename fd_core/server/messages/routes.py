@@ -228,8 +228,10 @@ def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
         chat.cache_salt, chat.priority = body.cache_salt, body.priority
         chat.user = body.metadata.user_id[:256] if body.metadata and body.metadata.user_id else None
         reasoning = state.parsers.reasoning
-        if body.thinking is not None and reasoning is not None and reasoning.end:
-            chat.reasoning_max_tokens = body.thinking.budget_tokens
+        if body.thinking is not None:
+            chat.include_reasoning = body.thinking.display != "omitted"
+            if reasoning is not None and reasoning.end:
+                chat.reasoning_max_tokens = body.thinking.budget_tokens
     return chat
 
 

@@ -88,7 +88,8 @@ class Thinking(msgspec.Struct, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: TokenCount | None = None
-    display: str | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` leaves the reasoning out of the answer."""
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):

@@ -99,9 +99,11 @@ def answer_reading(state: ServerState, body: requests.ChatRequest, tools: Offere
             "tools",
         )
     parallel, shows_reasoning = body.parallel_tool_calls is not False, body.include_reasoning is not False
+    goes_on = body.continue_final_message or body.disable_chat_template
+    continues = bool(goes_on and body.messages and body.messages[-1].content)
     if tools is None:
-        return AnswerReading(parsers.reasoning, None, {}, parallel=parallel, show_reasoning=shows_reasoning)
-    return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning)
+        return AnswerReading(parsers.reasoning, None, {}, parallel, shows_reasoning, continues)
+    return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning, continues)
 
 
 def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:

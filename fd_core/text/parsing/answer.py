@@ -32,6 +32,8 @@ class AnswerReading:
     parallel: bool = True
     """True if an answer may have more than one call; otherwise further calls are dropped."""
     show_reasoning: bool = True
+    continues: bool = False
+    """True if the answer continues content of the client, before which any reasoning has ended."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -41,12 +43,14 @@ class AnswerReading:
     def prompt_tail(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
         """Return the text of the end of a prompt: what follows the last control token that is no marker.
 
-        Before it are other turns, such as the question what `<think>` means.
+        Before it are other turns, such as the question what `<think>` means. Content that is continued may be of any
+        length; it follows the end of reasoning, unless it opens another.
         """
-        tail = prompt[-_TAIL_TOKENS:]
+        tail = prompt if self.continues else prompt[-_TAIL_TOKENS:]
         others = tokenizer.special_ids - {tokenizer.control_tokens.get(marker) for marker in self.markers}
-        begin = max((at for at, token in enumerate(tail, 1) if token in others), default=0)
-        return tokenizer.decode(tail[begin:], skip_special=False)
+        begin = next((at for at in range(len(tail), 0, -1) if tail[at - 1] in others), 0)
+        text = tokenizer.decode(tail[begin:], skip_special=False)
+        return self.reasoning.end + text if text and self.continues and self.reasoning is not None else text
 
     def parser(self, prompt_tail: str) -> AnswerParser:
         """Return the parser of one answer to a prompt that ends with `prompt_tail`."""
