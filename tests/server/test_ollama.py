@@ -15,7 +15,7 @@ from fd_core.server.ollama.routes import as_chat
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
-from fd_core.text.parsing.thinking import QwenReasoning
+from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, QwenReasoning
 from tests.clients.conftest import fake
 from tests.server.fakes import Answer, LiveServer, live
 
@@ -58,6 +58,13 @@ def test_whole_answer_equals_the_stream(server: LiveServer) -> None:
 def test_raw_prompt_is_read_as_it_is(server: LiveServer) -> None:
     ask(server, "/api/generate", prompt="One, two,", raw=True, stream=False)
     assert bytes(server.client.specs[-1].prompt).decode() == "One, two,"
+
+
+def test_text_of_a_raw_prompt_is_no_reasoning() -> None:
+    with live(fake, parsers=Parsers(None, DeepSeekR1Reasoning), served_model_names=("scripted",)) as server:
+        server.client.reply = lambda _: b" there was"
+        answer = ask(server, "/api/generate", prompt="Once upon a time", raw=True, stream=False).json
+    assert (answer["response"], answer.get("thinking")) == (" there was", None)
 
 
 def test_options_become_sampling_parameters(server: LiveServer) -> None:
@@ -151,6 +158,11 @@ def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
         ),
         ("/api/chat", {"messages": [{"role": "unknown"}]}, 400, "messages[0].role"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ("/api/generate", {"prompt": "a", "options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
+        ("/api/generate", {"prompt": "a", "options": {"typical_p": 0.3}}, 400, "options.typical_p is not supported"),
+        ("/api/chat", {"messages": HI, "options": {"repeat_last_n": 8}}, 400, "options.repeat_last_n is not supported"),
+        ("/api/chat", {"messages": HI, "logprobs": True}, 400, "logprobs is not supported"),
+        ("/api/embed", {"input": "a" * 450, "truncate": False}, 400, "input: a text has 450 tokens"),
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system is not supported"),
         ("/api/generate", {"prompt": "a", "raw": True, "images": ["abc"]}, 400, "images is not supported"),
         ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}, 400, "format"),
@@ -180,6 +192,14 @@ def test_body_needs_no_content_type(server: LiveServer) -> None:
 def test_vectors_have_length_one(server: LiveServer) -> None:
     answer = ask(server, "/api/embed", input=["one", "two"]).json
     assert [sum(x * x for x in vector) for vector in answer["embeddings"]] == pytest.approx([1, 1])
+
+
+def test_long_text_loses_its_end_unless_refused(server: LiveServer) -> None:
+    longest = server.client.info.max_model_len - 1
+    for truncate in ({}, {"truncate": True}, {"truncate": None}):
+        answer = ask(server, "/api/embed", input=["a" * (longest + 9), "b"], **truncate)
+        assert answer.status == 200, answer.body
+        assert answer.json["prompt_eval_count"] == longest + 1
 
 
 def test_model_is_listed_and_described(thinking: LiveServer) -> None:

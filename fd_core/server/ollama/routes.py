@@ -19,7 +19,7 @@ from fastapi.responses import Response
 
 import fd_core
 from fd_core.http.errors import ApiError, VersionAnswer, unsupported
-from fd_core.server.api.embeddings import PooledTexts, read_texts
+from fd_core.server.api.embeddings import PooledTexts
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.ollama import schemas
 from fd_core.server.ollama.schemas import AnswerLine, ChatTurn, Options
@@ -268,9 +268,10 @@ async def embed(request: Request) -> Response:
     began = time.perf_counter()
     state, body, headers = await EMBED_BODY.read(request)
     served = _served(state, body.model)
-    texts = PooledTexts(state, request, EmbeddingRequest(model=served.name, input=body.input))
-    prompts = await cancel_on_disconnect(request, read_texts(state, body.input, "input"))
-    vectors = await texts.vectors(prompts, "input", body.dimensions)
+    asked = as_embedding(body)
+    asked.model = served.name
+    texts = PooledTexts(state, request, asked)
+    vectors = await texts.vectors(await texts.read(asked), "input", asked.dimensions)
     unit = [(vector / max(float(np.linalg.norm(vector)), 1e-12)).tolist() for vector in vectors]
     answer = schemas.EmbedAnswer(
         model=served.name,
@@ -279,6 +280,14 @@ async def embed(request: Request) -> Response:
         prompt_eval_count=texts.usage.prompt_tokens,
     )
     return json_response(answer, headers)
+
+
+def as_embedding(body: schemas.EmbedRequest) -> EmbeddingRequest:
+    """Convert a request to one of /v1/embeddings; texts are truncated unless it refuses that."""
+    longest = None if body.truncate is False else -1
+    return EmbeddingRequest(
+        model=body.model, input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
+    )
 
 
 @router.get("/api/tags", **_endpoint("List the served models, as Ollama does", None, schemas.TagsAnswer))

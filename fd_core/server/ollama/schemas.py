@@ -17,6 +17,14 @@ REFUSED: Final = {
     "suffix": Refusal("text is only generated at the end", ("",)),
     "template": Refusal("the template of the model is used; see --chat-template", ("",)),
     "context": Refusal("it is a token list of Ollama's models; use /api/chat", ([],)),
+    "logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (False,)),
+    "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
+    **{
+        f"options.{name}": Refusal("it is not supported; use top_p or min_p", (0, 1)) for name in ("typical_p", "tfs_z")
+    },
+    "options.mirostat": Refusal("it is not supported; use temperature, top_p or min_p", (0,)),
+    "options.repeat_last_n": Refusal("repeat_penalty applies to the whole text", (-1, 64)),
+    "options.penalize_newline": Refusal("penalties apply to every token", (True,)),
 }
 
 
@@ -112,6 +120,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     input: Prompt
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     truncate: bool | None = None
+    """False rejects a text that is too long; otherwise it loses its end."""
     options: Options | None = None
     keep_alive: Any = None
 

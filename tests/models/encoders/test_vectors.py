@@ -157,6 +157,9 @@ def test_declared_prompts_precede_texts(tmp_path: Path) -> None:
 
         assert vector("a") == vector(["a"]) == vector(ids["text: a"])
         assert vector("a", prompt_name="query") == vector([ids["find: a"]])
+        name = server.get("/v1/models").json["data"][0]["id"]
+        ollama = server.post("/api/embed", {"model": name, "input": "a"}).json["embeddings"][0]
+        np.testing.assert_allclose(ollama, np.array(vector("a")) / np.linalg.norm(vector("a")), atol=1e-6)
         refused = server.post("/v1/embeddings", {"input": "a", "prompt_name": "other"})
         assert (refused.status, refused.error["param"]) == (400, "prompt_name")
         assert "query, document" in refused.error["message"]

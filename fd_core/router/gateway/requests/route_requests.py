@@ -24,7 +24,7 @@ from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.schemas import ResponsesRequest
-from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
+from fd_core.server.schemas.pooling import RerankRequest, ScoreRequest, TextsRequest
 from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, CompletionRequest, ContentPart, Message
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import Parsers
@@ -327,7 +327,7 @@ class CostReader:
             require_json(content_type)
         decoded, _ = await body_format.decode_bounded(body, self.context or _UNKNOWN_CONTEXT)
         if isinstance(decoded, EmbedRequest):
-            decoded = EmbeddingRequest(input=decoded.input)
+            decoded = ollama.as_embedding(decoded)
         if isinstance(decoded, TextsRequest | ScoreRequest | RerankRequest):
             read = await self._pooled(decoded)
             return Cost(read, read)
