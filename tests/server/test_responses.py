@@ -242,6 +242,7 @@ def test_unsupported_value_is_named(server: LiveServer, changes: dict[str, Any],
 def test_neutral_values_are_accepted(server: LiveServer) -> None:
     neutral = {"store": False, "truncation": "disabled", "background": False, "include": [], "metadata": {}, "text": {}}
     more = {"reasoning": {"effort": None}, "top_logprobs": 0, "previous_response_id": None, "service_tier": "auto"}
+    more["stream_options"] = {"include_obfuscation": False}
     assert post(server, **neutral, **more).status == 200
 
 
@@ -258,6 +259,13 @@ def test_stored_response_can_be_continued(keeping: LiveServer) -> None:
     assert keeping.get(f"{PATH}/{first['id']}").status == 404
     missing = post(keeping, previous_response_id=first["id"])
     assert (missing.status, missing.error["code"]) == (404, "previous_response_not_found")
+
+
+def test_stored_response_cannot_be_streamed(keeping: LiveServer) -> None:
+    kept = post(keeping).json["id"]
+    assert keeping.get(f"{PATH}/{kept}?stream=false").status == 200
+    refused = keeping.get(f"{PATH}/{kept}?stream=true")
+    assert (refused.status, refused.error["param"]) == (400, "stream")
 
 
 def test_store_false_is_respected(keeping: LiveServer) -> None:

@@ -97,6 +97,16 @@ def test_stream_reports_it_once_at_its_beginning(server: LiveServer) -> None:
     assert all("warnings" not in event for event in rest[:-1])
 
 
+def test_streamed_completion_reports_it_for_each_text(server: LiveServer) -> None:
+    schema = {"type": "object", "properties": {"q": UNUSUAL["not"][0]}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}
+    body = {"prompt": "hi", "max_tokens": 2, "n": 2, "response_format": form}
+    whole = server.post("/v1/completions", body).json
+    events = server.post("/v1/completions", body | {"stream": True}).events[:-1]
+    found = [(event["choices"][0]["index"], event["warnings"]) for event in events if "warnings" in event]
+    assert sorted(found) == [(0, whole["warnings"]), (1, whole["warnings"])]
+
+
 def flat(**more: Any) -> dict[str, Any]:
     given = tool(UNUSUAL["not"][0])["function"]
     return {"type": "function", "name": given["name"], "parameters": given["parameters"], **more}

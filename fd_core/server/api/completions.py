@@ -161,7 +161,7 @@ class _CompletionFormat(ResponseFormat):
         self._echoed: dict[int, EncodedLists] = {}
 
     def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
-        if self._echoes is None and not self.job.token_ids:
+        if self._echoes is None and not self.job.token_ids and not self.job.warnings:
             return b""
         echoed = self._echoed.get(choice.prompt_index)
         scores = b"null" if echoed is None else bytes(echoed.encoded())

@@ -73,9 +73,11 @@ async def create_response(request: Request) -> Response:
     )
 
 
-@router.get(_PATH, **endpoint("Get a stored response", None, schemas.ResponseAnswer, errors=(401, 404)))
-async def get_response(request: Request, response_id: str) -> Response:
+@router.get(_PATH, **endpoint("Get a stored response", None, schemas.ResponseAnswer, errors=(400, 401, 404)))
+async def get_response(request: Request, response_id: str, stream: str | None = None) -> Response:
     """Return a stored response."""
+    if stream not in (None, "", "false"):
+        raise unsupported("stream is not supported: a stored response is returned whole", "stream")
     found = state_of(request).responses.get(request.state.owner, response_id)
     if found is None:
         raise _not_kept(response_id)

@@ -121,6 +121,9 @@ REFUSED = beside_chats(
         "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
         "context_management": Refusal("the client manages the context through input", ([],)),
         "moderation": Refusal("moderation is not supported"),
+        "stream_options": Refusal(
+            "a stream always ends with the usage", ({}, {"include_obfuscation": False}, {"include_obfuscation": True})
+        ),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refusal("use max_output_tokens")),
         "messages": Refusal("use input", ([],)),
         "response_format": Refusal("use text.format", ({"type": "text"},)),
