@@ -5,8 +5,10 @@ A run may be interrupted: the file of answers holds whole lines only, and is com
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -92,7 +94,8 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
                 pass
             yield _wrong(number, None, "line_too_long", message=f"the line exceeds {longest:,} bytes")
         elif line.strip():
-            request = _read(number, line, endpoint)
+            # Editors on Windows write a byte order mark, which is no JSON.
+            request = _read(number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, endpoint)
             first = number if request.custom_id is None else seen.setdefault(request.custom_id, number)
             if first != number:
                 message = f"custom_id is already used by line {first}; it must be unique"
@@ -163,10 +166,10 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         """Answers by id, without their bodies."""
         self._account = account
         self._partial = path.with_name(f"{path.name}.partial")
-        if path.exists():
-            raise ConfigError(f"{path} exists already", field="--output", hint="choose another file, or delete it")
+        self._require_new()
         try:
             self._file = self._partial.open("a+b", buffering=0)
+            self._lock()
             self._file.seek(0)
             end = 0
             for line in self._file:
@@ -189,6 +192,22 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def _require_new(self) -> None:
+        if self.path.exists():
+            raise ConfigError(f"{self.path} exists already", field="--output", hint="choose another file, or delete it")
+
+    def _lock(self) -> None:
+        """Lock the file until it is closed: two runs would each write all answers."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            message = f"another run writes {self._partial}"
+            raise ConfigError(message, field="--output", hint="wait for its end, or choose another file") from None
+        except OSError:  # such as a file system without locks
+            return
+        self._require_new()  # the other run may just have ended
+
     def write(self, answer: BatchAnswer) -> None:
         """Append an answer. Raises `OSError` if it could not be written completely, and truncates the partial line."""
         line = as_line(answer)
@@ -210,8 +229,8 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     def finish(self) -> None:
         """Make the file complete: it appears under its own name."""
         self.sync()
+        self._partial.replace(self.path)  # before the lock ends
         self._file.close()
-        self._partial.replace(self.path)
 
 
 def truncate_partial_line(file: IO[bytes]) -> int:

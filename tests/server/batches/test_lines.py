@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from typing import Any
@@ -35,6 +36,12 @@ def test_blank_lines_count_and_last_newline_is_optional() -> None:
     data = json.dumps(line()).encode() + b"\n\n  \n" + json.dumps(line(custom_id="b")).encode()
     found = list(read_requests(io.BytesIO(data), 10_000))
     assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (4, "b")]
+
+
+def test_byte_order_mark_before_the_first_line_is_skipped() -> None:
+    first, second = read(codecs.BOM_UTF8 + json.dumps(line()).encode(), codecs.BOM_UTF8 + b"{}")
+    assert (first.error, first.custom_id) == (None, "a")
+    assert second.error.code == "invalid_line"
 
 
 @pytest.mark.parametrize(

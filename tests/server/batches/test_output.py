@@ -46,6 +46,17 @@ def test_run_resumes_after_the_last_whole_line(tmp_path: Path, torn: bytes) -> N
     ]
 
 
+def test_file_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with AnswerFile(path) as file:
+        file.write(ONE)
+        with pytest.raises(ConfigError, match="another run writes"):
+            AnswerFile(path)
+        file.write(TWO)
+        file.finish()
+    assert len(path.read_bytes().splitlines()) == 2
+
+
 def test_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out.partial").write_text("a shopping list\n")
     with pytest.raises(ConfigError, match="not the output"):
