@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from fd_core.structured.lark import LarkText, in_regex, literal, slashed
+from fd_core.structured.patterns import FORMATS
 from fd_core.structured.schemas import wrong
 from fd_core.text.parsing.argument_types import KINDS, json_of, kind_of, kinds_of, referred
 from fd_core.text.parsing.contract import TaggedArguments
@@ -27,20 +28,6 @@ _UNION: Final = frozenset({"anyOf", "oneOf", *_DEFINITIONS}) | _NOTES
 _MAX_PARTS: Final = 20_000
 """Limit of parts of a schema, referenced ones counted each time."""
 _MAX_LEVELS: Final = 64
-_DATE: Final = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_HEX: Final = "[0-9a-fA-F]"
-_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_FORMATS: Final = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
-    "email": r"[A-Za-z0-9_+-]{1,64}(\.[A-Za-z0-9_+-]{1,64}){0,3}@([A-Za-z0-9]{1,63}\.){1,4}[A-Za-z]{2,63}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "uri": r"[a-z][a-z0-9+.-]{1,20}:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%-]{1,2000}",
-}
-"""Some texts of each format; no day of a month that some months lack."""
 _LIKE: Final = {
     "null": r"/\s*(null|None)\s*/",
     "boolean": r"/\s*([tT]rue|[fF]alse)\s*/",
@@ -55,7 +42,7 @@ _SCALARS: Final = {
     "null": '"null"',
     "boolean": '"true" | "false"',
     "integer": f"/{_NUMBER}/",
-    "number": rf"/{_NUMBER}(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,3}})?/",
+    "number": rf"/{_NUMBER}(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,2}})?/",
 }
 _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _QUOTED: Final = r"""/"([^"\\\x00-\x1f\x7f]|\\["'\\ntr])*"|'([^'\\\x00-\x1f\x7f]|\\["'\\ntr])*'/"""
@@ -185,11 +172,11 @@ class _Values:
         if isinstance(pattern := schema.get("pattern"), str):
             found.append(self._pattern(pattern, f"{location}.pattern"))
         if (kind := schema.get("format")) is not None:
-            if kind not in _FORMATS:
+            if kind not in FORMATS:
                 raise wrong(
                     f"{location}.format", f"{str(kind)[:40]!r} cannot be enforced in the call format of this model"
                 )
-            found.append(f"/{_FORMATS[kind]}/")
+            found += [f"/{each}/" for each in FORMATS[kind]]
         return found
 
     def json(self, schema: Any) -> str:

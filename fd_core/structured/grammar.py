@@ -11,7 +11,14 @@ from llguidance import LLMatcher
 
 from fd_core.structured.arguments import KeywordGrammar, TaggedGrammar
 from fd_core.structured.lark import JSON_STYLE, LarkText, as_lark, in_regex, literal
-from fd_core.structured.schemas import MAX_CHOICES, require_few_repeats, require_schema, require_small, wrong
+from fd_core.structured.schemas import (
+    MAX_CHOICES,
+    require_few_repeats,
+    require_schema,
+    require_small,
+    with_exact_formats,
+    wrong,
+)
 from fd_core.structured.tags import structural_tag
 from fd_core.text.parsing.contract import CallForm, FreePart
 
@@ -85,7 +92,7 @@ def json_schema(
     """
     if schema is False:
         raise wrong(field, "no value matches the schema false")
-    text = json.dumps(require_schema(schema, field))
+    text = json.dumps(with_exact_formats(require_schema(schema, field)))
     style: Any = JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=style)

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from fd_core.errors import BadRequest
-from fd_core.structured.schemas import MAX_DEPTH, wrong
+from fd_core.structured.schemas import MAX_DEPTH, with_exact_formats, wrong
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most programs print it on one line. With fixed white space most tokens required by a schema are forced, and
@@ -65,7 +65,7 @@ class LarkText:
         """Return the name of a rule for the JSON values of a schema, on one line."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
+        return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **with_exact_formats(schema)})}")
 
     def grammar(self, text: str, field: str = "grammar") -> str:
         """Return a separate grammar as a part of this one; `BadRequest` with `field` if it has parts itself."""

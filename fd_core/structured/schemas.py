@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from fd_core.errors import BadRequest
+from fd_core.structured.patterns import INEXACT_FORMATS, compilable_pattern, format_patterns
 
 NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose object names schemas."""
@@ -77,7 +78,10 @@ def _read(value: Any, location: str, options: _Options) -> Any:
         elif any(inner is each or (inner == each and not isinstance(each, bool)) for each in _NEUTRAL.get(name, ())):
             continue
         elif name in NAMED and isinstance(inner, Mapping):
-            read[name] = {key: _read(each, f"{where}.{key}", options) for key, each in inner.items()}
+            named = compilable_pattern if name == "patternProperties" else str
+            read[name] = {named(key): _read(each, f"{where}.{key}", options) for key, each in inner.items()}
+        elif name == "pattern" and isinstance(inner, str):
+            read[name] = compilable_pattern(inner)
         elif (name == "format" and isinstance(inner, str) and inner not in _FORMATS) or (
             name == "$schema" and isinstance(inner, str) and "//json-schema.org/draft" not in inner
         ):
@@ -92,6 +96,25 @@ def _read(value: Any, location: str, options: _Options) -> Any:
         _bound(read)
     if "oneOf" in read and "anyOf" not in read and options.are_disjoint(value["oneOf"], f"{location}.oneOf"):
         read["anyOf"] = read.pop("oneOf")  # which the compiler supports with any options
+    return read
+
+
+def with_exact_formats(schema: Any) -> Any:
+    """Return a schema of `compilable` with patterns instead of the formats that the compiler interprets otherwise."""
+    if isinstance(schema, list):
+        return [with_exact_formats(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    read: dict[str, Any] = {}
+    for name, inner in schema.items():
+        if name in NAMED and isinstance(inner, Mapping):
+            read[name] = {key: with_exact_formats(each) for key, each in inner.items()}
+        else:
+            read[name] = inner if name in _DATA else with_exact_formats(inner)
+    wanted = read.get("allOf", [])
+    if isinstance(kind := read.get("format"), str) and kind in INEXACT_FORMATS and isinstance(wanted, list):
+        read["allOf"] = [*wanted, *({"pattern": each} for each in format_patterns(kind))]
+        del read["format"]
     return read
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import warnings
 from typing import Any
 
 import jsonschema
@@ -131,3 +133,78 @@ def test_values_that_look_like_keywords_are_kept() -> None:
     assert accepts('{"format": "color", "uniqueItems": false, "minimum": 3}', grammar.json_schema(schema))
     named = {"type": "object", "properties": {"format": {"const": "x"}}, "required": ["format"]}
     assert accepts('{"format": "x"}', grammar.json_schema(named))
+
+
+CHARACTERS = [*map(chr, range(1, 128)), "é", "\u2028", "日", "\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    "characters",
+    [
+        '[^"]',
+        "[^\\\\]",
+        '[^"\\\\]',
+        '[^"\n]',
+        "[^\\x22\\\\x]",
+        "[\x00-!]",
+        "[^<>'\"]",
+        "[!@#$%^&&*()]",
+        "[a-z&&[^b\\]]",
+        "[+--]",
+        "[a-c--b]",
+        "[a~~b]",
+        "[a[]",
+        "[-.]",
+        "[^-[\\]~]",
+        "[]a]",
+        "\\S",
+        ".",
+    ],
+)
+def test_classes_of_patterns_match_as_in_json_schema(characters: str) -> None:
+    made = grammar.json_schema({"type": "string", "pattern": f"^{characters}$"})
+    named = grammar.json_schema(
+        {"type": "object", "patternProperties": {f"^{characters}$": {"const": 1}}, "additionalProperties": False}
+    )
+    with warnings.catch_warnings(action="ignore"):  # Python warns of classes that other languages read otherwise
+        plain = re.compile(characters)
+    for each in CHARACTERS:
+        texts = {json.dumps(each), json.dumps(each, ensure_ascii=False)}
+        expected = plain.fullmatch(each) is not None
+        if not "\x1c" <= each <= "\x1f":  # which are white space in Python alone
+            assert any(accepts(text, made) for text in texts) == expected, each
+            assert any(accepts(f"{{{text}: 1}}", named) for text in texts) == expected, each
+
+
+def test_class_with_unicode_property_excludes_escapes() -> None:
+    made = grammar.json_schema({"type": "string", "pattern": '^[^\\p{L}"]$'})
+    assert accepts('"7"', made) and accepts('"\\n"', made)
+    assert not accepts('"é"', made) and not accepts('"\\""', made)
+
+
+DAYS = ["2023-02-29", "1900-02-29", "2024-02-30", "2024-04-31", "0000-01-01", "2024-13-01", "2024-01-32"]
+TIMES = ["12:00:60Z", "24:00:00Z", "12:00:00", "12:00:00+24:00"]
+EMAILS = ["a@b", "a..b@example.org", "a@-b.org", f"{'a' * 65}@example.org", f"a@{'b.' * 150}org", "a b@example.org"]
+VALID_TEXTS = {
+    "date": ["2024-02-29", "2000-02-29", "2024-01-31", "0001-12-31", "2023-11-30"],
+    "time": ["00:00:00Z", "23:59:59.123456789+05:30"],
+    "date-time": ["2024-02-29T23:59:59Z", "2024-01-31T00:00:00.5-08:00"],
+    "email": ["a@b.de", "jean.de.la-fontaine+x@my-company.co.uk", f"{'a' * 64}@example.org"],
+}
+INVALID_TEXTS = {
+    "date": DAYS,
+    "time": TIMES,
+    "date-time": [*(f"{day}T12:00:00Z" for day in DAYS), *(f"2024-01-31T{time}" for time in TIMES)],
+    "email": EMAILS,
+}
+
+
+@pytest.mark.parametrize("name", VALID_TEXTS)
+def test_formats_are_those_that_programs_read(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    made, within = grammar.json_schema(schema), grammar.json_schema({**schema, "pattern": "4", "allOf": [{}]})
+    for text in VALID_TEXTS[name]:
+        assert accepts(f'"{text}"', made), text
+        assert accepts(f'"{text}"', within) == ("4" in text), text
+    for text in INVALID_TEXTS[name]:
+        assert not accepts(f'"{text}"', made) and not accepts(f'"{text}"', within), text
