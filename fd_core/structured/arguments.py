@@ -24,7 +24,9 @@ _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _ARRAY: Final = frozenset({"type", "items", *_DEFINITIONS}) | _NOTES
 _REFERENCE: Final = frozenset({"$ref"}) | _NOTES
 _LIST_OF_ONE: Final = frozenset({"allOf"}) | _NOTES
-_UNION: Final = frozenset({"anyOf", "oneOf", *_DEFINITIONS}) | _NOTES
+_UNION: Final = frozenset({"anyOf", *_DEFINITIONS}) | _NOTES
+_COMBINED: Final = frozenset({"allOf", "not", "if", "oneOf"})
+"""Keywords that combine schemas; a `oneOf` whose options are known to be disjoint has become an `anyOf`."""
 _MAX_PARTS: Final = 20_000
 """Limit of parts of a schema, referenced ones counted each time."""
 _MAX_LEVELS: Final = 64
@@ -118,23 +120,23 @@ class _Values:
         if level > _MAX_LEVELS:
             raise wrong(location, "the schema refers to itself infinitely")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
-        union = next((word for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
+        options = schema.get("anyOf")
         if isinstance(values, list):
             kinds = kinds_of({"type": schema["type"]}, None) if "type" in schema else KINDS
             texts = [each for each in values if isinstance(each, str) and "string" in kinds]
             rest = [each for each in values if not isinstance(each, str) and kind_of(each) in kinds]
             return [{**schema, "enum": texts}] * bool(texts), [{**schema, "enum": rest}] * bool(rest)
-        if union is not None:
+        if isinstance(options, list):
             if not _UNION.issuperset(_keywords_of(schema)):
                 return self._whole(schema, location)
             strings: list[Mapping[str, Any]] = []
             others: list[Any] = []
-            for index, part in enumerate(schema[union]):
-                more = self.split(part, f"{location}.{union}[{index}]", level + 1)
+            for index, part in enumerate(options):
+                more = self.split(part, f"{location}.anyOf[{index}]", level + 1)
                 strings += more[0]
                 others += more[1]
             return strings, others
-        if "allOf" in schema or "not" in schema or "if" in schema:
+        if not _COMBINED.isdisjoint(schema):
             return self._whole(schema, location)
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named

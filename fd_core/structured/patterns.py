@@ -15,6 +15,8 @@ _ATOMS: Final = re.compile(
 """Members of a class, and the hyphens of ranges."""
 _SETS: Final = re.compile(r"\\[dDsSwWpP]|\[:")
 """Members that are sets of characters, so that they begin and end no range."""
+_ASCII_SETS: Final = {"\\d": "0-9", "\\w": "0-9A-Za-z_", "\\D": "[^0-9]", "\\W": "[^0-9A-Za-z_]"}
+"""Members of a class for sets that have further characters for the compiler outside of JSON."""
 _OPERATORS: Final = frozenset("[&~-")
 """Characters of a class that stand for themselves in ECMA 262, and for nested classes and operations on sets in the
 compiler (`[a&&[^b]]`).
@@ -27,16 +29,18 @@ def compilable_pattern(pattern: str) -> str:
     A class with all control characters but without `"` or a backslash matches the escapes of both in the compiler's
     strings of JSON, so it is narrowed to one without U+0000.
     """
-    return _PARTS.sub(lambda part: _class(part[0]) if part[0][0] == "[" and part[0] != "[" else part[0], pattern)
+    return _PARTS.sub(lambda part: _compilable_part(part[0]), pattern)
 
 
-def _class(text: str) -> str:
+def _compilable_part(text: str) -> str:
+    if text in _ASCII_SETS:
+        return f"[{_ASCII_SETS[text]}]"
+    if text[0] != "[" or len(text) < 3:
+        return text
     negated = "^" * text.startswith("[^")
-    inner = text[1 + len(negated) : -1]
-    if not inner:
-        return text  # which the compiler rejects
-    members = "".join(_members(inner))
-    if not _matches_wrong_escapes(f"[{negated}{members}]"):
+    plain = list(_members(text[1 + len(negated) : -1]))
+    members = "".join(_ASCII_SETS.get(each, each) for each in plain)
+    if not _matches_wrong_escapes(f"[{negated}{''.join(plain)}]"):
         return f"[{negated}{members}]"
     return f"[^{members}\\x00]" if negated else f"[{members}--\\x00]"
 

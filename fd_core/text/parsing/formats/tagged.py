@@ -14,6 +14,8 @@ from fd_core.text.parsing.reader import Steps, ToolReader, escaped
 _BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 _NAME: Final = re.compile(r"[\w.-]+")
+_NESTED_KINDS: Final = {"[": ("array",), "{": ("object",), '"': ("array", "object")}
+"""Types of JSON that may have strings within a value, by its first character."""
 
 
 class TaggedCallReader(ToolReader):
@@ -53,7 +55,7 @@ class TaggedCallReader(ToolReader):
             self.emit_arguments('"' if closed else "")
             return bool(closed)
         value, closed = yield from self.text_until(*ends)
-        nested = value.lstrip()[:1] in ("[", "{", '"') and not kinds.isdisjoint(("array", "object"))
+        nested = not kinds.isdisjoint(_NESTED_KINDS.get(value.lstrip()[:1], ()))
         quotes = _Quotes() if nested else None
         while closed and quotes is not None and quotes.open_after(value[quotes.seen :]):
             more, again = yield from self.text_until(*ends)  # the marker was part of a string
