@@ -1,6 +1,6 @@
 import pytest
-import torch
 
+from fd_core.testing.kit.growth import one_torch_thread
 from tests.models.tiny import Tiny, write_tiny
 
 
@@ -19,8 +19,5 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """Tiny products are slower on several threads, and tests share the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_torch_thread():
+        yield

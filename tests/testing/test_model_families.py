@@ -7,16 +7,26 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import torch
 
 from fd_core.errors import ModelError
 from fd_core.models.families.builtin.llama import Llama
 from fd_core.models.families.installed import installed_families
 from fd_core.plugins import MODEL, installed_plugins
+from fd_core.testing.kit.growth import one_torch_thread
 from fd_core.testing.models.checkpoints import SIZES
 from fd_core.testing.models.families import FamilySuite, FamilyTarget, find_family
 from fd_core.testing.models.families.cases import compare_gguf
 from fd_core.testing.models.families.reference import write_reference
 from tests.testing.wrong.families import WRONG, LlamaInOneExpression
+
+pytest_plugins = ("pytester",)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    with one_torch_thread():
+        yield
 
 
 @pytest.mark.slow
@@ -95,6 +105,26 @@ def test_gguf_values_are_changed_as_by_the_converter():
     assert offsets == dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"), 1.0)
 
 
+def test_suite_computes_on_one_thread_of_torch(pytester):
+    pytester.makepyfile(
+        """
+        import torch
+        from fd_core.testing.models.families import FamilySuite
+
+        class TestFamily(FamilySuite):
+            def targets(self, config):
+                return []
+
+            def test_threads(self):
+                assert torch.get_num_threads() == 1
+        """
+    )
+    with one_torch_thread():
+        torch.set_num_threads(2)
+        pytester.inline_run("-k", "test_threads").assertoutcome(passed=1)
+        assert torch.get_num_threads() == 2
+
+
 def serve(monkeypatch, family, folder):
     """Serve a family in the place of the installed one, and return it as a target."""
     installed = installed_families()
@@ -149,7 +179,6 @@ def test_family_that_transformers_lacks_has_its_own_reference(monkeypatch, tmp_p
         factor = 1.0
 
         def reference(self, folder):
-            import torch
             import transformers
             from safetensors.torch import load_file
 

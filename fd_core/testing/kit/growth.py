@@ -155,6 +155,19 @@ def count_elements(call: Callable[[], object]) -> int:
     return counting.count
 
 
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute on one thread: several are no faster on small models, and wait for those of other processes."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def cpu_seconds(call: Callable[[], object]) -> float:
     """Return the shortest CPU time of several calls, of all threads: also of code that no counter sees."""
     return min(seconds_of(call, time.process_time) for _ in range(7))

@@ -6,11 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from fd_core.ops.native import build
 from fd_core.ops.native.library import declare
 from fd_core.ops.native.pack import NativeOps
+from fd_core.testing.kit.growth import one_torch_thread
 from tests.models.conftest import tiny  # noqa: F401  # a fixture
 
 RUNNABLE = [isa for isa in build.INSTRUCTION_SETS if not build.missing(isa)]
@@ -87,11 +87,9 @@ def compiled(isa, tmp_path_factory):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_thread():
+    with one_torch_thread():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before the other cases take turns

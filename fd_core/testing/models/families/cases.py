@@ -30,6 +30,7 @@ from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import image_processor_of, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.testing.kit.growth import one_torch_thread
 from fd_core.testing.kit.ranks import on_ranks
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
@@ -121,6 +122,11 @@ class FamilySuite:
         else:
             rows = [(*case, *way) for case, way in _in_turn(cases, ways, skipped=number)]
         metafunc.parametrize(("target", "case", *axes), rows, ids=["-".join(map(str, row)) for row in rows])
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _one_torch_thread(self) -> Iterator[None]:
+        with one_torch_thread():
+            yield
 
     @pytest.fixture(autouse=True)
     def _folder_of_models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
