@@ -1113,12 +1113,12 @@ class FillsOnePlanOfAPipeline(Changed):
         )
 
 
-CONVERSATIONS = "blocks:test_conversations_are_computed_from_their_last_turn_on"
+RETURNING = "blocks:test_preempted_requests_return_with_the_kv_that_is_left"
 
 
-@breaks("2.1", f"{CONVERSATIONS}[7]")
+@breaks("2.1", RETURNING)
 class CachesPromptsOnly(Changed):
-    """The answers of a conversation are computed again in each turn."""
+    """Generated tokens are computed again."""
 
     def change(self):
         def complete(prefixes, right, request, table, first, upto):
@@ -1129,7 +1129,7 @@ class CachesPromptsOnly(Changed):
         instead(self._prefixes, "complete", complete)
 
 
-@breaks("2.1", f"{CONVERSATIONS}[7]")
+@breaks("2.1", RETURNING)
 class MatchesOnePrefixInAPlan(Changed):
     matches = 0
 
@@ -1145,19 +1145,13 @@ class MatchesOnePrefixInAPlan(Changed):
         instead(self._prefixes, "match", match)
 
 
-@breaks("5.3", f"{CONVERSATIONS}[7]")
+@breaks("5.3", "schedule:events=true,shared=same,requests=12")
 class PublishesNothing(Changed):
-    """Routers send no turn of a conversation to the engine that has its KV."""
+    """Routers send no turn to the engine that has its prefix."""
 
     def _effects(self):
         found = super()._effects()
         return msgspec.structs.replace(found, events=()) if found.events else found
-
-
-@breaks("2.1", "blocks:test_preempted_requests_return_with_the_kv_that_is_left")
-class ComputesPreemptedRequestsAgain(Changed):
-    def change(self):
-        instead(self._prefixes, "keys", lambda _, right, request: [] if request.preemptions else right(request))
 
 
 @breaks("2.6", "lifetime:test_a_step_of_a_full_batch_takes_little_time[20000-200000]")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -92,35 +90,6 @@ def test_the_prefix_that_was_used_last_stays(target: SchedulerTarget) -> None:
     computed = driver.must_plan().total_tokens
     require(computed <= 4, "3.3", f"a prompt that was used last is evicted first: {computed} tokens are computed again")
     driver.run()
-
-
-@pytest.mark.law("2.1", "3.3", "5.3")
-@pytest.mark.parametrize("system", [7, 900])
-def test_conversations_are_computed_from_their_last_turn_on(target: SchedulerTarget, system: int) -> None:
-    """Four users take turns at once, in a pool with room for all: each prompt is the last one, its answer and more.
-
-    The events name all of it, so that a router sends each turn to the engine of the last one.
-    """
-    target.require("prefix_caching")
-    size, begun = 16, list(range(3, 3 + system))
-    room: dict[str, Any] = {"num_kv_blocks": 1000, "max_num_batched_tokens": 1200, "max_model_len": 2000}
-    room["max_num_seqs"] = min(target.envelope.max_num_seqs or 4, 4)
-    driver = drive(target, greedy("system", [*begun, 250], 1), block_size=size, setup={"kv_events": True}, **room)
-    driver.run()
-    texts, known = {user: [*begun, user] for user in range(4)}, dict.fromkeys(range(4), system // size)
-    for turn in range(3):
-        for user, text in texts.items():
-            text += prompt_of(21, 10 * turn + user)
-        driver.submit(*(greedy(f"user {user} turn {turn}", text, 20) for user, text in texts.items()))
-        driver.run()
-        for user, text in texts.items():
-            name = f"user {user} turn {turn}"
-            computed = len(text) - driver.computed_before(name)[0]
-            most = len(text) - size * known[user]
-            what = f"turn {turn} of a conversation has {len(text)} tokens, of which {size * known[user]} are cached"
-            require(computed <= most, "2.1", f"{what}, and {computed} are computed, expected at most {most}")
-            text += driver.texts.tokens[name]
-            known[user] = (len(text) - 1) // size  # the last token has no KV
 
 
 @pytest.mark.law("2.1", "3.5")

@@ -38,7 +38,6 @@ def test_saved_blocks_are_loaded(target: SchedulerTarget) -> None:
     driver.run()
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
-    require(driver.begun(Load), "5.2", f"{driver.auditor.preemptions} requests were preempted, but nothing was loaded")
     require_loaded(driver, new={8})
 
 
