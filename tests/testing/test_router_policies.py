@@ -78,16 +78,6 @@ class OutOfRange(RouterPolicy):
         return context.candidates[round(context.random * len(context.candidates))]
 
 
-class KeepsWorkers(RequestNum):
-    def __init__(self, config):
-        super().__init__(config)
-        self._seen = set()
-
-    def choose(self, context):
-        self._seen.update(candidate.worker for candidate in context.candidates)
-        return super().choose(context)
-
-
 class RefusesLoad(RouterPolicy):
     def choose(self, context):
         return next(candidate for candidate in context.candidates if candidate.load.requests < 100)
@@ -640,7 +630,6 @@ def without_shrinking(monkeypatch):
         (OutOfRange, f"random={1 - 2**-53}", ()),
         (RefusesLoad, "loads=near 2^31", ()),
         (CountsPromptsUntilWorkersLeave, FORGETS, (True,)),
-        (KeepsWorkers, FORGETS, (True,)),
         (NeverChoosesTheLast, DAY, ()),
         (TakesNoSessionForOne, DAY, ()),
         (HashesTheFirstBlock, DAY, ()),

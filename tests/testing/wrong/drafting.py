@@ -53,12 +53,6 @@ class LogsTexts(NgramDrafter):
 
 
 @noticed("test_case")
-class KeepsThePreviousRequest(Shortest):
-    def admit(self, slot, tokens):
-        self.grow(slot, tokens)
-
-
-@noticed("test_case")
 class SharesTheTableBetweenSlots(Shortest):
     def __init__(self, context):
         super().__init__(context)
@@ -233,14 +227,6 @@ class HashesThePrompt(Shortest):
                 self.digest = sha256(self.digest + bytes([size]) + token.to_bytes(4, "little")).digest()
 
 
-@noticed("test_time_of_a_step_does_not_grow_with_the_text")
-class SearchesTheText(Shortest):
-    def guess(self, slot, limit):
-        text = np.array(self._texts[slot], np.int32)
-        found = np.flatnonzero(text[:-1] == text[-1])
-        return text[found[-1] + 1 :][:limit] if len(found) else text[:0]
-
-
 @noticed("test_drafts_of_a_full_batch_take_little_time")
 class SearchesTheLastTokens(Shortest):
     """In Python, for each row and size: no more of a long text, but a step waits for all rows."""
@@ -298,18 +284,6 @@ class ExtendsTheTextByItsDrafts(Shortest):
 
 
 @noticed("test_case")
-class ContinuesASimilarRequest(Shortest):
-    """Takes a request that begins as the previous one, and is no shorter, for the same one."""
-
-    def admit(self, slot, tokens):
-        text = self._texts[slot]
-        if text and len(tokens) >= len(text) and tokens[:8].tolist() == text[:8]:
-            self.grow(slot, tokens[len(text) :])
-        else:
-            super().admit(slot, tokens)
-
-
-@noticed("test_case")
 class KnowsARequestByItsEnd(Shortest):
     """Takes a request with the length and the end of the previous one for that one, back from a preemption."""
 
@@ -317,19 +291,6 @@ class KnowsARequestByItsEnd(Shortest):
         text = self._texts[slot]
         if len(text) != len(tokens) or text[-4:] != tokens[-4:].tolist():
             super().admit(slot, tokens)
-
-
-@noticed("test_memory_of_past_requests_is_freed")
-class KeepsPrompts(Shortest):
-    """Keeps each prompt by its hash, as for the next request with it."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self._prompts = {}
-
-    def admit(self, slot, tokens):
-        self._prompts[hash(tokens.tobytes())] = tokens.copy()
-        super().admit(slot, tokens)
 
 
 @noticed("test_memory_of_past_requests_is_freed")
@@ -482,11 +443,6 @@ class MisspellsAnOption(NgramDrafter):
     def __init__(self, context):
         super().__init__(context)
         context.whole("windw", 7)
-
-
-@noticed("test_some_values_of_each_option_have_other_drafts")
-class IgnoresAnOption(NgramDrafter):
-    options = (*NgramDrafter.options, "window")
 
 
 @noticed("test_time_of_a_step_does_not_grow_with_the_text")

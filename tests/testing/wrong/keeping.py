@@ -8,7 +8,6 @@ import itertools
 import logging
 import mmap
 import os
-import secrets
 import threading
 import time
 import zlib
@@ -839,19 +838,6 @@ class KeepsTheFirstTimeout(MemoryStore):
     def put(self, values, timeout):
         self.first = self.first or timeout
         return super().put(values, self.first)
-
-
-@found_by(DAY, day="a store at its limit")
-class KeepsACopyOfEachValue(DiskStore):
-    """Another folder has a second name of each value, which outlives its eviction."""
-
-    def put(self, values, timeout):
-        count = super().put(values, timeout)
-        (self.path / "copies").mkdir(exist_ok=True)
-        for key, _ in values:
-            for value in self.path.glob(f"??/{key.hex()}.kv"):
-                os.link(value, self.path / "copies" / secrets.token_hex())
-        return count
 
 
 class _WaitsForEver(DiskReservations):

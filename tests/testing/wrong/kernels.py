@@ -114,20 +114,6 @@ class EndsImagesWithTheirTile(NumpyOps):
         return super().paged_attention(q, layer, heads, step)
 
 
-class _RemembersByIdentity(NumpyOps):
-    """Plans by the identity of an object; that of a freed one is the identity of a later one."""
-
-    def planned(self, key, value):
-        return self.__dict__.setdefault("plans", {}).setdefault(id(key), value)
-
-
-@shown_by("layer", again=True, chunk=0, drafts=0)
-class PlansBlocksByIdentity(_RemembersByIdentity):
-    def paged_attention(self, q, layer, heads, step):
-        tables = self.planned(step.block_tables, step.block_tables.copy())
-        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
-
-
 @shown_by("transfers", in_flight=3)
 class CopiesThroughTwoBuffers(NumpyOps):
     """The third copy to the host in flight overwrites the first."""

@@ -320,21 +320,6 @@ class ClosesItsDescriptorAgain(Changed, SharedMemoryConnector):
         end.close = close
 
 
-@found_by("age=3600,peer=none")
-class TimesTheLease(Changed, TCPConnector):
-    """The timeout of a call begins with the lease."""
-
-    def change_inbox(self, end, whole):
-        until = time.monotonic() + self.settings.timeout
-
-        def take(*piece):
-            if time.monotonic() > until:
-                raise ConnectorError("the call timed out")
-            return whole.take(*piece)
-
-        end.take = take
-
-
 @found_by("before=another connector,peer=none")
 class NumbersInboxesByConnector(Changed, TCPConnector):
     """The table of inboxes is one of the process, their numbers are those of a connector."""

@@ -92,13 +92,6 @@ class MovesAllTurns(FairShare):
         return super().turn(flow) + self.admissions
 
 
-class ForgetsNothing(FairShare):
-    noticed_by = "test_it_forgets_requests_that_ended"
-
-    def ended(self, request, num_computed):
-        self._charges.pop(request.arrival, None)
-
-
 class LooksAtAllTenants(FairShare):
     noticed_by = "test_time_of_requests_does_not_grow_with_waiting_ones"
 

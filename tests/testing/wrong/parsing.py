@@ -177,13 +177,6 @@ class RepeatsHeldBackText(HermesTools):
 
 
 @breaks("8.[134]", "calls")
-class CountsCallsFromOne(HermesTools):
-    def __init__(self, tools):
-        super().__init__(tools)
-        self._calls = 1
-
-
-@breaks("8.[134]", "calls")
 class LosesEmptyArguments(HermesTools):
     held = ""
 
@@ -366,12 +359,6 @@ class HasATriggerThatTextHas(HermesTools):
 class LosesBackslashes(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(text.replace("\\", ""))
-
-
-@breaks("8.[134]", "calls")
-class ReadsOneCallOnly(HermesTools):
-    def push(self, text):
-        return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
 
 
 @breaks("8", "ends:test_no_text_of_an_answer_is_in_a_log")
@@ -610,28 +597,6 @@ class ReadsOneLineOfArguments(HermesTools):
         self.over = self.over or bool(end)
 
 
-@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
-class IsKeptByACache(GlmTools):
-    """A cache on a method holds every parser with its text and schemas."""
-
-    @cache  # noqa: B019 - the fault
-    def kinds(self, tool, key):
-        schema = self.tools.get(tool, {})
-        return kinds_of(parameter_schema(schema, key), schema)
-
-    def _value(self, tool, key):
-        self.kinds(tool, key)
-        return (yield from super()._value(tool, key))
-
-
-@breaks("8.3", "calls")
-class NamesCallsByTheirTool(HermesTools):
-    """Two calls of one tool have one id."""
-
-    def begin_call(self, name, call_id=""):
-        super().begin_call(name, f"call_{name}")
-
-
 @breaks("8.[134]", "day:test_an_ordinary_day")
 class CountsCallsOfTruncatedAnswers(HermesTools):
     """Its numbers go on where an answer that was not ended left them."""
@@ -760,15 +725,6 @@ class ReturnsReasoningAsContent(QwenReasoning):
         return events if self.answered or not self.reasoned else [*events, Content(self.reasoned)]
 
 
-@breaks("8.[134]", "day:test_an_ordinary_day")
-class AppliesGrammarsToReasoning(QwenReasoning):
-    """Only asks if the template can switch reasoning off."""
-
-    @classmethod
-    def begins_reasoning(cls, prompt_tail, switched):
-        return switched and cls.end not in prompt_tail
-
-
 @breaks("8.[134]", "calls")
 class NeedsPropertiesInASchema(GlmTools):
     """The schema of a tool without parameters may be {}."""
@@ -859,15 +815,6 @@ class EmitsHeldTextAfterAWhile(HermesTools):
         return super().push(text)
 
 
-@breaks("8.[134]", "answer")
-class LooksForAnOpeningOnly(QwenReasoning):
-    """Takes the end of an earlier turn's reasoning in the prompt for that of this turn."""
-
-    @classmethod
-    def _opened_by(cls, prompt_tail):
-        return cls.begin in prompt_tail and cls.end not in prompt_tail
-
-
 @breaks("8.3", "reasoning:test_reasoning_of_an_earlier_turn_does_not_continue")
 class LooksForTheEndAtTheEnd(QwenReasoning):
     """Reasoning that the prompt opened goes on unless the prompt ends with its end."""
@@ -950,15 +897,6 @@ class KnowsTypesByNameOfTheArgument(GlmTools):
 
     def _value(self, tool, key):
         return (yield from super()._value(self.last.get(key, tool), key))
-
-
-@breaks("8.3", "calls")
-class KnowsTheTypesOfTheFirstCall(GlmTools):
-    called = None
-
-    def _value(self, tool, key):
-        self.called = self.called or tool
-        return (yield from super()._value(self.called, key))
 
 
 @breaks("8.[134]", "day:test_an_ordinary_day")

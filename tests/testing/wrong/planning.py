@@ -608,16 +608,6 @@ class CountsReadyRequestsAsWaiting(Counts):
         return {"slots": msgspec.structs.replace(stats.slots, waiting=waiting)}
 
 
-@breaks("3.6", "schedule:incident=abort_running")
-class CountsAbortsAsPreemptions(Changed):
-    def change(self):
-        def revoke(running_batch, right, slot, request, draft):
-            running_batch.counters.preemptions += request.abort_requested
-            right(slot, request, draft)
-
-        instead(self._running_batch, "revoke", revoke)
-
-
 @breaks("3.6", "schedule:k=3,ends=stop")
 class CountsTokensAfterTheStop(Changed):
     """Counts all accepted drafts as generated, also those after the end of a text."""
@@ -629,12 +619,6 @@ class CountsTokensAfterTheStop(Changed):
         if counters.generated_tokens > before:
             counters.generated_tokens = before + int((output.tokens[plan.slots] >= 0).sum())
         return found
-
-
-@breaks("3.2", "schedule:depth=2")
-class ReportsNoFencedBlocks(Changed):
-    def held(self):
-        return replace(super().held(), fenced=0)
 
 
 @breaks("1.4", "schedule:keep=all")
@@ -995,26 +979,11 @@ class RepeatsTheFirstError(Changed):
         return super().commit(plan, replace(output, errors=errors))
 
 
-@breaks("3.6", "schedule:caching=true,shared=same,requests=12")
-class CountsHitsTwice(Counts):
-    def changed(self, stats):
-        return {"counters": msgspec.structs.replace(stats.counters, prefix_hits=2 * stats.counters.prefix_hits)}
-
-
 @breaks("3.6", "schedule:k=3")
 class CountsRejectedDraftsAsAccepted(Counts):
     def changed(self, stats):
         proposed = stats.drafts.proposed_per_position
         return {"drafts": msgspec.structs.replace(stats.drafts, accepted_per_position=proposed)}
-
-
-@breaks("3.6", "schedule:keep=all")
-class CountsSavedBlocks(Counts):
-    """Counts blocks where tokens are meant."""
-
-    def changed(self, stats):
-        saved = stats.offload.saved_tokens // self.limits.block_size
-        return {"offload": msgspec.structs.replace(stats.offload, saved_tokens=saved)}
 
 
 @breaks("3.6", "schedule:timed=true")

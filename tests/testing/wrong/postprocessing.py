@@ -301,12 +301,6 @@ class ReturnsInt64(TorchPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked).long()
 
 
-@breaks("1", "device:test_the_host_waits_for_nothing[0]")
-class ComputesOnTheHost(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        return super().token_matrix(sampled, accepted, slots, revoked).numpy()
-
-
 @breaks("1", "device:test_its_own_arrays_are_on_the_device")
 class KeepsItsColumnsOnTheHost(TorchPostprocess):
     def __init__(self, ops, limits):
@@ -324,14 +318,6 @@ class GetsTheRowsFromThePack(NumpyPostprocess):
         return super().token_matrix(self.ops.to_host(sampled), accepted, slots, revoked)
 
 
-@breaks("1", "device:test_the_host_waits_for_nothing[3]")
-class ReadsWhetherADraftWasAccepted(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        if sampled.shape[1] > 1 and not accepted.any():
-            return super().token_matrix(sampled[:, :1], accepted, slots, revoked)
-        return super().token_matrix(sampled, accepted, slots, revoked)
-
-
 @breaks("1", "device:test_the_host_waits_for_nothing[0]")
 class SelectsRowsByAMask(TorchPostprocess):
     """The number of rows that a mask selects is known only after the device has counted them."""
@@ -339,12 +325,6 @@ class SelectsRowsByAMask(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         kept = accepted >= 0
         return super().token_matrix(sampled[kept], accepted[kept], slots[kept], revoked)
-
-
-@breaks("1", "device:test_the_host_waits_for_nothing[3]")
-class CopiesToTheHost(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        return super().token_matrix(sampled.to("cpu"), accepted, slots, revoked)
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[3]")
@@ -358,15 +338,6 @@ class WritesAtSlotsOneByOne(TorchPostprocess):
             matrix[slots[row], :] = torch.where(delivered, sampled[row], EMPTY_TOKEN_ID)
         matrix[revoked.long(), 0] = PREEMPTED_TOKEN_ID
         return matrix
-
-
-@breaks("1", "device:test_the_host_waits_for_nothing[3]")
-class CopiesTheRowsOfAMask(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        kept = torch.arange(sampled.shape[1]) <= accepted[:, None]
-        tokens = torch.full_like(sampled, EMPTY_TOKEN_ID)
-        tokens[kept] = sampled.flatten().index_select(0, torch.where(kept.flatten())[0])
-        return super().token_matrix(tokens, accepted, slots, revoked)
 
 
 @breaks("1", "flight:test_it_is_made_on_one_thread_and_computes_on_another")
@@ -693,40 +664,6 @@ class KeepsWorkspacesOfLargeSteps(TorchPostprocess):
         if len(slots) >= 32:
             self._spaces.setdefault((len(slots), len(revoked)), torch.empty_like(sampled))
         return super().token_matrix(sampled, accepted, slots, revoked)
-
-
-@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
-class ComparesEachSlotWithEachRow(TorchPostprocess):
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        kept = torch.where(torch.arange(sampled.shape[1]) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
-        gone = sampled.new_full((len(revoked), sampled.shape[1]), EMPTY_TOKEN_ID)
-        gone[:, 0] = PREEMPTED_TOKEN_ID
-        rows = torch.cat((sampled.new_full((1, sampled.shape[1]), EMPTY_TOKEN_ID), kept, gone))
-        owners = torch.cat((slots.new_full((1,), -1), slots, revoked))
-        return rows[(torch.arange(self.limits.max_num_seqs)[:, None] == owners).int().argmax(dim=1)]
-
-
-@breaks("1.1", "matrix:slots=33,tables=overwritten")
-class StampsRowsInAClosure(NumpyPostprocess):
-    """Rows are kept between steps, with the number of their step in 17 bits, in variables of a function."""
-
-    def __init__(self, ops, limits):
-        super().__init__(ops, limits)
-        self._step = self._stamping(limits.max_num_seqs, 1 + limits.max_drafts)
-
-    def _stamping(self, slots, width):
-        stamps, rows, step = np.full(slots, -1), np.zeros((slots, width), np.int32), 0
-
-        def compute(matrix, stamped):
-            nonlocal step
-            step = (step + 1) % 2**17
-            rows[stamped], stamps[stamped] = matrix[stamped], step
-            return np.where((stamps == step)[:, None], rows, np.int32(EMPTY_TOKEN_ID))
-
-        return compute
-
-    def token_matrix(self, sampled, accepted, slots, revoked):
-        return self._step(super().token_matrix(sampled, accepted, slots, revoked), np.concatenate([slots, revoked]))
 
 
 @breaks("1", "flight:test_nothing_remains_of_many_different_steps")

@@ -15,7 +15,6 @@ import numpy as np
 from fd_core.effects.operations import NO_EFFECTS, AbandonLease, Cancel, Fetch, Fetched, Loaded
 from fd_core.errors import ConfigError
 from fd_core.scheduling.images import ImageBudget
-from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.running import planner
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -240,16 +239,6 @@ class AbortsWhenItIsAdmitted(Changed):
         return super().abort(request_id)
 
 
-@breaks("1.7", "schedule:incident=abort_running")
-class AbortsOneStepLate(Changed):
-    late: tuple = ()
-
-    def plan(self):
-        now, self.late = list(self.late), tuple(self._aborting)
-        self._aborting[:] = now
-        return super().plan()
-
-
 @breaks("1.7", "schedule:incident=abort_waiting")
 class ReportsAnAbortTwice(Changed):
     def abort(self, request_id):
@@ -378,12 +367,6 @@ class AdmitsTheShortestFirst(Changed):
 # Blocks -------------------------------------------------------------------------------------------------------
 
 
-@breaks("3.2", "schedule:depth=2")
-class FreesWithAStepInFlight(Changed):
-    def change(self):
-        instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, -1))
-
-
 @breaks("3.2", "schedule:incident=abort_loading")
 class FreesWhileALoadWrites(Changed):
     def change(self):
@@ -490,38 +473,6 @@ class RepeatsPromptLogprobs(Answers):
 
     def change(self):
         self.sent = {}
-
-
-@breaks("5.3", "schedule:caching=true,shared=prefix,owner=salts")
-class ComparesSaltPrefixes(Changed):
-    def change(self):
-        instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
-
-
-@breaks("3.1", "schedule:incident=abort_loading")
-class LeaksBlocksOfAbortedRequests(Changed):
-    def change(self):
-        def give_up(running_batch, right, slot, request):
-            if not request.abort_requested:
-                right(slot, request)
-            else:
-                running_batch.slots.num_blocks[slot] = 0
-
-        instead(self._running_batch, "_give_up_blocks", give_up)
-
-
-@breaks("5.2", "storage:test_saved_blocks_are_loaded")
-class NeverLoads(Changed):
-    def change(self):
-        right = self._admission_planner._offloading
-
-        class Declining:
-            worth_loading = staticmethod(lambda request, first, count: 0)
-
-            def __getattr__(self, name):
-                return getattr(right, name)
-
-        self._admission_planner._offloading = Declining()
 
 
 @breaks("2.1", "budget:test_more_requests_run_at_once_than_eight_bits_count")
@@ -714,42 +665,6 @@ class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
         return delta
 
 
-@breaks("2.1", "schedule:caching=true,shared=prefix")
-class ReportsNoCachedTokens(ChangesDeltas):
-    def changed_delta(self, delta):
-        return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
-
-
-@breaks("1.3", "schedule:incident=error")
-class FailsWithoutAMessage(ChangesDeltas):
-    def changed_delta(self, delta):
-        return msgspec.structs.replace(delta, error=None)
-
-
-@breaks("8", "budget:test_policy_determines_the_next_admission[nothing]")
-class IgnoresThePolicy(Changed):
-    def __init__(self, setup):
-        super().__init__(replace(setup, policy=Fcfs()))
-
-
-@breaks("3.5", "schedule:keep=preempted")
-class SavesUnsettledBlocks(Changed):
-    """Saves every registered block, computed or not."""
-
-    def change(self):
-        right, prefixes, slots = self._offloading, self._prefixes, self._slots
-
-        class Saving:
-            def __getattr__(self, name):
-                return getattr(right, name)
-
-            def save(self, request, tables, count):
-                prefixes.extend(request)
-                return right.save(request, tables, min(len(request.chain), int(slots.num_blocks[request.slot])))
-
-        self._running_batch._offloading = Saving()
-
-
 @breaks("8", "schedule:schedulers=two,requests=20,slots=2")
 class RanksByAClockImportedByName(Changed):
     """Later requests are less important by one level for each 20 seconds."""
@@ -828,11 +743,6 @@ class CutsImages(Changed):
                 planner.ImageBudget = kept
 
         instead(self._planner, "plan", plan)
-
-
-@breaks("2", "schedule:images=undivided,prompt=above,block_size=16,budget=8")
-class DividesImagesWhereTokensAreScarce(CutsImages):
-    budget = staticmethod(lambda limit, whole: ImageBudget(limit))
 
 
 @breaks("2", "schedule:images=undivided,prompt=above,block_size=16,budget=8,spare_blocks=1")
