@@ -16,13 +16,10 @@ from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps
 from fd_core.ops.numpy.ops import _softcap as softcap
 from fd_core.ops.weights import PackedTensor
-from tests.testing.wrong.fault import wrong, wrong_in
+from tests.testing.wrong.fault import ANSWERED, IN_ENGINES, wrong, wrong_in
 
 
-@wrong(
-    "reference",
-    "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*",
-)
+@wrong("reference", "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*")
 class LosesTheScaleOfRope:
     """Computes cosine and sine from the angle again, without YaRN's amplitude."""
 
@@ -36,12 +33,8 @@ class LosesTheScaleOfRope:
     "models:test_a_model_computes_what_the_oracle_computes*",
     "attention:test_attention_reads_scattered_blocks*",
     "attention:test_attention_keeps_to_its_window*",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "signals:*",
-    ),
+    ANSWERED,
+    spreads_to=IN_ENGINES,
 )
 class ReadsTheNextBlock:
     """Off by one in the block table: the first of several blocks is read twice."""
@@ -52,16 +45,7 @@ class ReadsTheNextBlock:
         return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
 
 
-@wrong(
-    "reference",
-    "models:test_a_model_computes_what_the_oracle_computes*",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("reference", "models:test_a_model_computes_what_the_oracle_computes*", ANSWERED, spreads_to=IN_ENGINES)
 class ReversesLogits:
     """Rows of a batch are returned in another order."""
 
@@ -229,11 +213,7 @@ def _load_the_first_end_token(self, path, ops, progress):
     return replace(model, eos_token_ids=model.eos_token_ids[:1])
 
 
-@wrong(
-    "reference",
-    "models:test_a_model_computes_what_the_oracle_computes*",
-    load_model=_load_the_first_end_token,
-)
+@wrong("reference", "models:test_a_model_computes_what_the_oracle_computes*", load_model=_load_the_first_end_token)
 class LoadsTheFirstEndToken:
     """Chats go on after the end of a turn."""
 

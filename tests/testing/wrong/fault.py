@@ -15,6 +15,9 @@ from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 FAULTS: dict[str, Fault] = {}
 WHOLE_MODELS = ("ranks:*", "models:test_models_take_turns_on_one_pack", "models:test_ropes_of_every_kind")
 """Tests of whole models, in which many faults show."""
+ANSWERED = "signals:test_each_slot_of_random_plans_is_answered*"
+IN_ENGINES = ("budget:*", "kv:*", "signals:*")
+"""Sections with engines, in which faults of all steps show."""
 BASES = {"null": NullBackend, "reference": ReferenceBackend}
 
 

@@ -8,17 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
-from tests.testing.wrong.fault import wrong
+from tests.testing.wrong.fault import ANSWERED, IN_ENGINES, wrong
 
 
-@wrong(
-    "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("null", ANSWERED, spreads_to=IN_ENGINES)
 class ReleasesOneStepLate:
     late = np.empty(0, np.int32)
 
@@ -27,15 +20,7 @@ class ReleasesOneStepLate:
         return super().token_matrix(sampled, accepted, slots, np.setdiff1d(now, slots))
 
 
-@wrong(
-    "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("null", ANSWERED, spreads_to=IN_ENGINES)
 class ReleasesOneStepEarly:
     """Takes a slot without a row for a revoked one, and releases it too early."""
 
@@ -49,13 +34,8 @@ class ReleasesOneStepEarly:
 
 @wrong(
     "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*",
-        "signals:*",
-    ),
+    ANSWERED,
+    spreads_to=(*IN_ENGINES, "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*"),
 )
 class ReleasesAnIdleSlot:
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -65,10 +45,7 @@ class ReleasesAnIdleSlot:
         return matrix
 
 
-@wrong(
-    "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-)
+@wrong("null", ANSWERED)
 class DropsRowsAfterARelease:
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = super().token_matrix(sampled, accepted, slots, revoked)
@@ -92,7 +69,7 @@ class ReleasesInEveryColumn:
 
 @wrong(
     "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
+    ANSWERED,
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
@@ -114,14 +91,7 @@ class LeavesAStaleToken:
         return fresh
 
 
-@wrong(
-    "null",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("null", ANSWERED, spreads_to=IN_ENGINES)
 class HangsOnAnEmptyBatch:
     def token_matrix(self, sampled, accepted, slots, revoked):
         if not len(slots) and len(revoked) and threading.current_thread().name == "fdcore-device":
@@ -129,27 +99,14 @@ class HangsOnAnEmptyBatch:
         return super().token_matrix(sampled, accepted, slots, revoked)
 
 
-@wrong(
-    "null",
-    "cases:test_operation[sample:*",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("null", "cases:test_operation[sample:*", ANSWERED, spreads_to=IN_ENGINES)
 class SwapsRows:
     def sample(self, logits, rows):
         tokens, peaks = super().sample(logits, rows)
         return tokens[::-1].copy(), peaks
 
 
-@wrong(
-    "null",
-    "cases:test_operation[verify:*",
-    "signals:test_each_slot_of_random_plans_is_answered[3]",
-)
+@wrong("null", "cases:test_operation[verify:*", "signals:test_each_slot_of_random_plans_is_answered[3]")
 class AcceptsOneDraftTooMany:
     def verify(self, sampled, drafts, num_drafts):
         return np.minimum(super().verify(sampled, drafts, num_drafts) + 1, num_drafts).astype(np.int32)
@@ -172,11 +129,7 @@ class ShowsReleasesInLogprobs:
         return chosen, top_ids, top
 
 
-@wrong(
-    "null",
-    "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0]",
-    spreads_to=("signals:test_each_slot_of_random_plans_is_answered*",),
-)
+@wrong("null", "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0]", spreads_to=(ANSWERED,))
 class CountsOneForEachDecode:
     """Pads a step to the next power of two of tokens without charging for it."""
 
@@ -208,12 +161,7 @@ class CountsOneForEachDecode:
 @wrong(
     "null",
     "budget:test_padding_never_exceeds_the_budget*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*",
-        "signals:*",
-    ),
+    spreads_to=(*IN_ENGINES, "lifetime:test_closed_or_sleeping_engine_frees_its_cache_and_weights*"),
 )
 class PadsBeyondTheBudget:
     def padded(self, rows, width):

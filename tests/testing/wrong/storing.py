@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from fd_core.ops.numpy.ops import NumpyKVCache
-from tests.testing.wrong.fault import wrong
+from tests.testing.wrong.fault import ANSWERED, IN_ENGINES, wrong
 
 
 def changed(cache, **methods):
@@ -16,10 +16,7 @@ def changed(cache, **methods):
     return cache
 
 
-@wrong(
-    "reference",
-    "kv:test_exports_stay_as_they_are_after_others*",
-)
+@wrong("reference", "kv:test_exports_stay_as_they_are_after_others*")
 class ExportsRounded:
     def allocate_kv(self, shape, num_blocks):
         cache = super().allocate_kv(shape, num_blocks)
@@ -27,15 +24,7 @@ class ExportsRounded:
         return changed(cache, export_blocks=lambda self, blocks: get(blocks).astype(np.float16).astype(np.float32))
 
 
-@wrong(
-    "reference",
-    "signals:test_each_slot_of_random_plans_is_answered*",
-    spreads_to=(
-        "budget:*",
-        "kv:*",
-        "signals:*",
-    ),
-)
+@wrong("reference", ANSWERED, spreads_to=IN_ENGINES)
 class NeverWritesTwice:
     """A slot of the cache keeps its first value, even in a reused block."""
 
@@ -57,10 +46,7 @@ class SwapsKeysAndValuesOfExports:
         )
 
 
-@wrong(
-    "reference",
-    "kv:test_blocks_of_another_type_are_refused",
-)
+@wrong("reference", "kv:test_blocks_of_another_type_are_refused")
 class TakesBlocksOfAnyType:
     def allocate_kv(self, shape, num_blocks):
         cache = super().allocate_kv(shape, num_blocks)
