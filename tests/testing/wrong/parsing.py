@@ -7,37 +7,21 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
 from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema
-from fd_core.text.parsing.contract import OutputParser, ToolParser
+from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.thinking import QwenReasoning
+from tests.testing.witnesses import Witnesses
 
-WRONG: dict[str, WrongParser] = {}
-
-
-@dataclass(frozen=True)
-class WrongParser:
-    """A parser, the rule that it breaks, and the case that detects it."""
-
-    cls: type[OutputParser]
-    rule: str
-    noticed_by: str
-
-
-def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
-    def register(cls: type) -> type:
-        WRONG[cls.__name__] = WrongParser(cls, rule, noticed_by)
-        return cls
-
-    return register
+WRONG = Witnesses()
+breaks = WRONG.breaks
 
 
 # Cuts ---------------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -18,30 +16,14 @@ import msgspec
 import numpy as np
 import torch
 
-from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from tests.testing.witnesses import Witnesses
 
-WRONG: dict[str, WrongPostprocess] = {}
+WRONG = Witnesses()
+breaks = WRONG.breaks
 MANY = "matrix:slots=3,k=1,steps=9000,before=shrinking,order=kept,revoked=one"
-
-
-@dataclass(frozen=True)
-class WrongPostprocess:
-    """A postprocessor, the rule that it breaks, and the test, or the part of the kit, that detects it."""
-
-    cls: type[Postprocess]
-    rule: str
-    noticed_by: str
-
-
-def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
-    def register(cls: type) -> type:
-        WRONG[cls.__name__] = WrongPostprocess(cls, rule, noticed_by)
-        return cls
-
-    return register
 
 
 # Contents of a matrix -----------------------------------------------------------------------------------------

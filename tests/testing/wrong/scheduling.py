@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from time import monotonic
 from typing import Any
@@ -20,25 +20,10 @@ from fd_core.scheduling.running import planner
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.waiting import admission_planner
 from fd_core.types import FinishReason
+from tests.testing.witnesses import Witnesses
 
-WRONG: dict[str, WrongScheduler] = {}
-
-
-@dataclass(frozen=True)
-class WrongScheduler:
-    """A scheduler, the rule that it breaks, and the case that detects it."""
-
-    cls: type[ContinuousBatchingScheduler]
-    rule: str
-    noticed_by: str
-
-
-def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
-    def register(cls: type) -> type:
-        WRONG[cls.__name__] = WrongScheduler(cls, rule, noticed_by)
-        return cls
-
-    return register
+WRONG = Witnesses()
+breaks = WRONG.breaks
 
 
 def instead(part: Any, name: str, function: Callable[..., Any]) -> None:
