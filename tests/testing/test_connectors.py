@@ -12,7 +12,6 @@ import pytest
 
 from fd_core.disagg.connectors.contract import ConnectorError
 from fd_core.disagg.connectors.kv_store import KVStoreConnector
-from fd_core.testing.axes import parts
 from fd_core.testing.connectors import ConnectorSuite, cases
 from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
@@ -225,8 +224,7 @@ def far():
 
 @pytest.mark.in_turn(8, by=lambda cls: check_of(WRONG[cls][0]))
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
-def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_REDUCED", {"transfer"})
+def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path):
     text, right = WRONG[cls]
     for each in (right, cls):
         kv_store = f"disk:{tmp_path / each.__name__}"

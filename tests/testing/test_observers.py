@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from fd_core.runner.observing import Observer
-from fd_core.testing.axes import parts
 from fd_core.testing.hooks import observers
 from fd_core.testing.hooks.observed import OBSERVED
 from fd_core.testing.hooks.observers import ObserverSuite
@@ -511,8 +510,7 @@ class PrintsTheLastStep(Counts):
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],
 )
-def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case, monkeypatch):
-    monkeypatch.setattr(parts, "_REDUCED", {"observer"})
+def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case):
     suite = ObserverSuite()
     suite.observer_class = lambda: wrong
     check = getattr(suite, case, None) or (lambda: suite.test_case(OBSERVED.case(case)))

@@ -7,7 +7,6 @@ import pytest
 
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority
 from fd_core.scheduling.victims import FewestTokens, LatestArrival
-from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
@@ -41,12 +40,6 @@ class TestVictimPolicies(VictimPolicySuite):
     @pytest.mark.parametrize("name", DAYS)
     def test_an_ordinary_day(self, name):
         super().test_an_ordinary_day(name)
-
-
-@pytest.fixture(autouse=True)
-def without_shrinking(monkeypatch):
-    """Shrinking takes long and is only useful to people."""
-    monkeypatch.setattr(parts, "_REDUCED", {"order", "candidates", "victim"})
 
 
 def named(names, value):

@@ -28,7 +28,6 @@ from fd_core.router.policies import (
     lowest,
 )
 from fd_core.router.workers import RouterWorker
-from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
 from fd_core.testing.router_policies.cases import ROUTING
 from fd_core.testing.router_policies.day import FLEETS, day_of, require_ordinary_day
@@ -612,12 +611,6 @@ ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
 LOADS = "test_less_busy_worker_is_preferred_at_every_size_of_its_load"
 PREFIX = "test_a_cached_prefix_counts_but_does_not_outweigh_every_load"
 SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotten"
-
-
-@pytest.fixture(autouse=True)
-def without_shrinking(monkeypatch):
-    """Shrinking takes long and is only useful to people."""
-    monkeypatch.setattr(parts, "_REDUCED", {"router"})
 
 
 @pytest.mark.in_turn(8, by=lambda wrong, case, arguments: check_of(case))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from fd_core.cluster.scaling import GroupLoad, LoadPolicy, LoadPolicyOptions, ScalingPolicy
-from fd_core.testing.axes import parts
 from fd_core.testing.hooks.loads import GROUPS, SCALING, numbers_of, require_ordinary_day
 from fd_core.testing.hooks.scaling import ScalingPolicySuite
 from fd_core.testing.kit.requirements import OPEN
@@ -422,8 +421,7 @@ DAY = "test_an_ordinary_day"
         (PopsItsOptions, "test_an_unknown_option_is_named"),
     ],
 )
-def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, monkeypatch):
-    monkeypatch.setattr(parts, "_REDUCED", {"scaling"})
+def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case):
     suite = ScalingPolicySuite()
     suite.policy_class = lambda: wrong
     if case == OPTIONS and issubclass(wrong, LoadPolicy):

@@ -15,7 +15,6 @@ from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
-from fd_core.testing.axes import parts
 from fd_core.testing.stores import StoreSuite, closed
 from fd_core.testing.stores.cases import STORES, StorePlace
 from fd_core.testing.stores.day import SERVERS
@@ -65,9 +64,7 @@ class Kit:
 
 
 @pytest.fixture(autouse=True)
-def without_shrinking(monkeypatch):
-    """Shrinking takes long and is only useful to people."""
-    monkeypatch.setattr(parts, "_REDUCED", {"store"})
+def same_umask():
     os.umask(mask := os.umask(0o022))
     yield
     os.umask(mask)
