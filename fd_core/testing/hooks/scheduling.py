@@ -11,9 +11,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from fd_core.config import Limits
 from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -36,7 +34,7 @@ from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
-from fd_core.testing.schedulers.scripted import ScriptedRun
+from fd_core.testing.schedulers.scripted import scripted_core
 
 _RUNNING = running_of(CANDIDATES.case("plain").values)
 _CROWD = 50_000
@@ -134,18 +132,7 @@ class SchedulingPolicySuite:
     @pytest.mark.law("2.2", "8")
     def test_displaced_requests_return_and_end(self) -> None:
         """Long texts of a tenant run, others wait, and further tenants send some, until all have ended."""
-        limits = Limits(
-            max_num_seqs=6,
-            max_num_batched_tokens=64,
-            max_model_len=64,
-            block_size=4,
-            num_kv_blocks=200,
-            vocab_size=257,
-        )
-        run = ScriptedRun(
-            ContinuousBatchingScheduler,
-            SchedulerSetup(limits=limits, policy=self.policy_class()(), victims=FewestTokens(), hasher=None),
-        )
+        run = scripted_core(self.policy_class()(), FewestTokens(), num_kv_blocks=200)
         preempted = sent = 0
         names, displaced = dict[int, str](), ""
         for step in range(600):

@@ -8,9 +8,7 @@ from typing import Final
 
 import pytest
 
-from fd_core.config import Limits
 from fd_core.plugins import VICTIMS, installed_plugins
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests, VictimPolicy
@@ -24,7 +22,7 @@ from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.day import SERVERS, require_ordinary_day
 from fd_core.testing.schedulers.driver import prompt_of
-from fd_core.testing.schedulers.scripted import ScriptedRun
+from fd_core.testing.schedulers.scripted import scripted_core
 
 _SLOWER: Final = 2
 """Most steps of a request, as a multiple of those under `cheapest`."""
@@ -125,20 +123,12 @@ def _steps_of_a_long_request(
 
     As many short ones as there are slots always wait; the blocks suffice for the long one and two others.
     """
-    limits = Limits(
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        block_size=4,
-        num_kv_blocks=64,
-        vocab_size=257,
-    )
-    run = ScriptedRun(ContinuousBatchingScheduler, SchedulerSetup(limits=limits, policy=Fcfs(), victims=victims))
+    run = scripted_core(Fcfs(), victims, max_model_len=256, num_kv_blocks=64)
     numbers, short_ones = itertools.count(), 0
     run.scheduler.add(greedy("long", [7] * long[0], long[1]))
     admissions = 0
     for steps in range(1, most + 1):
-        while short_ones < 2 * limits.max_num_seqs:
+        while short_ones < 12:  # twice the slots
             number, short_ones = next(numbers), short_ones + 1
             priority = -1 if number % 4 == 0 else 0
             run.scheduler.add(greedy(f"short {number}", prompt_of(short[0], number), short[1], priority=priority))

@@ -1,4 +1,4 @@
-"""Plans and steps for a runner without an engine, and an engine that kits and tests drive step by step."""
+"""Limits of small engines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ SMALL: Final[Mapping[str, Any]] = {
 """Limits for one request of maximum size."""
 
 
-def small_limits(envelope: OperatingEnvelope) -> Limits:
+def small_limits(**sizes: Any) -> Limits:
+    """Return the limits of `SMALL`, with other `sizes`."""
+    return Limits(**{**SMALL, "vocab_size": 257, **sizes})
+
+
+def limits_within(envelope: OperatingEnvelope) -> Limits:
     """Return limits inside an envelope, for one request of maximum size even if a block has one token."""
-    sizes = {**SMALL, "vocab_size": 257}
-    sizes |= envelope.exceeded(sizes)
-    return Limits(**{**sizes, "num_kv_blocks": sizes["max_model_len"]})
+    sizes = {**SMALL, **envelope.exceeded(SMALL)}
+    return small_limits(**{**sizes, "num_kv_blocks": sizes["max_model_len"]})

@@ -24,7 +24,7 @@ from fd_core.testing.hooks.purity import contents_of
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.kit.target import parse_target
-from fd_core.testing.models.small import small_limits
+from fd_core.testing.models.small import limits_within, small_limits
 from fd_core.types import IntArray
 
 _MAX_NUMBERS: Final = 8
@@ -74,7 +74,7 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
     made = target.postprocess
-    constructed(POSTPROCESS, name, lambda: made(target.ops, small_limits(made.envelope)))
+    constructed(POSTPROCESS, name, lambda: made(target.ops, limits_within(made.envelope)))
     others = () if named else tuple(_found_on(name, _BACKENDS.get(each, each)) for each in served[1:])
     return PostprocessTarget(name, made, target.ops, target.backend.describe(), emulated=target.emulated, others=others)
 
@@ -114,20 +114,10 @@ class Matrices:
         rows, or "strided": parts of larger arrays, the tokens with strides. `limits` are other fields of `Limits`.
         """
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
+        sizes = {"max_num_seqs": slots, "max_num_batched_tokens": slots * (1 + k)}
         self.postprocess = target.make(
             target.ops,
-            Limits(
-                **{
-                    "max_num_seqs": slots,
-                    "max_num_batched_tokens": slots * (1 + k),
-                    "max_model_len": 64,
-                    "block_size": 4,
-                    "num_kv_blocks": 16,
-                    "vocab_size": 2**31 - 1,
-                    "max_drafts": k,
-                    **limits,
-                }
-            ),
+            small_limits(**{**sizes, "vocab_size": 2**31 - 1, "max_drafts": k, **limits}),
         )
         shapes = ((slots, 1 + k), *((slots,),) * 3) if memory == "reused" else ()
         self._strided = memory == "strided"

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.config.layer_groups import ONE_GROUP
 from fd_core.effects.operations import Completion
@@ -29,7 +28,7 @@ from fd_core.scheduling.victims import FewestTokens, VictimPolicy
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.drafting import OracleDrafter
-from fd_core.testing.models.small import SMALL, small_limits
+from fd_core.testing.models.small import limits_within, small_limits
 from fd_core.testing.models.texts import Texts, greedy
 from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
 from fd_core.testing.schedulers.scripts import NULL_IDS, make_runner, runnable, whole_texts
@@ -84,7 +83,7 @@ class SchedulerTarget:
 def find_scheduler(name: str) -> SchedulerTarget:
     """Return the scheduler `name`. Raises `PluginError` if it is unknown or cannot be constructed."""
     found = installed_plugins().load(SCHEDULER, name)
-    limits = small_limits(found.envelope)
+    limits = limits_within(found.envelope)
     constructed(SCHEDULER, name, lambda: found(SchedulerSetup(limits=limits, policy=Fcfs(), victims=FewestTokens())))
     single = {} if found.groups_layers else {"layer_groups": "it keeps one block table for each request"}
     return SchedulerTarget(name, found, {**found.lacks, **single})
@@ -425,7 +424,7 @@ def drive(
     tokens. `paired` adds other workers. `depth` is the maximum number of steps in flight; `limits` are fields of
     `Limits`, `setup` other fields of `SchedulerSetup`.
     """
-    chosen = Limits(**{**SMALL, "vocab_size": NULL_IDS, "max_drafts": k, "pipeline_depth": depth, **limits})
+    chosen = small_limits(**{"vocab_size": NULL_IDS, "max_drafts": k, "pipeline_depth": depth, **limits})
     clock = StepClock()
     made = SchedulerSetup(
         limits=chosen,

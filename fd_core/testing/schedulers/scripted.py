@@ -8,7 +8,11 @@ import numpy as np
 
 from fd_core.effects.operations import CompileGrammar, Effect, Found, GrammarReady, Lookup, Save, Saved
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.victims import VictimPolicy
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.testing.models.small import small_limits
 from fd_core.types import Delta, StepOutput, StepPlan
 
 
@@ -65,6 +69,12 @@ class ScriptedRun:
     def compiled(self) -> None:
         """End the compilation that began last."""
         self.scheduler.complete(GrammarReady(self.compiling.pop()))
+
+
+def scripted_core(policy: SchedulingPolicy, victims: VictimPolicy, **sizes: int) -> ScriptedRun:
+    """Return a run of the core's scheduler with these policies, six slots, and other sizes."""
+    limits = small_limits(max_num_seqs=6, max_num_batched_tokens=64, **sizes)
+    return ScriptedRun(ContinuousBatchingScheduler, SchedulerSetup(limits=limits, policy=policy, victims=victims))
 
 
 class CountedInt(int):

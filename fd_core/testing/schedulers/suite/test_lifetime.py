@@ -9,7 +9,6 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from fd_core.config import Limits
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
@@ -20,6 +19,7 @@ from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import count_bytecodes, count_bytes, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.models.small import small_limits
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun
@@ -53,21 +53,11 @@ class _Counted(Fcfs):
 def _run(
     target: SchedulerTarget, policy: SchedulingPolicy | None = None, keep: OffloadSelection | None = None, **limits: Any
 ) -> ScriptedRun:
-    chosen = Limits(**{**_SMALL, **limits})
+    chosen = small_limits(**{"max_num_seqs": 1, "max_num_batched_tokens": 64, **limits})
     hasher = None if "prefix_caching" in target.lacks else PrefixHasher(block_size=chosen.block_size, identity="kit")
     keep = None if "storage" in target.lacks else keep
     setup = SchedulerSetup(limits=chosen, policy=policy or Fcfs(), victims=FewestTokens(), hasher=hasher, keep_kv=keep)
     return ScriptedRun(target.make, setup)
-
-
-_SMALL: dict[str, int] = {
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 64,
-    "block_size": 4,
-    "num_kv_blocks": 16,
-    "vocab_size": 257,
-}
 
 
 def _within(target: SchedulerTarget, budget: int, context: int) -> dict[str, Any]:
