@@ -35,7 +35,7 @@ from fd_core.testing.kit.growth import require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
-from fd_core.testing.schedulers.scripts import whole_text
+from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.stores.values import draws
 
 _SHORT: Final = 1024
@@ -94,7 +94,7 @@ class DrafterSuite(DrafterChoice):
         self.repeats.require()
         draw = draws(1)
         if self.drafter_class().uses_model:
-            text = [*range(5, 35), *whole_text(greedy("text", range(5, 35), 874))]
+            text = [*range(5, 35), *whole_texts([greedy("text", range(5, 35), 874)])[0]]
             for length in (40, len(text) - 16):
                 self._require_continued(draw, text[:length], text[length : length + 16], 257)
             return

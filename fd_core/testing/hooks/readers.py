@@ -81,9 +81,9 @@ class ReadingDrafterSuite(DrafterChoice):
         require_freed(lambda: (self.subject().new(4, 4, ops=(ops := null_ops())), ops))
 
 
-def _specs(begin: int = 0) -> list[RequestSpec]:
+def _specs() -> list[RequestSpec]:
     """Return requests, of which the last has the prompt of the first, and some sample."""
-    texts = [[7, 8, 9, begin + number] * (7 - number) for number in range(6)]
+    texts = [[7, 8, 9, number] * (7 - number) for number in range(6)]
     return [
         greedy(f"r{number}", text, 20, temperature=float(number % 2), seed=number)
         for number, text in enumerate([*texts, texts[0]])

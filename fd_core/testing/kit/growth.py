@@ -222,7 +222,7 @@ def require_no_stall(what: str, rule: str) -> Iterator[None]:
         broken(rule, f"{what} calls {', '.join(dict.fromkeys(stalls))}")
 
 
-def require_idle(what: str, rule: str = "8") -> None:
+def require_idle(what: str) -> None:
     """Fail if a thread of this process works while nothing is to be done, such as one that polls without a pause.
 
     It would take the interpreter's lock from the engine. Tests that call it are `timing` and `fd_alone`.
@@ -235,7 +235,7 @@ def require_idle(what: str, rule: str = "8") -> None:
         if shares[-1] < _IDLE_SHARE:
             return
     broken(
-        rule,
+        "8",
         f"{what} takes {100 * min(shares):.0f} % of a processor while nothing is to be done, of "
         f"{100 * _IDLE_SHARE:.0f} allowed: let its threads block, with a timeout, instead of polling",
     )

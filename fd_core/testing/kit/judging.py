@@ -219,7 +219,3 @@ class Golden:
         judge.check({name: delivered[name] for name in judge.specs})
         for name, right in judge.texts.items():
             assert len(delivered[name]) == len(right), f"{name}: wrong length"
-
-    def check_prefix(self, spec: RequestSpec, text: Sequence[int]) -> None:
-        """Compare the tokens of a request delivered so far."""
-        self._judge([spec]).check({spec.request_id: text})

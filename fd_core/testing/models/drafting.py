@@ -51,7 +51,7 @@ class OracleDrafter(PerSlotDrafter):
         return np.empty(0, np.int32)
 
 
-def write_head(target: Path, folder: Path, *, drafts: int | None = None, seed: int = 7, **changes: Any) -> Path:
+def write_head(target: Path, folder: Path, *, drafts: int | None = None, **changes: Any) -> Path:
     """Write a head for the target with random weights; it drafts the last `drafts` tokens, all by default."""
     config = json.loads((target / "config.json").read_text())
     hidden, inner, vocab = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
@@ -59,7 +59,7 @@ def write_head(target: Path, folder: Path, *, drafts: int | None = None, seed: i
     own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafts or vocab}
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, config["num_hidden_layers"]]}
     kept = {name: config[name] for name in config if name not in ("attention_bias", "mlp_bias", "layer_types")}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(7)
     shapes = {
         "fc": (hidden, 3 * hidden),
         "midlayer.self_attn.q_proj": (width, 2 * hidden),

@@ -67,7 +67,7 @@ def run(engine: Engine, specs: Sequence[RequestSpec], max_steps: int = 20_000) -
 def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object) -> RequestSpec:
     """Return a request that generates exactly `max_tokens`, unless `stop_token_ids` end it."""
     params: dict[str, object] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    fields = ("adapter", "cache_salt", "priority", "tenant")
+    fields = ("adapter", "cache_salt", "prefill_at", "priority", "tenant")
     spec = {field: changes.pop(field) for field in fields if field in changes}
     return RequestSpec(
         request_id=name,

@@ -40,7 +40,6 @@ from fd_core.types import (
 )
 from fd_core.types.kv_events import KVEvent, Stored, StoredBlocks
 
-WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
 _PHASES: Final = tuple(Phase)
 _STATES: Final[Mapping[str, tuple[str, ...]]] = {
     "waits": ("waiting",),
@@ -174,7 +173,7 @@ class Followed:
 
     @property
     def where(self) -> str:
-        """One of `WHERES`. A draining request may have ended already."""
+        """`waits`, `loads`, `runs`, `drains` or `ended`. A draining request may have ended already."""
         if self.occupancy is not None:
             return "drains" if self.occupancy.revoked else "runs"
         if self.end is not None:
@@ -304,9 +303,8 @@ class Auditor:
     def tables(self) -> set[int]:
         return {block for occupancy in self.live for block in self._owned(occupancy)}
 
-    def _owned(self, occupancy: Occupancy, first: int = 0) -> set[int]:
-        """Return the blocks of a request from entry `first` on."""
-        begins = [max(first, self._first_entry(group, occupancy.begin)) for group in range(self.limits.groups.count)]
+    def _owned(self, occupancy: Occupancy) -> set[int]:
+        begins = [self._first_entry(group, occupancy.begin) for group in range(self.limits.groups.count)]
         return {block for begin, table in zip(begins, occupancy.tables, strict=True) for block in table[begin:]}
 
     def _first_entry(self, group: int, begin: int) -> int:

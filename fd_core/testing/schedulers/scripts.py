@@ -43,15 +43,13 @@ def _without_grammar(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, grammar=None, reasoning=None)
 
 
-def whole_text(spec: RequestSpec, max_model_len: int | None = None) -> list[int]:
-    """Return all tokens that a request generates in a context, including those delivered by earlier epochs."""
-    return whole_texts([spec], max_model_len)[0]
-
-
 def whole_texts(
     specs: Sequence[RequestSpec], max_model_len: int | None = None, vocab_size: int = NULL_IDS
 ) -> list[list[int]]:
-    """Return the text of each request; those of unknown ones are computed together."""
+    """Return all tokens that each request generates in a context, also those delivered by earlier epochs.
+
+    Those of unknown ones are computed together.
+    """
     plain = [_plain(spec, max_model_len) for spec in specs]
     keys = [(vocab_size, msgspec.json.encode(spec)) for spec in plain]
     unknown = {key: spec for key, spec in zip(keys, plain, strict=True) if key not in _TEXTS}

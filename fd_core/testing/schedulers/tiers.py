@@ -10,16 +10,14 @@ import enum
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config.layer_groups import ONE_GROUP, LayerGroups
 from fd_core.effects import operations
 from fd_core.ops.contract import KVCache
-from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.scripts import kv_of
-from fd_core.types import PrefillJob, RequestSpec
+from fd_core.types import PrefillJob
 
 PEER = "peer:1"
 BAD_GRAMMAR = "it is wrong on purpose"
@@ -111,18 +109,6 @@ class ScriptedTiers:
             self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
         # Copied blocks may be evicted at once, even if they are not stored yet.
         return operations.Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
-
-
-def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
-    """Return requests with a remote prefill."""
-    return [msgspec.structs.replace(spec, prefill_at=PEER) for spec in specs]
-
-
-def job_for(name: str, prompt: Iterable[int], held_blocks: int = 0) -> RequestSpec:
-    """Return a prefill job for a worker that has its first blocks; the lease has the name of the request."""
-    tokens = list(prompt)
-    job = PrefillJob(np.array(tokens, "<i4").tobytes(), held_blocks, lease=name)
-    return msgspec.structs.replace(greedy(name, tokens, 1), prefill_job=job)
 
 
 def wanted_blocks(job: PrefillJob, groups: LayerGroups, block_size: int) -> list[tuple[int, int]]:

@@ -157,20 +157,18 @@ def _without_time(call: Callable[[float], object]) -> None:
         assert error.reason is FailureReason.TIMEOUT, f"timeout 0 was reported as {error.reason}"
 
 
-class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
-    """Values for a `put` that stops at the third one until the test goes on, at most for some seconds."""
+class _SlowValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
+    """Values for a `put`, of which the third one takes some seconds."""
 
     def __init__(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], seconds: float) -> None:
         self._values, self._seconds = values, seconds
-        self.paused, self.go_on, self.went_on = threading.Event(), threading.Event(), False
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, index: Any) -> Any:
         if index == 2:
-            self.paused.set()
-            self.went_on = not self.go_on.wait(self._seconds)
+            time.sleep(self._seconds)
         return self._values[index]
 
 
@@ -785,7 +783,7 @@ class StoreSuite:
                 assert_hidden(value_of(keys[0]), error)
             assert time.monotonic() - start < timeout + SLACK
         with pytest.raises(StoreError) as caught:
-            store.put(_PausedValues([(key, [key]) for key in keys[:4]], timeout + 0.05), timeout)
+            store.put(_SlowValues([(key, [key]) for key in keys[:4]], timeout + 0.05), timeout)
         assert caught.value.reason is FailureReason.TIMEOUT
         store.delete(keys[:4], TIMEOUT)
         assert store.put(values[:1], TIMEOUT) == 1

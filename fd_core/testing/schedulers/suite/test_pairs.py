@@ -7,8 +7,9 @@ import pytest
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.texts import greedy
+from fd_core.testing.schedulers.device import job_of
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.tiers import elsewhere, job_for
+from fd_core.testing.schedulers.tiers import PEER
 from fd_core.types import StepPlan
 
 
@@ -17,7 +18,7 @@ def test_lease_leaves_room_for_running_requests(target: SchedulerTarget) -> None
     """A running request will need nearly the whole pool; no prompt may be fetched into those blocks before it ends."""
     driver = drive(target, greedy("runs", prompt_of(12), 40), paired=True)
     driver.run_until(lambda: driver.texts.tokens)
-    driver.submit(*elsewhere(greedy("far", prompt_of(38, 1), 24)))
+    driver.submit(greedy("far", prompt_of(38, 1), 24, prefill_at=PEER))
     for _ in range(120):
         if "runs" in driver.texts.ends:
             break
@@ -36,7 +37,7 @@ def test_preempted_job_resumes_after_the_blocks_already_sent(target: SchedulerTa
     texts = [greedy(f"r{index}", prompt_of(3, index), 30) for index in range(others)]
     driver = drive(target, *texts, paired=True, depth=2, max_num_seqs=others + 1, max_num_batched_tokens=budget)
     driver.run_until(lambda: len(driver.texts.tokens.get("r0", ())) >= 4, 2)
-    driver.submit(job_for("job", prompt_of(20, 7)))
+    driver.submit(job_of(greedy("job", prompt_of(20, 7), 1)))
     job = driver.auditor.requests["job"]
     sent: list[int] = []
 
