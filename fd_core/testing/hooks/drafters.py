@@ -31,7 +31,7 @@ from fd_core.testing.hooks.drafted import (
 )
 from fd_core.testing.hooks.drafting_days import require_good_day
 from fd_core.testing.hooks.purity import require_freed
-from fd_core.testing.kit.growth import require_bounded, require_no_stall
+from fd_core.testing.kit.growth import count_bytes, require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import OPEN, Requirement
 from fd_core.testing.models.texts import greedy, run
@@ -220,13 +220,8 @@ class DrafterSuite(DrafterChoice):
             slot, one = np.zeros(1, np.int32), np.ones(1, np.int32)
             drafter.admit(0, np.array([5, 6, 7, 5, 6], np.int32))
             drafter.propose(slot, 4)
-            tracemalloc.start()
-            try:
-                drafter.extend(slot, np.array([[7, 5]], np.int32), 2 * one)
-                drafter.propose(slot, 4)
-                return new, tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
+            given = np.array([[7, 5]], np.int32), 2 * one
+            return new, count_bytes(lambda: (drafter.extend(slot, *given), drafter.propose(slot, 4)))
 
         peaks(1, 257)  # imports
         (_, few), (without_ids, _), (new, many) = peaks(1, 257), peaks(_MANY_SLOTS, 257), peaks(_MANY_SLOTS, _MANY_IDS)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from fd_core.plugins import STORE, installed_plugins
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import clocks_ahead
-from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
+from fd_core.testing.kit.growth import count_bytes, require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
@@ -509,13 +508,9 @@ class StoreSuite:
             "longest_prefix": lambda: store.longest_prefix([B, A], 2000, TIMEOUT) == 1,
         }
         for name, call in calls.items():
-            tracemalloc.start()
-            try:
-                right = call()
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            assert right, f"{name} does not leave out a value of {_LARGE:,} bytes, over its limit of 2000"
+            results = list[bool]()
+            peak = count_bytes(lambda: results.append(call()))  # noqa: B023 - called at once
+            assert results[0], f"{name} does not leave out a value of {_LARGE:,} bytes, over its limit of 2000"
             assert peak < _LARGE // 2, f"{name} took {peak:,} bytes of memory for a value over its limit of 2000 bytes"
 
     @pytest.mark.law("5.5")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fd_core.plugins import TOOL_PARSER
+from fd_core.testing.kit.growth import seconds_of
 from fd_core.testing.kit.law import broken
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, accepting
 
@@ -79,12 +80,12 @@ def test_time_is_linear_in_the_text(target: ParserTarget) -> None:
                     broken("8.6", f"the end of {len(text)} characters, each {unit!r}, takes {found:.0f} times as long")
 
 
-def require_linear(seconds_of: Callable[[int], float], size: int, what: str) -> None:
+def require_linear(took: Callable[[int], float], size: int, what: str) -> None:
     """Require eight times the size to take at most 24 times as long, and `MOST` seconds, by the best of three runs."""
     short = long = float("inf")
     for _ in range(3):
-        short = min(short, seconds_of(size // PARTS))
-        long = min(long, seconds_of(size))
+        short = min(short, took(size // PARTS))
+        long = min(long, took(size))
         if long < min(PARTS * SLACK * max(short, FLOOR), MOST):
             return
     broken("8.6", f"{size:,} {what} take {long:.2g} s, {long / short:.0f} times as long as an eighth of them")
@@ -98,35 +99,30 @@ def test_time_of_a_whole_text_is_linear(target: ParserTarget) -> None:
         for unit in (*units_of(target), answer.text):
             text = begin + unit * (SIZE // len(unit) + 1)
 
-            def seconds_of(size: int, text: str = text, tools: tuple[str, ...] = answer.tools) -> float:
+            def whole(size: int, text: str = text, tools: tuple[str, ...] = answer.tools) -> float:
                 parser, began = target.new((*tools, *TOOLS)), time.thread_time()
                 with accepting(text):
                     parser.push(text[:size])
                     parser.flush()
                 return time.thread_time() - began
 
-            require_linear(seconds_of, len(text), f"characters, each {unit!r},")
+            require_linear(whole, len(text), f"characters, each {unit!r},")
 
 
 @pytest.mark.law("8.6")
 def test_time_before_an_answer_is_linear(target: ParserTarget) -> None:
     """Construct parsers for more and for larger tools, with the forms of their calls, or for longer prompts."""
 
-    def timed(call: Callable[[], object]) -> float:
-        began = time.thread_time()
-        call()
-        return time.thread_time() - began
-
     def schema(*names: str) -> dict[str, object]:
         return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
 
     def of_tools(count: int) -> float:
         tools = {name: schema(SHOWN.city) for name in TOOLS[:count]}
-        return timed(lambda: (target.new(tools), [target.form(name) for name in tools]))
+        return seconds_of(lambda: (target.new(tools), [target.form(name) for name in tools]), time.thread_time)
 
     def of_parameters(count: int) -> float:
         tools = {SHOWN.tool: schema(*TOOLS[:count])}
-        return timed(lambda: target.new(tools))
+        return seconds_of(lambda: target.new(tools), time.thread_time)
 
     if target.kind is TOOL_PARSER:
         require_linear(of_tools, len(TOOLS), "tools before an answer")
@@ -136,6 +132,7 @@ def test_time_before_an_answer_is_linear(target: ParserTarget) -> None:
         prompt = unit * (SIZE // len(unit) + 1)
 
         def of_prompt(size: int, prompt: str = prompt) -> float:
-            return timed(lambda: (target.new(prompt=prompt[-size:]), target.cls.begins_reasoning(prompt[-size:], True)))
+            tail, begins = prompt[-size:], target.cls.begins_reasoning
+            return seconds_of(lambda: (target.new(prompt=tail), begins(tail, True)), time.thread_time)
 
         require_linear(of_prompt, SIZE, f"characters of a prompt, each {unit!r},")
