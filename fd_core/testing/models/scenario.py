@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -334,11 +336,6 @@ def check_compilations(before: CompilationStats | None, after: CompilationStats 
         assert (after.start, after.start_seconds) == (before.start, before.start_seconds), what
 
 
-def _exhaust(steps: Generator[None]) -> None:
-    for _ in steps:
-        pass
-
-
 def _in_turns(*engines: Generator[None]) -> None:
     """Alternate between engines step by step."""
     running = list(engines)
@@ -348,25 +345,15 @@ def _in_turns(*engines: Generator[None]) -> None:
 
 def _in_threads(mine: Generator[None], theirs: Generator[None]) -> None:
     """Run two engines at the same time, with frequent switches between their threads."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            _exhaust(theirs)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
-            errors.append(error)
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
-    thread = threading.Thread(target=run, daemon=True)
     try:
-        thread.start()
-        _exhaust(mine)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(deque[None], theirs, 0)
+            deque[None](mine, 0)
     finally:
-        thread.join()
         sys.setswitchinterval(before)
-    if errors:
-        raise errors[0]
+    other.result()
 
 
 def fill_with_nan(cache: KVCache) -> None:
@@ -383,27 +370,22 @@ def copying(engine: Engine) -> Iterator[None]:
     pool, cache = parts_of(engine).pool, engine.probe().runner.cache
     blocks = pool.allocate(_SPARE_BLOCKS)
     assert blocks is not None, "the pool has no spare blocks"
-    ended, errors = threading.Event(), []
+    ended = threading.Event()
 
     def run() -> None:
-        try:
-            for seed in range(_MOST_STEPS):
-                _copy_once(cache, blocks, seed)
-                if ended.is_set():
-                    return
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
-            errors.append(error)
+        for seed in range(_MOST_STEPS):
+            _copy_once(cache, blocks, seed)
+            if ended.is_set():
+                return
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        pool.release(blocks, -1)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as threads:
+        copies = threads.submit(run)
+        try:
+            yield
+        finally:
+            ended.set()
+    pool.release(blocks, -1)
+    copies.result()
 
 
 def _copy_once(cache: KVCache, blocks: IntArray, seed: int) -> None:
