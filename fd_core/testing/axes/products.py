@@ -98,12 +98,7 @@ _EMBEDDING_EDGES: Final = {
     "hidden": Edge("hidden"),
 }
 EMBEDDING: Final[Part[Ops]] = operation_part(
-    "embedding",
-    _EMBEDDING,
-    check_embedding,
-    _embedding_fits,
-    _EMBEDDING_EDGES,
-    needs=("primitives",),
+    "embedding", _EMBEDDING, check_embedding, _embedding_fits, _EMBEDDING_EDGES, needs=("primitives",)
 )
 
 
@@ -368,12 +363,7 @@ _HEAD: Final = (
     Axis("rows", (3, 0, 1, 2, 8, 33, 65, 129, 257)),
     Axis("hidden", (128, 1, 7, 16, 33, 129, 256, 1000, 4104)),
     Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_208)),
-    Axis(
-        "softcap",
-        (None, 1.5, 30.0),
-        rare=({"softcap": 1.5, "vocabulary": 131_073, "hidden": 33},),
-        needs="softcap",
-    ),
+    Axis("softcap", (None, 1.5, 30.0), rare=({"softcap": 1.5, "vocabulary": 131_073, "hidden": 33},), needs="softcap"),
     Axis("tied", (False, True, "with a bias")),
     Axis("source", ("F32", "F16", "BF16")),
     Axis("stored", STORED),

@@ -78,11 +78,7 @@ _MOE: Final = (
     Axis("source", ("F32", "F16", "BF16")),
     Axis("stored", STORED),
     Axis("packed_down", (None, "Q6_K", "Q4_1", "Q8_0")),
-    Axis(
-        "group",
-        (None,),
-        rare=tuple({"group": group, "packed": name} for name in GROUPED for group in (32, 128)),
-    ),
+    Axis("group", (None,), rare=tuple({"group": group, "packed": name} for name in GROUPED for group in (32, 128))),
     Axis("fused", (False, True)),
     Axis("offset", (0, 128, -128)),
     Axis("wild", (False, True)),

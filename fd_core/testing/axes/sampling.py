@@ -253,11 +253,7 @@ def _few_counts(case: Case) -> bool:
 
 
 PENALIZE: Final[Part[Ops]] = operation_part(
-    "penalize",
-    _PENALIZE,
-    check_penalize,
-    lambda case: _small(case) and _few_counts(case),
-    _OF_LOGITS,
+    "penalize", _PENALIZE, check_penalize, lambda case: _small(case) and _few_counts(case), _OF_LOGITS
 )
 
 
@@ -429,12 +425,7 @@ def check_cells(ops: Ops, case: Case) -> None:
         more = (rng.integers(-most, most + 1, len(places[0])) / (1 if kind == "counts" else 1024)).astype(dtype)
         if kind == "logits":
             more[1:2] = -np.inf
-        x = ops.add_at(
-            x,
-            inputs("rows of cells", places[0]),
-            inputs("ids of cells", places[1]),
-            inputs("values", more),
-        )
+        x = ops.add_at(x, inputs("rows of cells", places[0]), inputs("ids of cells", places[1]), inputs("values", more))
         np.add.at(held, places, more)
     if kind != "logits":
         named = rng.permutation(rows)[: _share(case["written"], rows)].astype(np.int32)

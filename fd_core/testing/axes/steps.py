@@ -11,13 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fd_core.engine.process.messages import (
-    ControlOrder,
-    PauseGeneration,
-    ResumeGeneration,
-    Sleep,
-    WakeUp,
-)
+from fd_core.engine.process.messages import ControlOrder, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.opening import open_checkpoint
 from fd_core.models.registry import spec_of
@@ -67,11 +61,7 @@ AXES: Final = (
     Axis("depth", (1, 2, 3, 16), ("EngineConfig.pipeline_depth", "Limits.pipeline_depth")),
     Axis("threads", (1, 3), ("EngineConfig.num_threads",)),
     Axis("prefix_caching", (True, False), ("EngineConfig.enable_prefix_caching",)),
-    Axis(
-        "drafts",
-        (0, 1, 3, 5, 16),
-        ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts"),
-    ),
+    Axis("drafts", (0, 1, 3, 5, 16), ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts")),
     Axis("wrong_drafts", (0.3, 0.0, 0.1, 1.0)),
     Axis(
         "drafter",

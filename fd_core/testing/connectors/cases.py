@@ -47,11 +47,7 @@ AXES: Final = (
         (3, 0, 254, 65_534, 2**31 - 2, 2**32 - 2, 2**40),
         ("KVInbox.take.index", "KVOutbox.put.index", "KVInbox.done.index"),
     ),
-    Axis(
-        "window",
-        (4, 1, 2, 8, 65, 257),
-        ("Connector.open_inbox.window", "Connector.open_outbox.window"),
-    ),
+    Axis("window", (4, 1, 2, 8, 65, 257), ("Connector.open_inbox.window", "Connector.open_outbox.window")),
     Axis(
         "value_bytes",
         (5000, 1, 65, 79, 81, 4097, 65_537, 737_360, 1_048_577),

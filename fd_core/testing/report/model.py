@@ -14,18 +14,7 @@ from fd_core.testing.report.coverage import PluginCoverage
 
 SCHEMA: Final = 1
 """Version of the JSON, incremented on incompatible changes."""
-SECTIONS: Final = (
-    "cases",
-    "attention",
-    "costs",
-    "models",
-    "signals",
-    "budget",
-    "kv",
-    "ranks",
-    "lifetime",
-    "scale",
-)
+SECTIONS: Final = ("cases", "attention", "costs", "models", "signals", "budget", "kv", "ranks", "lifetime", "scale")
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
 OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "1": "the postprocessor builds the matrix: fdcore conformance --postprocess",

@@ -64,11 +64,7 @@ AXES: Final = (
     Axis("hits", tuple(_HITS), ("Candidate.hits", "Candidate.expected_hits")),
     Axis("urls", tuple(_URLS), ("RouterWorker.url", "Candidate.worker")),
     Axis("role", ROLES, ("RouterWorker.role",)),
-    Axis(
-        "tokens",
-        (256, 1, 63, 65, 4097, 100_000),
-        ("RoutingContext.tokens", "RoutingContext.keys"),
-    ),
+    Axis("tokens", (256, 1, 63, 65, 4097, 100_000), ("RoutingContext.tokens", "RoutingContext.keys")),
     Axis("token_ids", ("small", "zero", "near 2^31", "alike")),
     Axis("block_size", (64, 1, 16, 65_536), ("RouterConfig.cache_block_size",)),
     Axis("max_sessions", (65_536, 1, 2), ("RouterConfig.max_sessions",)),

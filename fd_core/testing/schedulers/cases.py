@@ -131,11 +131,7 @@ AXES: Final = (
     Axis(
         "ends",
         ("limit", "eos", "stop", "both", "ignored"),
-        (
-            "RequestSpec.eos_token_ids",
-            "SamplingParams.stop_token_ids",
-            "SamplingParams.ignore_eos",
-        ),
+        ("RequestSpec.eos_token_ids", "SamplingParams.stop_token_ids", "SamplingParams.ignore_eos"),
     ),
     Axis(
         "sampling",
@@ -168,20 +164,12 @@ AXES: Final = (
     Axis(
         "grammar",
         ("none", "own", "shared"),
-        (
-            "SamplingParams.grammar",
-            "SamplingParams.reasoning",
-            "Reasoning.end",
-            "Reasoning.max_tokens",
-        ),
+        ("SamplingParams.grammar", "SamplingParams.reasoning", "Reasoning.end", "Reasoning.max_tokens"),
     ),
     Axis(
         "owner",
         ("same", "salts", "long_salts", "adapters", "crossed"),
-        (
-            "RequestSpec.cache_salt",
-            "RequestSpec.adapter",
-        ),
+        ("RequestSpec.cache_salt", "RequestSpec.adapter"),
     ),
     Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
     Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),

@@ -31,14 +31,7 @@ from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_
 from fd_core.testing.kit.days.work import HOUR, talks
 from fd_core.testing.kit.growth import count_bytecodes, require_no_stall
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.schedulers.device import (
-    TOKEN_SECONDS,
-    DayRequest,
-    HashingDevice,
-    TimedTiers,
-    job_of,
-    request_of,
-)
+from fd_core.testing.schedulers.device import TOKEN_SECONDS, DayRequest, HashingDevice, TimedTiers, job_of, request_of
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.tiers import PEER
 from fd_core.types import Delta, FinishReason, Phase, StepOutput, StepPlan

@@ -20,14 +20,7 @@ PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tol
 
 
 def most_computed(
-    golden: Golden,
-    specs: list[RequestSpec],
-    budget: int,
-    k: int,
-    wrong: float,
-    *,
-    eager: bool = False,
-    **room: Any,
+    golden: Golden, specs: list[RequestSpec], budget: int, k: int, wrong: float, *, eager: bool = False, **room: Any
 ) -> int:
     """Run requests, check their texts and return the maximum tokens of a step, at most the budget.
 

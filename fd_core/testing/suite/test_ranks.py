@@ -27,14 +27,7 @@ from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.arrays import Values, assert_near, assert_same, heads_on
 from fd_core.testing.models.checkpoints import abilities_of
 from fd_core.testing.models.paged import PagedDriver, Row
-from fd_core.testing.suite.test_models import (
-    ADAPTED_ERROR,
-    adapted_by,
-    assert_close,
-    loaded,
-    oracle_logits,
-    written,
-)
+from fd_core.testing.suite.test_models import ADAPTED_ERROR, adapted_by, assert_close, loaded, oracle_logits, written
 
 REQUIRES = ("primitives",)
 

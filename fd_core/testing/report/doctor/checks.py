@@ -44,18 +44,12 @@ CHECKS: Final = (
         products.LINEAR,
         (_PRODUCT, f"{_PRODUCT},gated=silu", f"{_PRODUCT},gated=silu,apart=true"),
     ),
-    OpCheck(
-        ("gate_heads", "gated_attention"),
-        products.GATE,
-        ("rows=64,width=1024", "rows=64,width=1024,fused=true"),
-    ),
+    OpCheck(("gate_heads", "gated_attention"), products.GATE, ("rows=64,width=1024", "rows=64,width=1024,fused=true")),
     OpCheck(("lora",), routing.LORA, ("rows=64,inputs=1024,outputs=1024",)),
     OpCheck(("logits_of", "logits", "tied_head"), products.HEAD, (_HEAD, f"{_HEAD},tied=true,rows_of=some")),
     OpCheck(("split_heads", "rope"), pools.ROPE, ("tokens=64,heads=16,head_dim=64",)),
     OpCheck(
-        ("allocate_kv", "write_kv", "export_blocks", "import_blocks"),
-        pools.KV,
-        ("tokens=64,kv_heads=4,head_dim=64",),
+        ("allocate_kv", "write_kv", "export_blocks", "import_blocks"), pools.KV, ("tokens=64,kv_heads=4,head_dim=64",)
     ),
     OpCheck(("moe", "moe_residual"), routing.MOE, (_EXPERTS, f"{_EXPERTS},fused=true")),
     OpCheck(("sample",), sampling.SAMPLE, ("rows=16,vocabulary=70001",)),
