@@ -1,10 +1,12 @@
 """A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
 
+import gzip
 import itertools
 import json
 import logging
 import os
 import queue
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -82,10 +84,12 @@ def test_an_observer_may_open_files_now_and_then(monkeypatch):
     suite.test_memory_does_not_grow_with_steps()
 
 
-@pytest.mark.parametrize("name", ["WritesTheRestOfAPage", "NamesItsFilesByTime"])
-def test_an_observer_that_writes_all_steps_passes(name):
+@pytest.mark.parametrize("name", ["WritesTheRestOfAPage", "NamesItsFilesByTime", "CompressesEarlierFiles"])
+def test_an_observer_that_writes_all_steps_passes(name, monkeypatch):
+    monkeypatch.setattr(observers, "_LARGE_STEPS", 16)
     suite = ObserverSuite()
     suite.observer_class = lambda: globals()[name]
+    suite.test_files_that_it_opens_later_are_private()
     suite.test_an_ordinary_day()
 
 
@@ -393,6 +397,35 @@ class BeginsAFileEachDay(BeginsAnotherFile):
         return time.time() // 86_400
 
 
+class CompressesEarlierFiles(Observer):
+    """Intact: a private file of 4 MB, and compressed ones, as private, of what was written before."""
+
+    mode = 0o600
+
+    def __init__(self):
+        descriptor, self.path = tempfile.mkstemp()
+        self.file, self.number = os.fdopen(descriptor, "w+b"), 0
+
+    def observe(self, step):
+        rows = ((each.request_id, *each.token_ids) for each in step.requests)
+        self.file.write("".join(f"{row}\n" for row in rows).encode())
+        if self.file.tell() > 1 << 22:
+            self.file.seek(0)
+            self.number += 1
+            descriptor = os.open(f"{self.path}.{self.number}", os.O_WRONLY | os.O_CREAT, self.mode)
+            with os.fdopen(descriptor, "wb") as plain, gzip.open(plain, "wb", 1) as file:
+                shutil.copyfileobj(self.file, file)
+            self.file.truncate(0)
+            self.file.seek(0)
+
+    def close(self):
+        self.file.close()
+
+
+class CompressesForAll(CompressesEarlierFiles):
+    mode = 0o644
+
+
 class WritesAFirst(WritesTokensForAll):
     """Writes the first token of each request: with drafts, most of them are missing."""
 
@@ -497,6 +530,7 @@ class PrintsTheLastStep(Counts):
         (LogsTokens, "test_an_ordinary_day"),
         (PrintsTheLastStep, "test_an_ordinary_day"),
         (BeginsAnotherFile, "test_files_that_it_opens_later_are_private"),
+        (CompressesForAll, "test_files_that_it_opens_later_are_private"),
         (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),
         (LosesTheRestOfAPage, "test_an_ordinary_day"),
         (KeepsRequestsInItsClass, "test_memory_does_not_grow_with_steps"),
@@ -510,7 +544,9 @@ class PrintsTheLastStep(Counts):
         (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
     ],
 )
-def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case):
+def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case, monkeypatch):
+    if wrong is CompressesForAll:
+        monkeypatch.setattr(observers, "_LARGE_STEPS", 16)
     suite = ObserverSuite()
     suite.observer_class = lambda: wrong
     check = getattr(suite, case, None) or (lambda: suite.test_case(OBSERVED.case(case)))

@@ -41,7 +41,7 @@ from fd_core.testing.hooks.observed import (
 from fd_core.testing.hooks.purity import imported_again, require_freed
 from fd_core.testing.kit.days.account import account_of
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
-from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users
+from fd_core.testing.kit.privacy import contents_of, created_paths, hidden_from_other_users
 from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
@@ -269,7 +269,7 @@ def _require_all(paths: Iterable[Path], steps: Sequence[SampledStep], kinds: Ite
 
 def _lost(paths: Iterable[Path], steps: Iterable[SampledStep]) -> tuple[list[str], list[int]]:
     """Return the ids of requests, and of tokens, as text or in four bytes, that files lack."""
-    written = b"".join(each.read_bytes() for each in paths if each.is_file() and each.stat().st_size < _MOST_BYTES)
+    written = b"".join(contents_of(each) for each in paths if each.is_file() and each.stat().st_size < _MOST_BYTES)
     found = {int(number) for number in re.findall(rb"(?<!\d)\d{9,10}(?!\d)", written)}
     for at, order in product(range(4), ("<u4", ">u4")):
         found.update(np.frombuffer(written[at : at + (len(written) - at) // 4 * 4], order).tolist())

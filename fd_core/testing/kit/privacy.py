@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import logging
+import lzma
 import os
 import re
 import stat
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
@@ -25,6 +30,8 @@ _COMMANDS: Final = {"subprocess.Popen": 2, "os.posix_spawn": 2, "os.exec": 2, "o
 """Number of arguments before the variables, which only the new process can read, by event."""
 _PART: Final = 8
 """Bytes of a value that no log shows."""
+_ZIPPED: Final = b"PK\3\4"
+_CHUNK: Final = 1 << 20
 _NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
 """Functions that are called with audit events."""
 
@@ -143,7 +150,26 @@ def _is_around(path: Path, folder: Path) -> bool:
 
 
 def _holds(path: Path, secrets: Sequence[bytes]) -> bool:
-    return any(secret in path.read_bytes() for secret in secrets) if secrets else path.stat().st_size > 0
+    if not secrets:
+        return path.stat().st_size > 0
+    contents = contents_of(path)
+    return any(secret in contents for secret in secrets)
+
+
+def contents_of(path: Path) -> bytes:
+    """Return the bytes of a file, decompressed if it is compressed, as far as it was written."""
+    found = path.read_bytes()
+    if found.startswith(_ZIPPED):
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            return b"".join(map(archive.read, archive.namelist()))
+    for opened in (gzip.open, bz2.open, lzma.open):
+        read = bytearray()
+        with suppress(OSError, EOFError, lzma.LZMAError, zlib.error), opened(path) as file:
+            while part := file.read1(_CHUNK):
+                read += part
+        if read:
+            return bytes(read)
+    return found
 
 
 def _mode(path: Path) -> int:
