@@ -431,7 +431,8 @@ class StepInput:
     token_ids: Array
     """[T]"""
     positions: Array
-    """[T]"""
+    """[T], rows of tables such as those of `Rope`. Of images, and of tokens after them, they are not the places in the
+    text."""
     kv_slots: Array
     """[T], block * block_size + offset where the token's key and value are written."""
     query_start: Array
@@ -447,7 +448,7 @@ class StepInput:
     max_context: int
     uniform: bool = False
     """Every row has exactly `max_query` tokens, and the step is a decode or padded like one: see `Ops.padded`. Then
-    token j of row i is at index i * max_query + j and position context_len[i] - max_query + j."""
+    token j of row i is at index i * max_query + j and place context_len[i] - max_query + j."""
     host: HostStep | None = None
     """The same metadata on the host; None if the step was not built there."""
     lora_slots: Array | None = None

@@ -18,6 +18,7 @@ from fd_core.testing.axes.reuse import operation_part
 from fd_core.testing.models.arrays import (
     KV_STEP,
     TOLERANCE,
+    TURNED,
     Floats,
     Values,
     activations,
@@ -29,6 +30,7 @@ from fd_core.testing.models.arrays import (
     on_device,
     raw,
     step_input,
+    turned,
 )
 from fd_core.types import IntArray
 
@@ -55,6 +57,7 @@ _AXES: Final = (
     Axis("value", (10, 1, 32, 128, 256), ("Latent.expand",)),
     Axis("query_rank", (None, 20, 1536), ("Latent.q_norm", "Latent.q_up")),
     Axis("interleaved", (True, False), needs="interleaved_rope"),
+    Axis("turned", TURNED),
     Axis("block_size", (8, 1, 5, 64), rare=({"block_size": 4096},)),
     Axis("kv_dtype", ("auto", *KV_TYPES)),
     Axis("moved", (False, True)),
@@ -88,7 +91,9 @@ class _LatentOn:
             return Norm(ops.prepare_vector(1 + make(size, scale=0.1)), 1e-5)
 
         rows = _rows_of(case)
-        angles = (0.4 + np.arange(max(sum(each) for each in rows)))[:, None] / 10.0 ** np.arange(rotated // 2)
+        self.longest = max(sum(each) for each in rows)
+        table = self.longest + sum(count for count, _ in rows)
+        angles = (0.4 + np.arange(table))[:, None] / 10.0 ** np.arange(rotated // 2)
         cos, sin = (ops.prepare_vector(of(angles).astype(np.float32)) for of in (np.cos, np.sin))
         rope = Rope(cos, sin, bool(case["interleaved"]))
         self.heads = Heads(heads, 1, d, 0.9 * (key + rotated) ** -0.5, rope, latent=latent)
@@ -125,7 +130,8 @@ class _LatentOn:
         self.x = make(sum(count for count, _ in rows), _HIDDEN)
 
     def _step(self, tables: IntArray) -> StepInput:
-        step = on_device(self.ops, step_input(self._rows, int_of(self.case, "block_size"), tables))
+        step = step_input(self._rows, int_of(self.case, "block_size"), tables)
+        step = on_device(self.ops, turned(step, self.case["turned"], self.longest))
         return replace(step, uniform=bool(self.case["uniform"]))
 
     def exported(self) -> Any:

@@ -21,6 +21,7 @@ from fd_core.testing.models.arrays import (
     KV_STEP,
     PACKED_TOLERANCE,
     TOLERANCE,
+    TURNED,
     assert_near,
     but_for_a_step,
     float32_of,
@@ -110,6 +111,7 @@ AXES: Final = (
     ),
     Axis("rotary", (1.0, 0.5), ("Heads.rope", "Rope.cos", "Rope.sin")),
     Axis("interleaved", (False, True), ("Rope.interleaved",), needs="interleaved_rope"),
+    Axis("turned", TURNED, ("StepInput.positions",)),
     Axis(
         "window",
         (None, 1, 7, 128, 1030),
@@ -157,7 +159,6 @@ AXES: Final = (
 _GROUPED: Final = "a layer has the places of one group; engines of models with windows have several"
 EXCUSED: Final[Mapping[str, str]] = {
     "StepInput.token_ids": "no layer reads them; models embed them",
-    "StepInput.positions": "they follow from the contexts",
     "StepInput.logits_rows": "the head of a model reads them; the part `embedded` varies them",
     "StepInput.states": "a model begins with them; the part `embedded` varies them",
     "StepInput.added": "models add them between layers; the part `embedded` varies them",

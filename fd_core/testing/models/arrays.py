@@ -364,6 +364,19 @@ def penalty_input(
     )
 
 
+TURNED: Final = ("by place", "before", "own row")
+
+
+def turned(step: StepInput, kind: object, table: int) -> StepInput:
+    """Return a step, on the host, with positions of a kind of `TURNED`: of texts, after an image, and of an image.
+
+    Tokens of an image have rows of their own, after the first ones of a `table`.
+    """
+    places, own = step.positions, np.arange(len(step.positions), dtype=np.int32)
+    kinds = {"before": places // 2, "own row": np.where(own % 3, table + own[::-1], places)}
+    return replace(step, positions=kinds.get(str(kind), places))
+
+
 def step_input(rows: Sequence[tuple[int, int]], block_size: int, tables: IntArray) -> StepInput:
     """Return the metadata of (tokens, context) rows over the given block tables."""
     counts, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))

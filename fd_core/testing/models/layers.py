@@ -28,6 +28,7 @@ from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_sizes
 from fd_core.testing.models.arrays import (
+    TURNED,
     Values,
     activations,
     generator,
@@ -36,6 +37,7 @@ from fd_core.testing.models.arrays import (
     raw,
     step_input,
     stored_weight,
+    turned,
 )
 from fd_core.types import IntArray
 
@@ -52,6 +54,8 @@ class Geometry:
     block_size: int = 8
     rotary: int | None = None
     interleaved: bool = False
+    turned: str = TURNED[0]
+    """Kind of positions in the step."""
     window: int | None = None
     chunked: bool = False
     """The window is the size of chunks."""
@@ -196,9 +200,11 @@ class LayerOn:
             return norm(g.d) if g.head_norms or g.norms_rotated else None
 
         half = (g.rotary or g.d) // 2
+        self.tokens = sum(count for count, _ in rows)
         longest = max(256, *(context for _, context in rows))
         # Position 0 is rotated, too: no table may be left out.
-        angles = (0.4 + np.arange(longest))[:, None] / 100.0 ** (np.arange(half) / half)
+        table = np.arange(longest + (0 if g.turned == TURNED[0] else self.tokens))[:, None]
+        angles = (0.4 + table) / 100.0 ** (np.arange(half) / half)
 
         def rope(factor: npt.NDArray[Any]) -> Rope:
             cos, sin = (ops.prepare_vector((of(angles) * factor).astype(np.float32)) for of in (np.cos, np.sin))
@@ -220,7 +226,7 @@ class LayerOn:
             joint_widths=(g.heads * g.d, g.kv_heads * g.d) if g.joint_norms else None,
             causal=g.causal,
             chunked=g.chunked,
-            query_rope=rope(1 + np.arange(longest)[:, None] / longest) if g.query_rope else None,
+            query_rope=rope(1 + table / longest) if g.query_rope else None,
             # Some exceed all scores, some are far below.
             sinks=ops.prepare_vector(make(g.heads, scale=4.0)) if g.sinks else None,
         )
@@ -253,12 +259,11 @@ class LayerOn:
             history = history.astype(np.float16)
         self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
         self.kv = self.cache.layer(1)
-        step = step_input(rows, g.block_size, tables)
+        step = turned(step_input(rows, g.block_size, tables), g.turned, longest)
         host = HostStep(step.query_start, step.context_len, tables) if g.host_copy else None
         if g.image_tokens:
             step = replace(step, ends=ends_of_images(rows, g.image_tokens))
         self.step = replace(on_device(ops, step), uniform=g.uniform, host=host)
-        self.tokens = sum(count for count, _ in rows)
         # Adapters also change within rows, which no request does, to cover every split of a block.
         self.places = (np.arange(self.tokens) // 3 % (len(g.adapter_ranks) + 1)).astype(np.int32)
         if g.adapter_ranks:

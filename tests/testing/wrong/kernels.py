@@ -36,6 +36,12 @@ def shown_by(part: str, **values: object):
     return register
 
 
+def places_of(step):
+    """Return the place of each token in its request."""
+    counts = np.diff(step.query_start)
+    return np.arange(counts.sum()) + np.repeat(step.context_len - step.query_start[1:], counts)
+
+
 # Layers --------------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +116,7 @@ class EndsImagesWithTheirTile(NumpyOps):
     def paged_attention(self, q, layer, heads, step):
         if step.ends is not None:
             lasts = np.repeat(step.context_len, np.diff(step.query_start))
-            step = replace(step, ends=np.minimum(step.ends, np.minimum(lasts, (step.positions // 64 + 1) * 64)))
+            step = replace(step, ends=np.minimum(step.ends, np.minimum(lasts, (places_of(step) // 64 + 1) * 64)))
         return super().paged_attention(q, layer, heads, step)
 
 
@@ -469,6 +475,22 @@ class ReadsTheAdapterOfTheFirstTokenOfATile(NumpyOps):
         if len(x) < 16:
             return super().lora(y, x, lora)
         return super().lora(y, x, replace(lora, step=replace(lora.step, **adapter_rows(slots, self))))
+
+
+@shown_by("layer", turned="before", composed=False)
+class RotatesByPlace(NumpyOps):
+    """The kernel knows from its row at which place a token is, but not what images before it take."""
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        step = replace(step, positions=places_of(step))
+        return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
+
+
+@shown_by("latent", turned="own row", composed=False)
+class RotatesLatentsByPlace(NumpyOps):
+    def latent_inputs(self, x, norm, qkv, latent, heads, layer, step, lora=None):
+        step = replace(step, positions=places_of(step))
+        return super().latent_inputs(x, norm, qkv, latent, heads, layer, step, lora)
 
 
 # Cache ---------------------------------------------------------------------------------------------------------------
