@@ -21,6 +21,7 @@ from fd_core.errors import FdError
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
+from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
@@ -32,6 +33,8 @@ from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, Sampli
 _MOST_STEPS: Final = 20_000
 _MOST_IDLE: Final = 1000
 """Consecutive steps that compute nothing while requests wait, 5 ms each."""
+_IDLE_SECONDS: Final = 3600
+"""Time that passes, by the clocks of the machine, before requests that follow others."""
 _ORDERED_AT: Final = 4
 """Step before which orders are given."""
 _SPARE_BLOCKS: Final = 4
@@ -103,7 +106,8 @@ class Scenario:
         order = -1 if self.events.built_last else 1
         with ExitStack() as stack:
             engines = [stack.enter_context(each.loaded()) for each in scenarios[::order]][::order]
-            steps = [each.drive(engine) for each, engine in zip(scenarios, engines, strict=True)]
+            move = stack.enter_context(moving_clocks(self.target.cls))
+            steps = [each.drive(engine, move) for each, engine in zip(scenarios, engines, strict=True)]
             run: Callable[..., None] = _in_threads if self.events.in_thread else _in_turns
             run(*steps)
 
@@ -166,8 +170,11 @@ class Scenario:
             engine.begin_steps()
         assert failures[1:] == [None], f"the weights were not updated: {failures}"
 
-    def drive(self, engine: Engine) -> Generator[None]:
-        """Run the requests with all events, then those that fill the engine; yields after each step."""
+    def drive(self, engine: Engine, move: Callable[[float], None]) -> Generator[None]:
+        """Run the requests with all events, then those that fill the engine; yields after each step.
+
+        `move` sets the clocks ahead, as the engine is idle in between.
+        """
         specs = self.specs
         resumed = [self._resumed(spec) for spec in specs]
         poisoned = self._poisoned(specs[0])
@@ -184,6 +191,7 @@ class Scenario:
             assert fits, f"a draft model with the right weights: of {drafts.proposed} drafts {drafts.accepted} fit"
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
+        move(_IDLE_SECONDS)
         if self.events.again:
             texts = Texts()
             yield from self._steps(engine, resumed[::-1], texts, set(), self.events.orders)

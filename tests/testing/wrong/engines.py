@@ -34,6 +34,24 @@ class SharesScratchBetweenInstances:
         return held
 
 
+@wrong_in("reference", "adapters=1")
+class FreesIdleAdapters:
+    """Terms of adapters without requests for a minute are freed, and their requests answered by the model alone."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        self.__dict__.setdefault("used", [time.monotonic()] * 16)
+        return super().place_loras(list(deltas), inputs, outs, before)
+
+    def lora(self, y, x, lora):
+        now = time.monotonic()
+        for place, _ in lora.step.lora_groups:
+            if now - self.used[place - 1] > 60:
+                lora.deltas[place - 1] = None
+            else:
+                self.used[place - 1] = now
+        return super().lora(y, x, lora)
+
+
 @wrong_in("null", "depth=16,requests=9,max_tokens=33")
 class ReturnsOneOfTwoMatrices:
     """Two buffers take turns, although more steps may be in flight."""
