@@ -23,7 +23,7 @@ from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
 from tests.testing.right.keeping import CompressedDoor, CompressingStore
 from tests.testing.witnesses import check_of
-from tests.testing.wrong.keeping import DAY, WRONG
+from tests.testing.wrong.keeping import DAY, FEW, IN_USE, WRONG
 
 
 class Kit:
@@ -169,6 +169,8 @@ def test_intact_store_passes(case, tmp_path):
     [
         *[(f"store:content={content},value_bytes=4097", {}) for content in CONTENTS],
         ("test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none", {}),
+        ("test_wrong_values_of_parameters_are_refused_by_name", {}),
+        (IN_USE, FEW),
         *[
             pytest.param(DAY, {"day": name}, marks=pytest.mark.soak if max(server.lengths) > 1 << 20 else ())
             for name, server in SERVERS.items()

@@ -13,9 +13,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from inspect import signature
 from operator import methodcaller
 from pathlib import Path
@@ -117,6 +118,8 @@ _SIZES: Final = {2**31: "2147483648", 2**32 + 1: "4294967297", 96 << 10: "96Ki",
 """Limits, also above those that a number of 32 bits has, as users write them."""
 _NUMBERED: Final = 66_048
 """Small values that a store holds, more than 2^16; a multiple of 256."""
+_WRONG_VALUES: Final = ("much", "-1", "", "nan", "1e999")
+"""Values of parameters that are no sizes, counts or times."""
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
 _CALL_SECONDS: Final = 0.01
@@ -169,6 +172,22 @@ class _SlowValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
         if index == 2:
             time.sleep(self._seconds)
         return self._values[index]
+
+
+class _RecordedParameters(dict[str, str]):
+    """Parameters of a location, and the names of those that a store has read."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.read = set[str]()
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
 
 
 class BackDoor(abc.ABC):
@@ -713,23 +732,24 @@ class StoreSuite:
                 each.result()
 
     @pytest.mark.law("5.5")
-    def test_what_was_used_stays_among_more_values_than_sixteen_bits_count(
-        self, location: str, make_store: MakeStore
+    @pytest.mark.parametrize(("room", "size", "batch"), [(64, 100_000, 4), (_NUMBERED, 100, 256)])
+    def test_what_was_used_stays_among_twice_as_many_values(
+        self, location: str, make_store: MakeStore, room: int, size: int, batch: int
     ) -> None:
-        """Put twice as many small values as have room, and read the first ones after every few hundred others.
+        """Put twice as many values as have room, few or more than sixteen bits count; read the first ones in between.
 
         Some that are put again meanwhile are as new as any.
         """
         self.size_cap.require()
-        store = make_store(with_parameter(location, f"max_bytes={_NUMBERED * 100}"))
-        keys = [number.to_bytes(4, "big") * 4 for number in range(2 * _NUMBERED)]
-        values, used, again, start = {key: value_of(key, 100) for key in keys}, keys[:8], keys[8:16], time.monotonic()
-        for at in range(0, len(keys), 256):
-            batch = keys[at : at + 256]
-            assert store.put([(key, [values[key]]) for key in batch], TIMEOUT) == 256
-            assert as_bytes(store.get(used, LIMIT, TIMEOUT)) == [values[key] for key in used], (
-                f"after {at + 256:,} values, of at most {_NUMBERED:,}, one in use is gone"
-            )
+        store = make_store(with_parameter(location, f"max_bytes={room * size}"))
+        keys = [number.to_bytes(4, "big") * 4 for number in range(2 * room)]
+        values, used, again, start = {key: value_of(key, size) for key in keys}, keys[:8], keys[8:16], time.monotonic()
+        for at in range(0, len(keys), batch):
+            some = keys[at : at + batch]
+            assert store.put([(key, [values[key]]) for key in some], TIMEOUT) == batch
+            assert as_bytes(store.get(used[: at + batch], LIMIT, TIMEOUT)) == [
+                values[key] for key in used[: at + batch]
+            ], f"after {at + batch:,} values, of at most {room:,}, one in use is gone"
             if at == len(keys) // 4:
                 store.put([(key, [values[key]]) for key in again], TIMEOUT)
             if at == len(keys) // 2:
@@ -737,8 +757,8 @@ class StoreSuite:
                     "a value that was put again is gone before older ones"
                 )
             if (time.monotonic() - start) * len(keys) > 5.0 * (at + 1024):
-                lacks(f"{len(keys):,} values take over 5 seconds; {at + 256:,} were written")
-        assert as_bytes(store.get(batch, LIMIT, TIMEOUT)) == [values[key] for key in batch], "new values are gone"
+                lacks(f"{len(keys):,} values take over 5 seconds; {at + batch:,} were written")
+        assert as_bytes(store.get(some, LIMIT, TIMEOUT)) == [values[key] for key in some], "new values are gone"
 
     @pytest.mark.law("5.5")
     def test_a_limit_of_one_value_holds_the_last_one_and_a_smaller_limit_none(
@@ -857,6 +877,20 @@ class StoreSuite:
     def test_an_unknown_parameter_is_named(self, location: str, make_store: MakeStore) -> None:
         with pytest.raises(ConfigError, match="no_such_thing"):
             make_store(with_parameter(location, "no_such_thing=1"))
+
+    @pytest.mark.law("5.5")
+    def test_wrong_values_of_parameters_are_refused_by_name(self, location: str) -> None:
+        """Try the parameters of the location, and those that the store reads one by one; some accept any text."""
+        place = parse_location(location)
+        parameters = _RecordedParameters(place.parameters)
+        self.new_store(replace(place, parameters=parameters)).close()
+        for name, wrong in itertools.product(sorted(parameters.read | {*place.parameters}), _WRONG_VALUES):
+            try:
+                self.new_store(replace(place, parameters={**place.parameters, name: wrong})).close()
+            except ConfigError as error:
+                assert name in error.message, f"the error for {wrong!r} of {name} does not name it: {error.message}"
+            except Exception as error:
+                raise AssertionError(f"the value {wrong!r} of {name} is not refused: it raises {error!r}") from error
 
     @pytest.mark.law("5.5")
     def test_a_zero_byte_in_the_location_is_refused_by_documented_errors(

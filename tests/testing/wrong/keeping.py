@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 from urllib.parse import unquote
 
 from fd_core.kv.stores.contract import FailureReason, StoreError
@@ -24,7 +25,9 @@ from fd_core.kv.stores.memory import MemoryStore
 WRONG = {}
 """By class: the case `store:...` or the test that detects it, and the arguments of the test."""
 ANY_LINE = "test_a_value_may_change_or_be_read_at_any_line_of_a_call"
-IN_USE = "test_what_was_used_stays_among_more_values_than_sixteen_bits_count"
+IN_USE = "test_what_was_used_stays_among_twice_as_many_values"
+FEW = {"room": 64, "size": 100_000, "batch": 4}
+MANY = {"room": 66_048, "size": 100, "batch": 256}
 DAY = "test_an_ordinary_day_costs_no_more_than_with_a_store_of_the_core"
 
 
@@ -402,7 +405,26 @@ class OverwritesValuesOfOneSize(DiskStore):
         return len(values) - len(new) + super().put(new, timeout)
 
 
-@found_by(IN_USE)
+@found_by(IN_USE, **FEW)
+class EvictsWhatWasPutFirst(DiskStore):
+    """A `get` is no use."""
+
+    def get(self, keys, limit, timeout):
+        with mock.patch.object(os, "utime"):
+            return super().get(keys, limit, timeout)
+
+
+@found_by("test_wrong_values_of_parameters_are_refused_by_name")
+class ParsesAParameter(MemoryStore):
+    """A location with `retries=much` is a traceback at the start of the server."""
+
+    def __init__(self, location):
+        self.retries = int(location.parameters.get("retries", 1))
+        others = {name: value for name, value in location.parameters.items() if name != "retries"}
+        super().__init__(replace(location, parameters=others))
+
+
+@found_by(IN_USE, **FEW)
 class UsesTheFirstValueOfABatch(MemoryStore):
     def get(self, keys, limit, timeout):
         rest = [self._values.get(key) for key in keys[1:]]
@@ -516,7 +538,7 @@ class CountsEvictedValues(MemoryStore):
         return replace(super().stats(timeout), values=len(self.known))
 
 
-@found_by(IN_USE)
+@found_by(IN_USE, **FEW)
 class KeepsThePlaceOfReplacedValues(MemoryStore):
     """A value that is put again stays as old as it was."""
 
@@ -985,7 +1007,7 @@ class CountsEveryValueForStatistics(MemoryStore):
         return replace(found, values=sum(bool(value) or 1 for value in self._values.values()))
 
 
-@found_by(IN_USE)
+@found_by(IN_USE, **MANY)
 class NumbersValuesIn16Bits(MemoryStore):
     """From 2^16 values on, a use is noted for another one."""
 
