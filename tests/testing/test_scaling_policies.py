@@ -255,6 +255,20 @@ class TakesNoWorkerForNoLoad(LoadPolicy):
         return super().propose(load, now) if load.slots else 0
 
 
+class KnowsTheSlotsOfTheFirstLoad(OneForEight):
+    """At the beginning there are none, and so one for each worker, for ever."""
+
+    slots = None
+
+    def propose(self, load, now):
+        if self.slots is None:
+            self.slots = load.slots // max(load.ready, 1) or 1
+        if load.ready < load.target:
+            return load.target
+        needed = math.ceil((load.running + load.waiting) * 8 / min(self.slots, 8))
+        return super().propose(msgspec.structs.replace(load, running=needed, waiting=0), now)
+
+
 class TakesALossForAnOrder(LoadPolicy):
     """Proposes the workers that are left when some have ended, as after a change by hand."""
 
@@ -409,6 +423,7 @@ DAY = "test_an_ordinary_day"
         (KeepsTheLastLatency, DAY),
         (TakesNoWorkerForNoLoad, DAY),
         (TakesALossForAnOrder, DAY),
+        (KnowsTheSlotsOfTheFirstLoad, DAY),
         (TakesFewRunningForLittleLoad, DAY),
         (FollowsTheUseOfSlots, DAY),
         (BeginsAtOne, DAY),

@@ -111,6 +111,8 @@ class Group:
     """Requests whose KV fits a worker."""
     first: int = 1
     """Workers of the file."""
+    ready: bool = True
+    """They are ready at the beginning, which a controller finds that was restarted."""
 
     @property
     def needed(self) -> int:
@@ -119,9 +121,11 @@ class Group:
 
 
 GROUPS: Final[Mapping[str, Group]] = {
-    "chat": Group("mixed", 200, clock=2**32 / 1000 - 25_800, every=1, start=20.0, held=1000),
+    "chat": Group("mixed", 200, clock=2**32 / 1000 - 25_800, every=1, start=20.0, held=1000, ready=False),
     "long contexts": Group("prefill", 300, clock=0.0, every=3, start=20.0, held=8, first=4),
-    "a large model": Group("decode", 700, clock=2**31 / 1000 - 18_000, every=5, start=300.0, held=1000, first=20),
+    "a large model": Group(
+        "decode", 700, clock=2**31 / 1000 - 18_000, every=5, start=300.0, held=1000, first=20, ready=False
+    ),
     "thousands": Group("mixed", 5000, clock=1e8, every=2, start=60.0, held=1000),
 }
 _HOURS: Final[Mapping[str, Callable[[int, float], float]]] = {
@@ -198,9 +202,10 @@ def _live(
 ) -> Generator[None, None, Mapping[str, float]]:
     policy, twin, other, figures = make(), make(), make(), dict[str, float]()
     draw = draws(group.demand)
-    past, target, ready = list[tuple[GroupLoad, float, int]](), group.first, group.first
+    past, target, ready = list[tuple[GroupLoad, float, int]](), group.first, group.first * group.ready
     recent, before = deque[tuple[float, float]](maxlen=30), 0
-    starting, waiting, running, clock = list[float](), 0.0, 0.4 * group.demand, group.clock
+    starting, waiting, running, clock = list[float](), 0.0, 0.4 * group.demand * group.ready, group.clock
+    starting += [clock + group.start] * (target - ready)
     for hour, (name, share_of) in enumerate((name, _HOURS[name]) for name in hours):
         paid = waited = asked = started = lost = 0.0
         times, counts, limit = list[float](), list[int](), _LIMITS.get(name, 100.0) * group.needed
