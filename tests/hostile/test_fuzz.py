@@ -36,6 +36,7 @@ BODIES = {
     "/v1/messages": {"model": "fake", "max_tokens": 4, "system": "be", "messages": [_TURN], "stop_sequences": ["a"]},
     "/v1/messages/count_tokens": {"model": "fake", "messages": [_TURN]},
     "/v1/responses": {"model": "fake", "input": [_TURN], "max_output_tokens": 4, "store": True, "metadata": {"a": "b"}},
+    "/v1/responses/input_tokens": {"model": "fake", "input": [_TURN], "instructions": "be"},
     "/v1/embeddings": {"model": "fake", "input": ["a", "b"], "encoding_format": "base64"},
     "/tokenize": {"model": "fake", "messages": [_TURN], "return_token_strs": True},
     "/detokenize": {"model": "fake", "tokens": [1, 2, 3]},

@@ -94,8 +94,10 @@ def _written(name: str, kind: str, pattern: str) -> Iterator[str]:
 
 def _fields() -> Iterator[str]:
     for section in page("http.md").split("\n## ")[1:]:
-        title = section.splitlines()[0].replace("`", "")
-        yield from (f"field {title}: {name}" for name in re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+        fields = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+        yield from (
+            f"field {path}: {name}" for path in re.findall("`([^`]+)`", section.splitlines()[0]) for name in fields
+        )
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> Non
         "/v1/completions",
         "/v1/chat/completions",
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
+        "/v1/responses/input_tokens",
         *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/pooling"),
         "/v1/models",
         "/v1/models/{model}",

@@ -261,6 +261,16 @@ def test_stored_response_can_be_continued(keeping: LiveServer) -> None:
     assert (missing.status, missing.error["code"]) == (404, "previous_response_not_found")
 
 
+def test_input_tokens_are_those_of_the_response(keeping: LiveServer) -> None:
+    first = keeping.post(PATH, {"input": "hello"}).json
+    body = {"input": "again", "previous_response_id": first["id"], "instructions": "Be brief.", "max_output_tokens": 3}
+    counted = keeping.post(f"{PATH}/input_tokens", body)
+    used = keeping.post(PATH, body).json["usage"]["input_tokens"]
+    assert counted.json == {"object": "response.input_tokens", "input_tokens": used}
+    refused = keeping.post(f"{PATH}/input_tokens", {"input": "x", "model": "other"})
+    assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+
+
 def test_stored_response_cannot_be_streamed(keeping: LiveServer) -> None:
     kept = post(keeping).json["id"]
     assert keeping.get(f"{PATH}/{kept}?stream=false").status == 200

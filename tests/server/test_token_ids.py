@@ -56,6 +56,7 @@ TEXTS = [
     (CHAT, {"prompt_token_ids": [PAD]}, "prompt_token_ids"),
     (CHAT, {"messages": FINE, "stop_token_ids": [PAD]}, "stop_token_ids"),
     ("/v1/responses", {"input": "[PAD]"}, "input"),
+    ("/v1/responses/input_tokens", {"input": "[PAD]"}, "input"),
     (MESSAGES, {"messages": USER, "max_tokens": 5, "model": "fake"}, None),
     ("/v1/messages/count_tokens", {"messages": USER, "model": "fake"}, None),
     ("/v1/embeddings", {"input": "[PAD]"}, "input"),

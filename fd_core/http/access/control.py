@@ -244,7 +244,7 @@ ROUTES: Final[dict[str, Route]] = {
     "/ping": Route("probe", _BOTH),
     "/kv_events": Route("secret", _GET),
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"), _WORK),
-    "/v1/responses": _WORK,
+    **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), _WORK),
     "/v1/responses/{response_id}": Route("key", ("DELETE", "GET"), forwarded=True),
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"), _WORK),
     **dict.fromkeys(("/v1/classify", "/classify", "/pooling", "/tokenize", "/detokenize"), _WORK),

@@ -1,4 +1,4 @@
-"""POST /v1/responses, whose requests are converted to chats, and GET and DELETE of stored responses."""
+"""POST /v1/responses and /v1/responses/input_tokens, whose requests are converted to chats, and stored responses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job, require_effort, require_role
+from fd_core.server.preprocess.jobs import (
+    RESPONSES_NAMES,
+    Job,
+    chat_prompt,
+    conversation_job,
+    named_as_sent,
+    require_effort,
+    require_role,
+)
 from fd_core.server.responses import schemas
 from fd_core.server.schemas.requests import (
     ChatRequest,
@@ -27,7 +36,7 @@ from fd_core.server.schemas.requests import (
     named_choice,
 )
 from fd_core.server.schemas.responses import Usage
-from fd_core.server.state import ResponseStore, StoredResponse, state_of
+from fd_core.server.state import ResponseStore, ServerState, StoredResponse, state_of
 from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.structured.grammar import RequestedConstraint, SchemaConstraint
@@ -58,8 +67,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text"
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the format of the Responses API."""
     state, body, headers = await BODY.read(request)
-    chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
-    require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
+    chat = _chat(state, body, request)
     asking = conversation_job(state, chat, request, form=required_constraint(body), names=RESPONSES_NAMES)
     job = await response_format.cancel_on_disconnect(request, asking, long=state.images is not None)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
@@ -71,6 +79,28 @@ async def create_response(request: Request) -> Response:
     return response_format.GenerationResponse(
         state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers=headers
     )
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    **endpoint(
+        "Count the tokens of an input",
+        schemas.ResponsesRequest,
+        schemas.InputTokensAnswer,
+        example={"input": "Say hello."},
+    ),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """Return how many tokens the prompt of a response has."""
+    state, body, headers = await BODY.read(request)
+    chat = _chat(state, body, request)
+    state.served(chat.model)
+    try:
+        reading = chat_prompt(state, chat)
+        prompt = await response_format.cancel_on_disconnect(request, reading, long=state.images is not None)
+    except (ApiError, BadRequest) as error:
+        raise named_as_sent(error, RESPONSES_NAMES) from None
+    return json_response(schemas.InputTokensAnswer(input_tokens=len(prompt.ids)), headers)
 
 
 @router.get(_PATH, **endpoint("Get a stored response", None, schemas.ResponseAnswer, errors=(400, 401, 404)))
@@ -280,6 +310,12 @@ def _given(value: msgspec.Struct) -> dict[str, Any]:
         for name, field in fields
         if field is not None
     }
+
+
+def _chat(state: ServerState, body: schemas.ResponsesRequest, request: Request) -> ChatRequest:
+    chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
+    require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
+    return chat
 
 
 def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:

@@ -132,6 +132,13 @@ REFUSED = beside_chats(
 )
 
 
+class InputTokensAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseAnswer(msgspec.Struct, kw_only=True):
     """The answer of /v1/responses."""
 

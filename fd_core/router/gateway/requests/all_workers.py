@@ -21,6 +21,8 @@ from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.schemas.responses import AbortAnswer
 
 RESPONSES_PATH: Final = "/v1/responses"
+_CONTINUING: Final = frozenset({RESPONSES_PATH, f"{RESPONSES_PATH}/input_tokens"})
+"""Paths whose requests may name the response before them."""
 _TIMEOUT: Final = 5.0
 
 
@@ -51,9 +53,9 @@ def _answering(state: GatewayState, *, prefill: bool = False) -> list[RouterWork
 
 
 def _named(path: str, body: bytes) -> str | None:
-    if path.startswith(RESPONSES_PATH + "/"):
+    if path not in _CONTINUING:
         return path.removeprefix(RESPONSES_PATH + "/")
-    if path != RESPONSES_PATH or b"previous_response_id" not in body:
+    if b"previous_response_id" not in body:
         return None
     try:
         return _following.decode(body).previous_response_id

@@ -259,7 +259,9 @@ def _name(*values: Any) -> str | None:
 
 
 _UNKNOWN_CONTEXT: Final = 1 << 19
-COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"})
+COMPUTES_NOTHING: Final = frozenset(
+    {"/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/api/show"}
+)
 """Paths whose text is not cached by a worker, and so is not routed as a prompt."""
 FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     "/v1/chat/completions": completions.CHAT_BODY,

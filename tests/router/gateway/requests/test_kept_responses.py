@@ -17,13 +17,14 @@ async def _answered_by(live: Live, method: str, path: str, body: bytes = b"") ->
         return str(json.loads(await answer.read())["worker"])
 
 
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
 @in_loop
-async def test_follow_up_is_routed_to_the_worker_with_the_response() -> None:
+async def test_follow_up_is_routed_to_the_worker_with_the_response(path: str) -> None:
     async with FakeWorker("a", "json") as a, FakeWorker("b", "json") as b, routed(a, b) as live:
         a.keeps, b.keeps = {"resp_1"}, {"resp_2"}
         for name, keeper in (("resp_1", "a"), ("resp_2", "b")) * 3:
             body = json.dumps({"input": "x", "previous_response_id": name}).encode()
-            assert await _answered_by(live, "POST", RESPONSES, body) == keeper
+            assert await _answered_by(live, "POST", path, body) == keeper
         await live.wait_until_idle()
 
 
