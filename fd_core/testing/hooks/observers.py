@@ -271,7 +271,7 @@ def _lost(paths: Iterable[Path], steps: Iterable[SampledStep]) -> tuple[list[str
     """Return the ids of requests, and of tokens, as text or in four bytes, that files lack."""
     written = b"".join(contents_of(each) for each in paths if each.is_file() and each.stat().st_size < _MOST_BYTES)
     found = {int(number) for number in re.findall(rb"(?<!\d)\d{9,10}(?!\d)", written)}
-    for at, order in product(range(4), ("<u4", ">u4")):
-        found.update(np.frombuffer(written[at : at + (len(written) - at) // 4 * 4], order).tolist())
     names, tokens = _ids(steps)
+    for at, order in product(range(4), ("<u4", ">u4")) if not found.issuperset(tokens) else ():
+        found.update(np.frombuffer(written[at : at + (len(written) - at) // 4 * 4], order).tolist())
     return [each for each in names if each.encode() not in written], [each for each in tokens if each not in found]
