@@ -31,7 +31,7 @@ from fd_core.router.workers import RouterWorker
 from fd_core.testing.router_policies import RouterPolicySuite
 from fd_core.testing.router_policies.cases import ROUTING
 from fd_core.testing.router_policies.day import FLEETS, day_of, require_ordinary_day
-from tests.testing.right.routing import FewWaiting, LongestPrefix, Recent, Rendezvous, Weighted
+from tests.testing.right.routing import FewWaiting, LongestPrefix, Recent, Rendezvous, SpreadsOverHosts, Weighted
 from tests.testing.witnesses import check_of
 
 CORE = Plugins.discover([])
@@ -361,6 +361,26 @@ class NumbersSessions(RouterPolicy):
         return there[zlib.crc32((context.session or "").encode()) % len(there)]
 
 
+class NumbersNamedSessions(RequestNum):
+    """Only of requests that have one."""
+
+    def choose(self, context):
+        number = zlib.crc32((context.session or "").encode())
+        there = sorted(context.candidates, key=lambda each: each.worker.url)
+        return there[number % len(there)] if context.session else super().choose(context)
+
+
+class HashesHosts(RequestNum):
+    """Workers of one host have one place: all sessions that go there go to the first of them."""
+
+    def choose(self, context):
+        weights = {}
+        for each in context.candidates:
+            host = each.worker.url.rpartition(":")[0]
+            weights.setdefault(zlib.crc32(f"{context.session} {host}".encode()), each)
+        return weights[max(weights)] if context.session else super().choose(context)
+
+
 class CountsPromptsUntilWorkersLeave(RequestNum):
     """Keeps a number for each prompt of a worker."""
 
@@ -640,6 +660,8 @@ SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotte
         (SessionsWithoutALimit, FORGETS, (False,)),
         (ForgetsTheFirstSession, SESSIONS, ()),
         (NumbersSessions, DAY, ()),
+        (NumbersNamedSessions, DAY, ()),
+        (HashesHosts, DAY, ()),
         (HashesWholePrompts, DAY, ()),
         (HashesToAWorkerWithRoom, DAY, ()),
         (ForgetsTheFirstSession, PAST, ()),
@@ -695,7 +717,7 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fleet", FLEETS)
-@pytest.mark.parametrize("right", [FewWaiting, LongestPrefix, Recent, Rendezvous, Weighted])
+@pytest.mark.parametrize("right", [FewWaiting, LongestPrefix, Recent, Rendezvous, SpreadsOverHosts, Weighted])
 def test_right_policies_have_ordinary_days(right, fleet):
     require_ordinary_day(right, RouterConfig(), FLEETS[fleet])
 

@@ -48,6 +48,21 @@ class Rendezvous(RouterPolicy):
         return max(context.candidates, key=lambda each: zlib.crc32(f"{context.session} {each.worker.url}".encode()))
 
 
+class SpreadsOverHosts(RouterPolicy):
+    """Sessions have a host, of which the least busy worker serves them; other requests go to the least busy host."""
+
+    def choose(self, context):
+        hosts = {}
+        for each in context.candidates:
+            hosts.setdefault(each.worker.url.rpartition(":")[0], []).append(each)
+        if context.session is None:
+            busy = {host: sum(each.load.requests for each in there) / len(there) for host, there in hosts.items()}
+            host = min(busy, key=lambda each: (busy[each], zlib.crc32(f"{context.random} {each}".encode())))
+        else:
+            host = max(hosts, key=lambda each: zlib.crc32(f"{context.session} {each}".encode()))
+        return least(hosts[host], lambda each: each.load.requests, context.random)
+
+
 class Recent(RouterPolicy):
     """Sessions return, unless their worker is twice as busy."""
 
