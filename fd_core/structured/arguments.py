@@ -121,7 +121,7 @@ class _Values:
             raise wrong(location, "the schema refers to itself infinitely")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         options = schema.get("anyOf")
-        if isinstance(values, list):
+        if isinstance(values, list) and _COMBINED.isdisjoint(schema) and options is None:
             kinds = kinds_of({"type": schema["type"]}, None) if "type" in schema else KINDS
             texts = [each for each in values if isinstance(each, str) and "string" in kinds]
             rest = [each for each in values if not isinstance(each, str) and kind_of(each) in kinds]

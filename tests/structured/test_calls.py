@@ -378,6 +378,7 @@ def test_reasoning_message_before_a_call_is_unconstrained(control: bool) -> None
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, "f.properties.a"),
         ({"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}}, "f.properties.a"),
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"maxLength": 1}]}}}, "f.properties.a"),
+        ({"properties": {"a": {"enum": ["b", "c"], "anyOf": [{"const": "b"}]}}}, "f.properties.a"),
         ({"properties": {"a": False}}, "f.properties.a"),
         ({"properties": {"a": 3}}, "f.properties.a"),
         ({"properties": {'a>b "</arg_key>': {}}}, 'f.properties.a>b "</arg_key>'),
