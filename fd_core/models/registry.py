@@ -42,6 +42,7 @@ _MULTIPLIERS: Final = re.compile("^(?!.*_size$).*(layer|expert)")
 _FEW_TENSORS: Final = 1000
 _FLAG: Final = "--speculative-config"
 _OTHERS: Final = "use ngram, suffix or draft_model"
+_HEAD: Final = "lm_head.weight"
 _HIDDEN_NORM: Final = "model.layers.0.hidden_norm"
 _OF_HEADS: Final = (r"^fc\.weight$", "^d2t$", "^t2d$", r"\.hidden_norm\.weight$")
 """Tensors of draft heads besides those of a decoder of one layer."""
@@ -189,16 +190,37 @@ def spec_of_config(path: Path) -> DecoderSpec:
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
-    """Describe the model of a checkpoint's config, without reading its tensors.
+    """Describe the model of a checkpoint. Of its tensors, only an output projection is read that should be tied.
 
     Code shipped with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is unknown.
     """
     config = config_of(checkpoint)
     spec = describe(config, len(checkpoint.names()))
+    if spec.causal and spec.head is None and _HEAD in checkpoint.names():
+        own = describe(replace(config, values={**config.values, "tie_word_embeddings": False}))
+        if own.head is not None and _differ(checkpoint, spec.embedding.name, _HEAD):
+            logger.warning(
+                "%s: tie_word_embeddings is true, but %s differs from the embedding; using it, as transformers does",
+                config.origin,
+                _HEAD,
+            )
+            spec = own
     if "auto_map" in config.values:
         name = spec.architecture
         logger.warning("ignoring the code shipped with %s (auto_map); using the known %s", checkpoint.path, name)
     return spec
+
+
+def _differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Return True if two tensors of the same type and shape have different values."""
+    if one not in checkpoint.names() or any(
+        read(one) != read(other) for read in (checkpoint.stored_format, checkpoint.shape)
+    ):
+        return False
+    return any(
+        not np.array_equal(first.data, second.data)
+        for first, second in zip(checkpoint.read(one).blocks(), checkpoint.read(other).blocks(), strict=True)
+    )
 
 
 def config_of(checkpoint: Checkpoint) -> ModelConfig:

@@ -126,10 +126,26 @@ def test_unexpected_tensor_is_named(folder):
 
 
 def test_irrelevant_tensors_are_ignored(folder):
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
     edit_config(folder, tie_word_embeddings=True)
-    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
-    edit_tensors(folder, lambda tensors: tensors.update(inverse))
-    assert load(folder).vocab_size == 160
+    edit_tensors(folder, edit)
+    model = load(folder)
+    assert model.vocab_size == 160 and model.spec.head is None
+
+
+@pytest.mark.parametrize("row", [0, 159])
+def test_tied_model_computes_with_a_head_that_differs(folder, row, caplog):
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][row, 3] += 1
+
+    edit_config(folder, tie_word_embeddings=True)
+    edit_tensors(folder, edit)
+    assert load(folder).spec.head.name == "lm_head.weight"
+    assert "tie_word_embeddings is true, but lm_head.weight differs" in caplog.text
 
 
 def test_vocabulary_wider_than_tokenizer_is_accepted(folder):
