@@ -133,6 +133,7 @@ def simulate(
     if by is not None:
         figure_named(by, slo=limits is not None, price=price is not None)
     asked, axes = read_workload(workload, seed), [_axis(text) for text in vary or ()]
+    _require_distinct(axes)
     settings = parse_given(given)
     setup = Setup(
         profile=profile_named(profile),
@@ -202,9 +203,23 @@ def _axis(text: str) -> list[_Choice]:
         hint = f"use one of {', '.join(sorted(readers))}"
         raise ConfigError(f"{name!r:.60} is not a setting that can be varied", field="--vary", hint=hint)
     try:
-        return [(name, (word, readers[name](word))) for word in words]
+        read = [(word, readers[name](word)) for word in words]
     except ValueError:
         raise ConfigError(f"--vary {name}: expected numbers above 0, got {listed!r:.80}", field="--vary") from None
+    for index, (word, value) in enumerate(read):
+        if any(value == other for _, other in read[:index]):
+            hint = "use --seeds for several runs of a setting"
+            raise ConfigError(f"--vary {name}: the value {word!r:.60} is repeated", field="--vary", hint=hint)
+    return [(name, choice) for choice in read]
+
+
+def _require_distinct(axes: Sequence[Sequence[_Choice]]) -> None:
+    names = [axis[0][0] for axis in axes]
+    for name in names:
+        if names.count(name) > 1:
+            words = ",".join(word for axis in axes for each, (word, _) in axis if each == name)
+            hint = f"list all values at once: --vary {name}={words}"
+            raise ConfigError(f"--vary {name} is repeated", field="--vary", hint=hint)
 
 
 def _factor(word: str) -> float:

@@ -70,6 +70,8 @@ def test_production_trace_is_written_and_replayed(tmp_path: Path) -> None:
         (["nonsense:rate=1"], 2, "nonsense"),
         ([*SMALL, "--vary", "colour=red"], 2, "colour"),
         ([*SMALL, "--vary", "max_num_seqs="], 2, "has no values"),
+        ([*SMALL, "--vary", "load=1,2,1.0"], 2, "--vary load: the value '1.0' is repeated"),
+        ([*SMALL, "--vary", "load=1", "--vary", "load=2"], 2, "list all values at once: --vary load=1,2"),
         ([*SMALL, "--max-num-seqs", "0"], 2, "max-num-seqs"),
         ([*SMALL, "--prefill", "1"], 2, "--decode"),
         ([*SMALL, "--workers", "3", "--routers", "0"], 2, "router"),
