@@ -135,7 +135,8 @@ class Rule:
         if value is None and self.optional:
             return
         if self.kind is int and type(value) is not int:
-            raise ValueError(f"expected an integer, got {value!r}")
+            unit = " of bytes" if isinstance(self.constraint, ByteSize) else ""
+            raise ValueError(f"expected an integer{unit}, got {value!r}")
         if self.kind is float and (type(value) not in (int, float) or not -math.inf < value < math.inf):
             raise ValueError(f"expected a number, got {value!r}")
         if self.kind is bool and type(value) is not bool:

@@ -113,6 +113,7 @@ def test_nan_inf_bool_and_fraction_are_not_numbers() -> None:
     for value in (math.nan, math.inf, True):
         assert refused(EngineConfig, "lease_seconds", value) == f"expected a number, got {value!r}"
     assert refused(EngineConfig, "max_num_seqs", 3.0) == "expected an integer, got 3.0"
+    assert refused(EngineConfig, "kv_cache_memory", "40M") == "expected an integer of bytes, got '40M'"
     assert refused(EngineConfig, "role", " ") == "expected text, got ' '"
 
 

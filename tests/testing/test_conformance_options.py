@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -155,6 +156,14 @@ def test_expected_failure_that_matches_nothing_is_an_error(monkeypatch: pytest.M
 def test_expected_failure_without_a_reason_is_an_error(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match=r"line 2, .* has no reason"):
         read_expected_failures(listed(tmp_path, f"a  # b\n{line}\n"))
+
+
+def test_unreadable_expected_failures_are_an_error_of_usage(tmp_path: Path) -> None:
+    missing, other = tmp_path / "none", tmp_path / "other"
+    other.write_bytes(b"\xff")
+    for path, reason in ((missing, f"cannot read {missing}: no such file"), (other, f"{other} is not UTF-8 text")):
+        with pytest.raises(ConfigError, match=f"^{re.escape(reason)}"):
+            read_expected_failures(path)
 
 
 @pytest.mark.parametrize(

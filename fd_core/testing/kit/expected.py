@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from fd_core.config.paths import read_bounded
 from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fd_core.testing.axes.parts import KitCase
 
 _LINE: Final = re.compile(r"(?P<pattern>\S.*?)\s+#\s*(?P<reason>\S.*?)\s*")
+_MAX_BYTES: Final = 2**20
 FLAG: Final = "--expected-failures"
 OF_COVERAGE: Final = "coverage:"
 """Beginning of patterns that are about code instead of tests."""
@@ -50,9 +52,9 @@ class ExpectedFailure:
 def read_expected_failures(path: Path) -> list[ExpectedFailure]:
     """Parse the file. Raises `ConfigError` for a line without a reason, and if it cannot be read."""
     try:
-        return list(_parsed(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field=FLAG) from error
+        return list(_parsed(read_bounded(path, _MAX_BYTES, FLAG).decode()))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", field=FLAG) from None
 
 
 def _parsed(text: str) -> Iterator[ExpectedFailure]:
