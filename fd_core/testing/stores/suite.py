@@ -879,6 +879,7 @@ class StoreSuite:
             make_store(with_parameter(location, "no_such_thing=1"))
 
     @pytest.mark.law("5.5")
+    @pytest.mark.usefixtures("store")
     def test_wrong_values_of_parameters_are_refused_by_name(self, location: str) -> None:
         """Try the parameters of the location, and those that the store reads one by one; some accept any text."""
         place = parse_location(location)
