@@ -19,7 +19,7 @@ from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_case
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.schedulers.day import SERVERS, ServerDay
 from fd_core.testing.schedulers.twins import reusing_ids
-from tests.testing.right.scheduling import AdmitsBatches, HasOneSlot, TakesTheLastSlot
+from tests.testing.right.scheduling import AdmitsBatches, CompilesAGrammarOnce, HasOneSlot, TakesTheLastSlot
 from tests.testing.witnesses import check_of
 from tests.testing.wrong import planning, scheduling
 
@@ -78,6 +78,13 @@ def test_scheduler_of_another_kind_passes(name: str) -> None:
 @pytest.mark.parametrize("cls", [HasOneSlot, AdmitsBatches])
 def test_arrivals_are_checked_of_schedulers_that_run_one_request(cls: type[Scheduler]) -> None:
     CASES["budget:test_requests_that_arrive_one_by_one_run_at_once"].check(SchedulerTarget(cls.__name__, cls))
+
+
+@pytest.mark.parametrize("incident", ["none", "abort_waiting", "abort_first", "abort_all"])
+@pytest.mark.parametrize("grammar", ["own", "shared"])
+def test_scheduler_that_compiles_a_grammar_once_passes(incident: str, grammar: str) -> None:
+    case = SCHEDULES.case(f"grammar={grammar},incident={incident},requests=12,slots=2")
+    check_schedule(SchedulerTarget("once", CompilesAGrammarOnce), case.values)
 
 
 def test_scheduler_is_not_tested_beyond_its_envelope() -> None:

@@ -284,7 +284,7 @@ class Auditor:
         self._jobs: dict[str, Followed] = {}
         """Prefill jobs for other workers, by lease."""
         self._to_cancel: set[int] = set()
-        """Fetches without a waiting request that were not cancelled yet."""
+        """Fetches and compilations without a waiting request that were not cancelled yet."""
         self._named: dict[bytes, int] = {}
         self._known = StoredBlocks(limits.block_size)
         """Prefixes that events leave stored."""
@@ -363,6 +363,8 @@ class Auditor:
         require(not delta.token_ids, "1.1", f"{what}, but got tokens: {delta.token_ids}")
         if isinstance(request.loading, operations.Fetch):
             self._to_cancel.add(request.loading.operation)
+        if request.compiling is not None:
+            self._to_cancel.add(request.compiling)
         request.abort_requested, request.end, request.loading = True, FinishReason.ABORT, None
         self._check_phases(request, delta)
 
@@ -393,8 +395,13 @@ class Auditor:
             name for name, each in self.requests.items() if each.abort_requested and each.where in ("waits", "loads")
         ]
         require(not late, "1.7", f"{late} were aborted, but the next plan did not revoke them")
-        left = self._to_cancel & self._operations.keys()
-        require(not left, "6.1", f"the requests of the fetches {left} were aborted, but the fetches are not cancelled")
+        for each in [self._operations[number] for number in self._to_cancel & self._operations.keys()]:
+            compiles = isinstance(each, operations.CompileGrammar)
+            shared = isinstance(each, operations.CompileGrammar) and any(
+                other.waits and other.end is None and other.spec.params.grammar == each.grammar
+                for other in self.requests.values()
+            )
+            require(shared, "1.7" if compiles else "6.1", f"its request was aborted, but {each} is not cancelled")
         for lease, job in self._jobs.items():
             require(job.end is None or job.is_over, "6.1", f"{job.name} ended, but lease {lease} is not given up")
 
@@ -714,10 +721,7 @@ class Auditor:
                 case operations.AbandonLease(lease):
                     self._job(lease, "is given up").is_over = True
                 case operations.Cancel(operation):
-                    self._to_cancel.discard(operation)
-                    for request in self.requests.values():
-                        if request.compiling == operation:
-                            request.compiling = None
+                    self._cancelled(operation)
                 case operations.CompileGrammar():
                     self._compile(effect)
             if isinstance(effect, Operation):
@@ -728,6 +732,20 @@ class Auditor:
                 self._operations[effect.operation] = effect
         for event in effects.events:
             self._check_event(event)
+
+    def _cancelled(self, operation: int) -> None:
+        """Record the end of interest in an operation; of the compilations of one grammar, it may be any."""
+        grammars = {
+            number: each.grammar
+            for number, each in self._operations.items()
+            if isinstance(each, operations.CompileGrammar)
+        }
+        owed = [each for each in self._to_cancel if each in grammars and grammars[each] == grammars.get(operation)]
+        meant = owed[0] if owed and operation not in owed else operation
+        self._to_cancel.discard(meant)
+        for request in self.requests.values():
+            if request.compiling in (meant, operation):
+                request.compiling = None if request.compiling == meant else meant
 
     def _compile(self, effect: operations.CompileGrammar) -> None:
         """Record the compilation of a grammar, which several requests may have."""

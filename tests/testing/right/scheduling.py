@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.effects.operations import CompileGrammar, GrammarReady
 from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import Scheduler
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -40,6 +41,40 @@ class TakesTheLastSlot(ContinuousBatchingScheduler):
 
     def request_ids(self):
         return super().request_ids()[::-1]
+
+
+class CompilesAGrammarOnce(ContinuousBatchingScheduler):
+    """Requests with one grammar wait for one compilation, which ends early when none of them waits any more."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        operations = self._operations
+        self._begin, self._cancel = operations.begin, operations.cancel
+        operations.begin, operations.cancel = self._begun, self._cancelled
+
+    def _begun(self, effect, request, blocks=None):
+        grammar = getattr(effect, "grammar", None)
+        for number, (other, owner, _) in self._operations.open.items() if grammar else ():
+            if owner is not None and getattr(other, "grammar", None) == grammar:
+                return number
+        return self._begin(effect, request, blocks)
+
+    def _cancelled(self, number):
+        effect, owner, _ = self._operations.open.get(number, (None, None, None))
+        others = [each for each in self._waiting_for(number) if each is not owner]
+        if not (isinstance(effect, CompileGrammar) and len(others) + (owner is not None) > 1):
+            self._cancel(number)
+        elif owner.abort_requested:
+            self._operations.open[number] = effect, others[0], None
+
+    def _waiting_for(self, number):
+        return [each for each in self._requests.values() if number is not None and each.compiling == number]
+
+    def complete(self, completion):
+        if isinstance(completion, GrammarReady):
+            for each in self._waiting_for(completion.operation):
+                each.compiling = None
+        return super().complete(completion)
 
 
 class HasOneSlot(ContinuousBatchingScheduler):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.effects.operations import NO_EFFECTS, AbandonLease, Cancel, Fetch, Fetched, Loaded
+from fd_core.effects.operations import NO_EFFECTS, AbandonLease, Cancel, CompileGrammar, Fetch, Fetched, Loaded
 from fd_core.errors import ConfigError
 from fd_core.scheduling.images import ImageBudget
 from fd_core.scheduling.requests import State
@@ -558,6 +558,20 @@ class KeepsLeasesOfAbortedRequests(Changed):
             return right()
 
         instead(self._operations, "take", take)
+
+
+@breaks("1.7", "schedule:grammar=own,incident=abort_waiting,requests=12")
+class CompilesGrammarsOfAbortedRequests(Changed):
+    """A client that leaves while its grammar is compiled keeps the compiler busy, and its place in the line for it."""
+
+    def change(self):
+        def cancel(operations, right, number):
+            effect = operations.open[number][0] if number else None
+            right(number)
+            if isinstance(effect, CompileGrammar):
+                operations.effects.pop()
+
+        instead(self._operations, "cancel", cancel)
 
 
 @breaks("6.1", "pairs:test_lease_leaves_room_for_running_requests")
