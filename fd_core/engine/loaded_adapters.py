@@ -122,19 +122,27 @@ class EngineAdapters:
         self._users[spec.request_id] = spec.adapter
 
     def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
-        """Serve an adapter, which `hold` loads into the runner. Raises `BadRequest`, or `ModelError` for its files."""
+        """Serve an adapter, which `hold` loads into the runner; nothing changes if it is served by that name already.
+
+        Raises `BadRequest`, or `ModelError` for its files.
+        """
         if not _NAME.fullmatch(name):
             raise BadRequest(
                 "an adapter name must have 1 to 255 characters, without '=' and new lines", field="lora_name"
             )
-        if name in self._named:
-            raise BadRequest(f"an adapter named {name!r} is already loaded", field="lora_name")
-        if len(self._adapters) >= self._config.max_loras:
+        served = self._named.get(name)
+        if served is None and len(self._adapters) >= self._config.max_loras:
             raise BadRequest(
                 f"the limit of {len(self._adapters)} adapters, loaded or still in use, is reached (--max-loras)",
                 field="lora_name",
             )
         adapter = self._read(folder)
+        if served is not None:
+            if served.digest == adapter.digest:
+                return served
+            raise BadRequest(
+                f"the name {name!r} is already in use by another adapter; unload that first", field="lora_name"
+            )
         try:
             hold((self._adapters | {adapter.digest: adapter}).values())
         except MemoryError as error:

@@ -200,9 +200,8 @@ class DataParallelClient(EngineControls):
             failures = [result for result in results if result is not None]
             if not failures:
                 return
-            before = known.get(name)
             undone = [
-                engine.change_adapters(name, None if path is not None else before)
+                engine.change_adapters(name, known.get(name))
                 for engine, result in zip(self.engines, results, strict=True)
                 if result is None
             ]

@@ -109,10 +109,13 @@ def _card(name: str, request: ActiveRequest) -> RequestCard:
     ),
 )
 async def load_adapter(request: Request) -> Response:
-    """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does."""
+    """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does.
+
+    To load what the name stands for already changes nothing.
+    """
     folder = _adapter_folder(request)
     state, body, headers = await _LOAD.read(request)
-    if body.lora_name in state.names:
+    if (found := state.names.get(body.lora_name)) is not None and not found.adapter:
         raise invalid(f"the name {body.lora_name!r} is already in use", "lora_name")
     place = await asyncio.to_thread(inside, folder, body.lora_path, "lora_path", "--lora-folder")
     await state.client.change_adapters(body.lora_name, str(place))

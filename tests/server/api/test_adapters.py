@@ -114,7 +114,9 @@ def test_unknown_name_is_404_with_known_names(server):
 def test_adapters_are_loaded_and_unloaded(server, expected):
     assert server.post(LOAD, {"lora_name": "late", "lora_path": "two"}).status == 200
     assert tokens(server, "late") == expected["two"]
+    assert server.post(LOAD, {"lora_name": "late", "lora_path": "two"}).status == 200, "it is served already"
     assert server.post(LOAD, {"lora_name": "late", "lora_path": "one"}).error["param"] == "lora_name"
+    assert tokens(server, "late") == expected["two"]
     assert server.post(UNLOAD, {"lora_name": "late"}).status == 200
     assert server.post(PATH, {"prompt": PROMPT, "model": "late"}).status == 404
     assert server.post(UNLOAD, {"lora_name": "late"}).status == 404

@@ -76,6 +76,7 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
 
 
 ABORT_PATH: Final = "/v1/abort_requests"
+UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
@@ -95,9 +96,14 @@ async def abort(state: GatewayState, path: str, body: bytes, headers: Mapping[st
 
 
 async def change_all(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> WholeAnswer:
-    """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached."""
+    """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached.
+
+    A worker without the adapter that the others unload, such as one that was restarted, is as wanted.
+    """
     workers = _answering(state, prefill=True)
     responses = await _broadcast(state, path, body, headers=headers, timeout=300.0, workers=workers)
+    if path.partition("?")[0] == UNLOAD_PATH and any(each.status == 200 for each in responses):
+        responses = [each for each in responses if each.status != 404]
     refused = [each for each in responses if each.status != 200]
     return _refusal(refused) if refused or not responses else responses[0]
 

@@ -72,6 +72,20 @@ async def test_changes_reach_both_workers_of_a_pair(path: str) -> None:
 
 
 @in_loop
+async def test_unloading_succeeds_though_a_worker_lacks_the_adapter() -> None:
+    body = {"lora_name": "x"}
+    async with (
+        FakeWorker("p", role="prefill", usual="no_model") as p,
+        FakeWorker("d", role="decode", usual="json") as d,
+        routed(p, d) as live,
+    ):
+        assert (await live.post("/v1/unload_lora_adapter", body))[0] == 200
+        assert (await live.post("/v1/load_lora_adapter", body))[0] == 404
+        d.usual = "no_model"
+        assert (await live.post("/v1/unload_lora_adapter", body))[0] == 404
+
+
+@in_loop
 async def test_forged_ticket_headers_are_removed() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d, FakeWorker("m") as m:
         forged = {TICKET_HEADER: sign_ticket(TICKET_KEY, "mine", "10.0.0.1:22"), OUTCOME_HEADER: "transferred"}
