@@ -138,14 +138,21 @@ class OwnedIndex(Generic[T]):
         """Yield the values of an owner, the oldest first."""
         return (self._entries[name].value for _, name in self._lists.get((owner, None), ()))
 
-    def page(self, owner: str, limit: int, after: str | None, kind: str | None = None) -> tuple[list[T], bool] | None:
-        """Return up to `limit` values before `after`, newest first, and if there are more; None without `after`."""
+    def page(
+        self, owner: str, limit: int, after: str | None, kind: str | None = None, *, oldest_first: bool = False
+    ) -> tuple[list[T], bool] | None:
+        """Return up to `limit` values that follow `after` in this order, and if there are more; None without `after`.
+
+        The newest is first, or the oldest.
+        """
         names = self._lists.get((owner, kind), [])
-        end = len(names)
+        begin, end = 0, len(names)
         if after is not None:
             entry = self._entries.get(after)
             if entry is None or entry.owner != owner:
                 return None
-            end = bisect_left(names, (entry.number,))
-        begin = max(0, end - limit)
-        return [self._entries[name].value for _, name in reversed(names[begin:end])], begin > 0
+            begin = bisect_left(names, (entry.number + 1,)) if oldest_first else 0
+            end = end if oldest_first else bisect_left(names, (entry.number,))
+        more = end - begin > limit
+        page = names[begin : begin + limit] if oldest_first else names[max(begin, end - limit) : end][::-1]
+        return [self._entries[name].value for _, name in page], more

@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid, unsupported
 from fd_core.http.headers import length_of, refuse_encoding
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.batches.lines import ENDPOINTS
@@ -25,6 +25,7 @@ from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, Upload, cannot_keep
 from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.schemas.unsupported import Refusal
 from fd_core.server.state import state_of
 
 router = APIRouter(route_class=DirectRoute)
@@ -48,7 +49,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
 
 class FileList(msgspec.Struct, kw_only=True):
-    """Files, the newest first."""
+    """Files, the newest first unless the request has another order."""
 
     object: str = "list"
     data: list[StoredFile]
@@ -75,7 +76,8 @@ class DeletedFile(msgspec.Struct):
     deleted: bool = True
 
 
-_BODY: Final = BodyFormat(BatchRequest)
+_NO_EXPIRY: Final = "files do not expire; delete them at /v1/files/ID"
+_BODY: Final = BodyFormat(BatchRequest, {"output_expires_after": Refusal(_NO_EXPIRY)})
 _EXAMPLE: Final = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
@@ -106,11 +108,17 @@ async def upload(request: Request) -> Response:
 
 @router.get("/v1/files", **endpoint("List files", None, FileList, errors=(400, 401)))
 async def list_files(
-    request: Request, purpose: str | None = None, limit: str | None = None, after: str | None = None
+    request: Request,
+    purpose: str | None = None,
+    limit: str | None = None,
+    after: str | None = None,
+    order: str | None = None,
 ) -> Response:
-    """List files, the newest first."""
-    store = await _store(request)
-    page = store.files.page(request.state.owner, _limit(limit, _FILES_PER_PAGE), after, kind=purpose)
+    """List files, the newest first, or with `order=asc` the oldest."""
+    store, most = await _store(request), _limit(limit, _FILES_PER_PAGE)
+    if order not in (None, "asc", "desc"):
+        raise invalid(f"order is {order[:20]!r}; expected asc or desc", "order", "invalid_value")
+    page = store.files.page(request.state.owner, most, after, kind=purpose, oldest_first=order == "asc")
     return json_response(FileList(**_page(page, after)))
 
 
@@ -249,6 +257,8 @@ class UploadForm:
     def _add_data(self, data: bytes, begin: int, end: int) -> None:
         if self._name == b"file" and self._filename is not None:
             self._upload.write(data[begin:end])
+        elif self._name.startswith(b"expires_after"):
+            raise unsupported(f"expires_after is not supported: {_NO_EXPIRY}", "expires_after")
         elif self._name == b"purpose":
             self._purpose = (self._purpose + data[begin:end])[:64]
 

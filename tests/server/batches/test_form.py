@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from python_multipart.exceptions import FormParserError
 
+from fd_core.http.errors import ApiError
 from fd_core.server.batches.routes import UploadForm
 
 
@@ -46,6 +47,14 @@ def test_second_file_and_too_many_fields_are_rejected() -> None:
     for body in (body_of(b"x").removesuffix(b"--b--\r\n") + body_of(b"y"), b"--b\r\n\r\n\r\n" * 33):
         with pytest.raises(FormParserError):
             read(body)
+
+
+def test_expiry_is_rejected() -> None:
+    body = body_of(b"x").removesuffix(b"--b--\r\n")
+    field = b'--b\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n--b--\r\n'
+    with pytest.raises(ApiError, match="expires_after is not supported") as caught:
+        read(body + field)
+    assert caught.value.param == "expires_after"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The index: pages of one owner, newest first, at a cost independent of the stored total."""
+"""The index: pages of one owner, newest or oldest first, at a cost independent of the stored total."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fd_core.server.batches.accounts import OwnedIndex
 CHANGE = st.tuples(st.sampled_from(["put", "put", "remove"]), st.sampled_from("ab"), st.sampled_from("xy"))
 
 
-@given(changes=st.lists(CHANGE, max_size=40), limit=st.integers(1, 5))
+@given(changes=st.lists(CHANGE, max_size=40), limit=st.integers(1, 5), oldest_first=st.booleans())
 @settings(max_examples=60, derandomize=True)
-def test_pages_match_a_plain_list(changes: list[tuple[str, str, str]], limit: int) -> None:
+def test_pages_match_a_plain_list(changes: list[tuple[str, str, str]], limit: int, oldest_first: bool) -> None:
     index: OwnedIndex[str] = OwnedIndex()
     plain: list[tuple[str, str, str]] = []
     for number, (what, owner, kind) in enumerate(changes):
@@ -26,10 +26,11 @@ def test_pages_match_a_plain_list(changes: list[tuple[str, str, str]], limit: in
             index.remove(plain.pop(number % len(plain))[0])
     for owner in "abc":
         for kind in (None, "x", "z"):
-            wanted = [name for name, whose, of in reversed(plain) if whose == owner and kind in (None, of)]
+            wanted = [name for name, whose, of in plain if whose == owner and kind in (None, of)]
+            wanted = wanted if oldest_first else wanted[::-1]
             seen: list[str] = []
             after = None
-            while (page := index.page(owner, limit, after, kind)) is not None:
+            while (page := index.page(owner, limit, after, kind, oldest_first=oldest_first)) is not None:
                 seen += page[0]
                 if not page[1]:
                     break

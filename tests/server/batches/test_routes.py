@@ -92,6 +92,8 @@ def test_official_client_runs_a_batch(server: LiveServer) -> None:
         assert good[0]["response"]["body"]["choices"][0]["text"] == "Hello, world!"
         assert bad[0]["response"]["body"]["error"]["param"] == "temperature"
         assert {each.id for each in client.files.list()} == {kept.id, batch.output_file_id, batch.error_file_id}
+        newest = [each.id for each in client.files.list(limit=1)]
+        assert [each.id for each in client.files.list(limit=1, order="asc")] == newest[::-1]
         assert [each.id for each in client.batches.list(limit=1)] == [batch.id]
         assert client.files.delete(kept.id).deleted
         with pytest.raises(openai.NotFoundError):
@@ -157,6 +159,7 @@ def test_malformed_lines_fail_the_batch_with_line_numbers(server: LiveServer) ->
         ({"input_file_id": "file-0", "endpoint": "/metrics"}, "endpoint"),
         ({"input_file_id": "file-0", "endpoint": END, "completion_window": "1h"}, "completion_window"),
         ({"endpoint": END}, "input_file_id"),
+        ({"input_file_id": "file-0", "endpoint": END, "output_expires_after": {}}, "output_expires_after"),
     ],
 )
 def test_invalid_batch_is_rejected_by_name(server: LiveServer, body: dict[str, Any], param: str) -> None:
@@ -167,6 +170,7 @@ def test_invalid_batch_is_rejected_by_name(server: LiveServer, body: dict[str, A
 @pytest.mark.parametrize("path", ["/v1/files/file-1", "/v1/files/..%2f..%2fetc", "/v1/batches/batch_1"])
 def test_missing_objects_are_404(server: LiveServer, path: str) -> None:
     assert server.get(path).status == 404
+    assert server.get("/v1/files?order=up").error["param"] == "order"
     assert server.get("/v1/files?limit=0").status == server.get("/v1/batches?after=x").status == 400
 
 
