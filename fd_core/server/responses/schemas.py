@@ -120,7 +120,6 @@ REFUSED = beside_chats(
         "max_tool_calls": Refusal("the server calls no tools"),
         "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
         "context_management": Refusal("the client manages the context through input", ([],)),
-        "moderation": Refusal("moderation is not supported"),
         "stream_options": Refusal(
             "a stream always ends with the usage", ({}, {"include_obfuscation": False}, {"include_obfuscation": True})
         ),

@@ -87,6 +87,7 @@ _BOTH: Mapping[str, Refusal] = {
     "logprob_token_ids": Refusal("log-probabilities are those of the most likely tokens; use top_logprobs", ([],)),
     "include_draft_logprobs": _NOT_SHOWN,
     "include_logprobs_decode_token": _ALWAYS,
+    "moderation": Refusal("moderation is not supported"),
     "prompt_embeds": Refusal("prompts are text or token ids"),
     "completion_token_ids": Refusal("append them to the prompt, in prompt_token_ids", ([],)),
     **dict.fromkeys(

@@ -354,6 +354,7 @@ CHANGES_THE_ANSWER = {
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "use_beam_search"), True),
     **dict.fromkeys(("reasoning_max_tokens", "max_new_tokens", "response_max_tokens"), 7),
     **{key: {"x": 1} for key in ("repetition_detection", "kv_transfer_params", "vllm_xargs", "custom_params")},
+    "moderation": {"model": "omni-moderation-latest"},
     **{key: [1] for key in ("logprob_token_ids", "completion_token_ids")},
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs"), True),
     **dict.fromkeys(("typical_p", "repeat_penalty", "mirostat", "bootstrap_room"), 2),
