@@ -27,7 +27,7 @@ def test_guide_leads_to_a_plugin_that_passes_the_kit(guide, least, tmp_path):
     if guide == "write-a-store.md":
         assert "not tested: an SQLite file grows" in tests
         assert "held where tested, store: keys case of letters; " in tests
-        assert "limit, tests excluded: 1: Door has no server to restart" in tests
+        assert "limit, tests excluded: 1: Door cannot simulate full" in tests
     if guide == "write-a-router-policy.md":
         policy = folder / "fd_mypolicy" / "policy.py"
         right = policy.read_text()
