@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import msgspec
 from harness import redis_server
 from harness.options import CACHE, RESULTS, names, prepare, shown
 from rich.console import Console
@@ -104,7 +105,7 @@ class Returning:
         def always_load(request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> LoadDecision:
             decision = decide(request_id, host_blocks, store_blocks, block_size)
             self._decisions.append(decision)
-            return replace(decision, load=True)
+            return msgspec.structs.replace(decision, load=True)
 
         offloading.load_or_recompute.decide = always_load  # type: ignore[method-assign]
 
@@ -151,7 +152,7 @@ class Returning:
             engine.step()
             stats = engine.stats().kv
             assert stats is not None
-            if not (self._probe.operations.busy or stats.open_operations or stats.pending_write_bytes):
+            if not (self._probe.operations.effects or stats.open_operations or stats.pending_write_bytes):
                 return
             if time.monotonic() > until:
                 raise EngineFailedError(f"{self.way} did not take a prompt within {PROMPT_TIMEOUT:.0f} s")

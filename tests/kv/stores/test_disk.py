@@ -321,13 +321,13 @@ def test_limit_holds_on_file_system_without_locks(tmp_path, monkeypatch):
 
 WRITER = textwrap.dedent(
     """
-    import sys, itertools
+    import itertools, os, sys
     from fd_core.kv.stores.disk import DiskStore
     from fd_core.kv.stores.location import parse_location
     name, location = sys.argv[1:]
-    store = DiskStore(parse_location(location))
+    store, parent = DiskStore(parse_location(location)), os.getppid()
     print("ready", flush=True)
-    for number in itertools.count():
+    for number in itertools.takewhile(lambda _: os.getppid() == parent, itertools.count()):
         key = f"{name}{number % 40}".encode().ljust(16, b".")
         store.put([(key, [key * 500] * 8)], 30)
         found = store.get([key], 1 << 20, 30)[0]
