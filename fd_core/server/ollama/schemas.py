@@ -19,10 +19,8 @@ REFUSED: Final = {
     "context": Refusal("it is a token list of Ollama's models; use /api/chat", ([],)),
     "logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (False,)),
     "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
-    **{
-        f"options.{name}": Refusal("it is not supported; use top_p or min_p", (0, 1)) for name in ("typical_p", "tfs_z")
-    },
-    "options.mirostat": Refusal("it is not supported; use temperature, top_p or min_p", (0,)),
+    **{f"options.{name}": Refusal("use top_p or min_p", (0, 1)) for name in ("typical_p", "tfs_z")},
+    "options.mirostat": Refusal("use temperature, top_p or min_p", (0,)),
     "options.repeat_last_n": Refusal("repeat_penalty applies to the whole text", (-1, 64)),
     "options.penalize_newline": Refusal("penalties apply to every token", (True,)),
 }

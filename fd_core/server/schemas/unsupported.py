@@ -34,14 +34,14 @@ _PROCESSORS: Final = Refusal("the server runs no code from requests", ([], {}, "
 _ALWAYS: Final = Refusal("only the default true is supported", (True,))
 _NOT_SHOWN: Final = Refusal("responses cannot include it", (False, 0))
 
-_SAMPLER: Final = Refusal("it is not supported; use temperature, top_p or min_p", (0, -1, []))
+_SAMPLER: Final = Refusal("use temperature, top_p or min_p", (0, -1, []))
 
 _OTHER_SAMPLERS: Mapping[str, Refusal] = {
-    **dict.fromkeys(("typical_p", "top_a", "tfs_z"), Refusal("it is not supported; use top_p or min_p", (0, 1))),
+    **dict.fromkeys(("typical_p", "top_a", "tfs_z"), Refusal("use top_p or min_p", (0, 1))),
     **dict.fromkeys(("mirostat", "xtc_probability"), _SAMPLER),
-    "dry_multiplier": Refusal("it is not supported; use repetition_penalty", (0,)),
+    "dry_multiplier": Refusal("use repetition_penalty", (0,)),
     "repeat_penalty": Refusal("use repetition_penalty", (1,)),
-    "no_repeat_ngram_size": Refusal("it is not supported; use repetition_penalty", (0,)),
+    "no_repeat_ngram_size": Refusal("use repetition_penalty", (0,)),
     "repetition_detection": Refusal("repetition does not end a text; use repetition_penalty or stop", ({},)),
     **dict.fromkeys(("dynatemp_range", "top_n_sigma", "samplers", "penalty_alpha"), _SAMPLER),
     **dict.fromkeys(("watermarking", "watermark"), Refusal("watermarks are not supported", (False,))),
@@ -87,7 +87,7 @@ _BOTH: Mapping[str, Refusal] = {
     "logprob_token_ids": Refusal("log-probabilities are those of the most likely tokens; use top_logprobs", ([],)),
     "include_draft_logprobs": _NOT_SHOWN,
     "include_logprobs_decode_token": _ALWAYS,
-    "moderation": Refusal("moderation is not supported"),
+    "moderation": Refusal("no text is moderated"),
     "prompt_embeds": Refusal("prompts are text or token ids"),
     "completion_token_ids": Refusal("append them to the prompt, in prompt_token_ids", ([],)),
     **dict.fromkeys(
@@ -139,7 +139,7 @@ CHAT: Mapping[str, Refusal] = {
     "verbosity": Refusal("verbosity is not configurable", ("medium",)),
     "store": Refusal("chat completions are not stored", (False,)),
     "echo": Refusal("echo is only supported at /v1/completions", (False,)),
-    "best_of": Refusal("it is not supported; use n", (1,)),
+    "best_of": Refusal("use n", (1,)),
     "task": Refusal("tasks are not supported; put the instruction into a message"),
     "prompt": Refusal("use /v1/completions for plain prompts", ("", [])),
     "messages[].audio": Refusal("only text and images are supported"),
