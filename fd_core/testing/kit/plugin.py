@@ -217,10 +217,12 @@ def _mark_expected(items: Sequence[pytest.Item], expected: Sequence[ExpectedFail
     for item in items:
         _, section, test = identity_of(item)
         for line in expected:
-            if line.matches(section, test, case_of(item)):
+            if not line.matches(section, test, case_of(item)):
+                continue
+            left = [each for each in left if each is not line]
+            if not expectation_of(item):  # the first line that matches counts
                 item.stash[_EXPECTED] = str(line)
                 item.add_marker(pytest.mark.xfail(reason=line.reason, strict=False))
-                left = [each for each in left if each is not line]
     if left:
         raise pytest.UsageError(f"the expected failure {left[0].pattern!r} matches no test; remove the line")
 
