@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from fd_core.server.schemas.requests import CHAT, MAX_IMAGES, Effort, Prompt, Seed, Stop, Tools
-from fd_core.server.schemas.unsupported import Refusal
+from fd_core.server.schemas.unsupported import OTHER_SAMPLERS, Refusal
 from fd_core.types import MinP, Penalty, RepetitionPenalty, Temperature, TopP
 
 LATEST: Final = ":latest"
@@ -19,8 +19,7 @@ REFUSED: Final = {
     "context": Refusal("it is a token list of Ollama's models; use /api/chat", ([],)),
     "logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (False,)),
     "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
-    **{f"options.{name}": Refusal("use top_p or min_p", (0, 1)) for name in ("typical_p", "tfs_z")},
-    "options.mirostat": Refusal("use temperature, top_p or min_p", (0,)),
+    **{f"options.{name}": OTHER_SAMPLERS[name] for name in ("typical_p", "tfs_z", "mirostat")},
     "options.repeat_last_n": Refusal("repeat_penalty applies to the whole text", (-1, 64)),
     "options.penalize_newline": Refusal("penalties apply to every token", (True,)),
 }

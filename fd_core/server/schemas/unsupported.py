@@ -36,7 +36,7 @@ _NOT_SHOWN: Final = Refusal("responses cannot include it", (False, 0))
 
 _SAMPLER: Final = Refusal("use temperature, top_p or min_p", (0, -1, []))
 
-_OTHER_SAMPLERS: Mapping[str, Refusal] = {
+OTHER_SAMPLERS: Mapping[str, Refusal] = {
     **dict.fromkeys(("typical_p", "top_a", "tfs_z"), Refusal("use top_p or min_p", (0, 1))),
     **dict.fromkeys(("mirostat", "xtc_probability"), _SAMPLER),
     "dry_multiplier": Refusal("use repetition_penalty", (0,)),
@@ -73,7 +73,7 @@ _INSTEAD: Final = {
 _BESIDE: Final = Refusal("send its fields at the top level of the request", ({},))
 
 _BOTH: Mapping[str, Refusal] = {
-    **_OTHER_SAMPLERS,
+    **OTHER_SAMPLERS,
     **{name: Refusal(f"use {ours}", ([], {}, "", False)) for name, ours in _INSTEAD.items()},
     **dict.fromkeys(("extra_body", "sampling_params", "parameters", "options"), _BESIDE),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning", "detokenize"), _ALWAYS),
