@@ -19,17 +19,17 @@ def require_noticed(folder: Path, right: str, wrong: str, tests: str) -> None:
     assert "a new drafter with the same text has" in run_line(folder, f"pytest -k {tests}", code=1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_guide_leads_to_drafters_that_pass_their_kits(tmp_path):
     folder, outputs = follow("write-a-drafter.md", tmp_path)
     (_, check), (_, texts), _, (_, states) = outputs[1:]
     assert "no problems found" in check
     assert passed(texts) >= 50
-    assert passed(states) >= 7
+    assert passed(states) >= 6
     require_noticed(folder, "self._row_of[slots]", "self._row_of[slots[::-1]]", "chunked")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_fault_in_the_template_of_drafters_fails_the_kit(tmp_path):
     run_line(tmp_path, "fdcore plugins new texts --kind drafter")
     installed(tmp_path / "texts")

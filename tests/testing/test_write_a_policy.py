@@ -7,7 +7,7 @@ from tests.testing.documents import follow, passed, run_line
 pytestmark = pytest.mark.guide
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_guide_leads_to_policies_that_pass_their_kits(tmp_path):
     folder, outputs = follow("write-a-policy.md", tmp_path)
     _, checked, scheduling, _, checked_victims, victims = (words for _, words in outputs)

@@ -63,7 +63,7 @@ _HISTORY: Final = 120
 """Steps of a request, after which a counter of failures or successes is at its limit."""
 _VALUES: Final = ("word", "", -1, 0, 0.5, 1.5, 1, 2, 3, 8, 33, 1000)
 """Values of an option, of which a drafter may refuse some."""
-_DAY: Final = {"rows of forward passes": 1.3, "rejected drafts": 5.0, "peak": 4.0, "grown": 4.0}
+_DAY: Final = {"rows of forward passes": 1.3, "rejected drafts": 15.0, "peak": 4.0, "grown": 4.0}
 """Figures and memory of a day as multiples of the core's."""
 _SECONDS: Final = 10.0
 """CPU time after which a slow drafter has done enough."""
