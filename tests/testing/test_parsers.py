@@ -53,8 +53,15 @@ def test_core_plugins_pass(kind, name, sixth):
     passes(find_parser(name, kind), short[sixth::6])
 
 
-@pytest.mark.parametrize(("kind", "name"), [(TOOL_PARSER, "qwen3_coder"), (REASONING_PARSER, "qwen3")])
-@pytest.mark.timeout(120)
+SYNTAXES = ("qwen3_coder", "lfm2", "qwen3")
+"""One plugin of each syntax of arguments that is read in a way of its own; `nox -s soak` runs all."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*each, marks=() if each[1] in SYNTAXES else pytest.mark.soak) for each in OFFERED],
+)
+@pytest.mark.timeout(300)
 def test_core_plugins_live_an_ordinary_day(kind, name):
     CASES[kind]["day:test_an_ordinary_day"].run(target=find_parser(name, kind))
 

@@ -345,7 +345,8 @@ def _read(target: ParserTarget, answer: DayAnswer) -> Iterator[None]:
         whole = target.read(text, tools=tools, prompt=model.prompt, finish=finished)
         require(joined(events) == whole, "8.1", f"pieces of {shortened(text)} yield other events than the whole text")
         return
-    limit = max(target.patience, len(model.tail.strip()))
+    number = re.findall(r"[-+.\deE]*\Z", text)[0]  # may go on
+    limit = max(target.patience, len(model.tail.strip()), len(number))
     require(held <= limit, "8.2", f"{held} characters were held back until the end of {shortened(text)}")
     for event in events:
         if isinstance(event, CallBegun):
