@@ -166,14 +166,15 @@ class PromptReader:
     ) -> list[PromptText]:
         """Return prompts given as a text, texts, ids or lists of ids, each truncated to the `longest` number of tokens.
 
-        Raises `BadRequest` for empty, mixed or unknown ones.
+        Raises `BadRequest` for mixed ones, and for one that is empty, too long or unknown, by its index.
         """
-        given = split_prompts(prompt, field)
+        given: Sequence[str | list[int]] = split_prompts(prompt, field)
+        names = names_of(field, len(given))
         return [
-            PromptText(self.text(each, add_special, field, longest=longest), each)
+            PromptText(self.text(each, add_special, names[index], longest=longest), each)
             if isinstance(each, str)
-            else PromptText(self._checked_ids(each, field)[:longest], None)
-            for each in given
+            else PromptText(self._checked_ids(each, names[index])[:longest], None)
+            for index, each in enumerate(given)
         ]
 
     def pair(self, first: str, second: str, field: str, second_text: int, longest: int | None = None) -> PromptText:
@@ -307,10 +308,16 @@ def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[lis
     """Return the prompts of a completions request, all texts or all ids, none of them empty; raises `BadRequest`."""
     given: list[Any] = [prompt] if not isinstance(prompt, list) or (prompt and _is_ids(prompt)) else prompt
     if not given or any(each in ("", []) for each in given):
-        raise _empty(field)
+        empty = next((at for at, each in enumerate(given) if each in ("", [])), 0)
+        raise _empty(names_of(field, len(given) or 1)[empty])
     if not all(isinstance(each, str) for each in given) and not all(map(_is_ids, given)):
         raise BadRequest(f"{field} mixes texts and ids; expected a text, texts, ids, or lists of ids", field=field)
     return given
+
+
+def names_of(field: str, count: int) -> list[str]:
+    """Return what so many prompts in a field are called in errors."""
+    return [field] if count == 1 else [f"{field}[{index}]" for index in range(count)]
 
 
 def _is_ids(value: object) -> bool:

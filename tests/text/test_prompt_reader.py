@@ -40,9 +40,19 @@ def test_completion_prompt_is_text_or_ids(reader: PromptReader) -> None:
     assert reader.completion([[1, 2], [3]]) == [PromptText((1, 2), None), PromptText((3,), None)]
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], [[1], []]])
-def test_empty_prompt_is_rejected(reader: PromptReader, prompt: object) -> None:
-    with pytest.raises(BadRequest, match="prompt is empty") as caught:
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt"),
+        ([[]], "prompt"),
+        (["a", ""], r"prompt\[1\]"),
+        ([[1], []], r"prompt\[1\]"),
+    ],
+)
+def test_empty_prompt_is_rejected(reader: PromptReader, prompt: object, name: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{name} is empty") as caught:
         reader.completion(prompt)
     assert caught.value.code == "empty_prompt"
 

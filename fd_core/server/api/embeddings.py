@@ -40,7 +40,7 @@ from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankReq
 from fd_core.server.schemas.unsupported import POOLED, POOLING
 from fd_core.server.state import ServerState
 from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
-from fd_core.text.prompt_reader import PromptText
+from fd_core.text.prompt_reader import PromptText, names_of
 from fd_core.types import Delta, FinishReason, Pooling, RequestSpec
 
 Floats = npt.NDArray[np.float32]
@@ -138,18 +138,26 @@ class PooledTexts:
         reading = read_texts(self._state, given, field, add_special, longest)
         return await cancel_on_disconnect(self._request, reading)
 
-    async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
-        """Return a vector of each prompt, with the model's settings and the options of the request."""
+    async def vectors(
+        self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None, *, in_order: bool = True
+    ) -> list[Floats]:
+        """Return a vector of each prompt, with the model's settings and the options of the request.
+
+        Prompts that are not in the order of the field are not named by their index.
+        """
         info = self._state.client.info
         check_dimensions(dimensions, info.state_size)
-        pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), field)
+        names = names_of(field, len(prompts)) if in_order else [field] * len(prompts)
+        pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), names)
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
 
     async def classes(self, prompts: Sequence[PromptText], field: str) -> list[pooling.Classification]:
         """Return the classes of each prompt. Raises `BadRequest` for a model without a classification layer."""
         settings = self._state.client.info.vectors
         classifier = require_classifier(settings, of_tokens=False)
-        pooled = await self._pool([each.ids for each in prompts], Pooling(classifier.pooling), field)
+        pooled = await self._pool(
+            [each.ids for each in prompts], Pooling(classifier.pooling), names_of(field, len(prompts))
+        )
         found = [probabilities_of(each, classifier)[0].tolist() for each in pooled]
         return [
             pooling.Classification(
@@ -162,7 +170,7 @@ class PooledTexts:
         """Return a vector, or the probabilities of `classes`, of each token of each prompt: float32[tokens, *]."""
         info = self._state.client.info
         classifier = require_classifier(info.vectors, of_tokens=True) if classes else None
-        found = await self._pool([each.ids for each in prompts], Pooling("all"), field)
+        found = await self._pool([each.ids for each in prompts], Pooling("all"), names_of(field, len(prompts)))
         if classifier is not None:
             return [probabilities_of(each, classifier) for each in found]
         pairs = zip(found, prompts, strict=True)
@@ -182,7 +190,7 @@ class PooledTexts:
             return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await self._read([settings.prompt + text for text in order], field)
-        vectors = await self.vectors(prompts, field)
+        vectors = await self.vectors(prompts, field, in_order=False)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 
     async def _classified(self, pairs: Sequence[tuple[str, str]], second_text: int, field: str) -> list[float]:
@@ -191,7 +199,8 @@ class PooledTexts:
         reader = self._state.prompt_reader
         size, longest = _require_size(pairs, "", field), longest_text(self._state, self._body)
         read = reader.run(size, lambda: [reader.pair(*pair, field, second_text, longest).ids for pair in pairs])
-        pooled = await self._pool(await cancel_on_disconnect(self._request, read), Pooling(classifier.pooling), field)
+        prompts, names = await cancel_on_disconnect(self._request, read), names_of(field, len(pairs))
+        pooled = await self._pool(prompts, Pooling(classifier.pooling), names)
         return [float(probabilities_of(each, classifier)[0, 0]) for each in pooled]
 
     async def _judged(
@@ -204,25 +213,26 @@ class PooledTexts:
         _require_size(pairs, instruction, field)
         texts = [judged_prompt(*pair, instruction) for pair in pairs]
         prompts = await self._read(texts, field, add_special=False)
-        pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", ids), field)
+        pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", ids), names_of(field, len(pairs)))
         return [probability_of_yes(each) for each in pooled]
 
-    async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
+    async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, names: Sequence[str]) -> list[bytes]:
         spans = self._state.spans
         if spans is None:
-            return await self._pooled(prompts, pooling, field)
+            return await self._pooled(prompts, pooling, names)
         name, attributes = span_name("/v1/embeddings", self.model)
         used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
         with spans.begin(name, "server", self._request.headers, attributes | used):
-            return await self._pooled(prompts, pooling, field)
+            return await self._pooled(prompts, pooling, names)
 
-    async def _pooled(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
+    async def _pooled(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, names: Sequence[str]) -> list[bytes]:
         """Run the requests, at most as many at a time as there are slots; all end with this call."""
         state = self._state
-        longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
-        if longest > most:
-            message = f"{field}: a text has {longest} tokens, but at most {most} are supported; shorten it"
-            raise invalid(message, field, "context_length_exceeded")
+        most = state.client.info.max_model_len - 1
+        for name, prompt in zip(names, prompts, strict=True):
+            if len(prompt) > most:
+                message = f"{name}: a text has {len(prompt)} tokens, but at most {most} are supported; shorten it"
+                raise invalid(message, name, "context_length_exceeded")
         tokens = sum(map(len, prompts))
         self.usage = PooledUsage(tokens, tokens)
         at_once = min(len(prompts), state.client.info.max_num_seqs)

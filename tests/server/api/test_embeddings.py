@@ -130,6 +130,8 @@ def test_rerank_returns_the_best_first(server: LiveServer) -> None:
         (PATH, {"input": ["a"] * 2049}, "input", "2048"),
         (PATH, {"input": [1031]}, "input", "1031"),
         (PATH, {"input": "a" * 512}, "input", "at most 511"),
+        (PATH, {"input": ["a", "b", "a" * 512]}, "input[2]", "at most 511"),
+        (PATH, {"input": ["a", ""]}, "input[1]", "empty"),
         (PATH, {"input": "a", "dimensions": 65}, "dimensions", "64 elements"),
         (PATH, {"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
         (PATH, {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),

@@ -28,7 +28,7 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": ""}, "prompt", "empty"),
         (TEXT, {"prompt": []}, "prompt", "empty"),
         (TEXT, {"prompt": [[]]}, "prompt", "empty"),
-        (TEXT, {"prompt": ["a", ""]}, "prompt", "empty"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt[1]", "empty"),
         (TEXT, {"prompt": ["a", 1]}, "prompt", "mixes"),
         (TEXT, {"prompt": 5}, "prompt", "expected"),
         (TEXT, {"prompt": [-1]}, "prompt", "-1"),
