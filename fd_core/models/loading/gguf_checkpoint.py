@@ -365,6 +365,8 @@ def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf)
         )
     architecture, model_type, stored = known[name]
     prefix = f"{name}."
+    if not metadata.flag(f"{prefix}attention.causal", True):
+        raise ModelError(f"{path}: {prefix}attention.causal is false, but a decoder attends only to earlier tokens")
     own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     for key in _OF_LAYERS:
         listed = own.get(key)
@@ -418,31 +420,41 @@ def _common(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
 
 
 def _rope_scaling(shape: ModelConfig, tensors: StoredTensors, rotary: int) -> dict[str, Any] | None:
-    original = shape.index("rope.scaling.original_context_length", 0)
+    """Return the scaling as llama.cpp reads it: it is linear unless the file names another type."""
+    kind, original = shape.text("rope.scaling.type", "linear"), shape.index("rope.scaling.original_context_length", 0)
+    older, amplitude = shape.optional_single("rope.scale_linear"), shape.optional_single("rope.scaling.attn_factor")
+    factor = (shape.optional_single("rope.scaling.factor") or older or 1.0) if kind != "none" else 1.0
     scaling: dict[str, Any] = {"original_max_position_embeddings": original} if original else {}
     for short, long in ((_ROPE_FACTORS, _ROPE_FACTORS), (_SHORT_FACTORS, _LONG_FACTORS)):
         if short in tensors and long in tensors:
+            if kind == "yarn":
+                raise ModelError(f"{shape.origin}: rope scaling 'yarn' with a tensor {short!r} is not supported")
             # The converter computes those of Llama 3 for every frequency; they are the same in any context.
             return scaling | {
                 "rope_type": "longrope",
-                "short_factor": _rope_factors(tensors[short], rotary),
-                "long_factor": _rope_factors(tensors[long], rotary),
-                "attention_factor": shape.single("rope.scaling.attn_factor", 1.0),
+                "short_factor": _rope_factors(tensors[short], rotary, factor),
+                "long_factor": _rope_factors(tensors[long], rotary, factor),
+                "attention_factor": amplitude or 1.0,
             }
-    kind = shape.text("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
+    if kind not in ("none", "linear", "yarn"):
         raise ModelError(f"{shape.origin}: rope scaling {kind!r} is not supported")
+    if (amplitude or 1.0) != 1.0:
+        raise ModelError(
+            f"{shape.origin}: {shape.prefix}rope.scaling.attn_factor is {amplitude}; other values than 1 are supported "
+            f"with the tensors {_SHORT_FACTORS!r} and {_LONG_FACTORS!r} alone"
+        )
     if kind == "yarn":
         scaling |= {name: shape.optional_single(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         if (slope := shape.optional_single("rope.scaling.yarn_log_multiplier")) is not None:
             # The converter writes a tenth of `mscale_all_dim`; llama.cpp takes both to be equal.
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * slope)
-    return scaling | {"rope_type": kind, "factor": shape.single("rope.scaling.factor")}
+    return None if factor == 1.0 else scaling | {"rope_type": kind, "factor": factor}
 
 
-def _rope_factors(tensor: StoredTensor, rotary: int) -> list[float]:
+def _rope_factors(tensor: StoredTensor, rotary: int, factor: float) -> list[float]:
     if tensor.dtype != "F32" or tensor.shape != (rotary // 2,):
-        raise ModelError(f"{tensor.file.path}: tensor {tensor.name!r} has no usable form")
-    return [float(each) for each in tensor.view("<f4")]
+        raise ModelError(
+            f"{tensor.file.path}: tensor {tensor.name!r} has no usable form: it is {tensor.dtype} of shape "
+            f"{tensor.shape}, expected F32 of shape {(rotary // 2,)}"
+        )
+    return [factor * float(each) for each in tensor.view("<f4")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
@@ -19,14 +19,19 @@ from fd_core.models.families.spec import (
 )
 from fd_core.models.loading.config import ModelConfig
 
+UNROTATED: Final = {"position_embedding_type": "nope", "partial_rotary_factor": 1.0}
+"""Files of models without positions count rotated elements as well, of heads that are as wide as the model divided."""
+
 
 def gguf_factors(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
-    """Return the factors of a GGUF file."""
+    """Return the factors of a GGUF file, and whether its model has rope: llama.cpp's switch is named for scaling."""
+    width = shape.count("attention.key_length", shape.count("embedding_length") // shape.count("attention.head_count"))
     return {
         "embedding_multiplier": shape.optional_single("embedding_scale"),
         "residual_multiplier": shape.optional_single("residual_scale"),
-        "attention_multiplier": shape.optional_single("attention.scale"),
+        "attention_multiplier": shape.optional_single("attention.scale") or width**-0.5,
         "logits_scaling": shape.optional_single("logit_scale"),
+        **({"position_embedding_type": "rope"} if shape.flag("rope.scaling.finetuned", True) else UNROTATED),
     }
 
 
@@ -58,6 +63,7 @@ class Granite(Family):
     def traits(self, config: ModelConfig) -> Traits:
         """Describe a model, with biases if the config has them."""
         rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
+        rope = rope.unrotated if config.text("position_embedding_type", "rope") == "nope" else rope
         bias = config.flag("attention_bias")
         return Traits(
             rope=lambda layer: rope,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from fd_core.errors import ModelError
-from fd_core.models.families.builtin.granite import Granite, gguf_factors
+from fd_core.models.families.builtin.granite import UNROTATED, Granite, gguf_factors
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import (
     LinearSpec,
@@ -90,10 +90,6 @@ _STORED: Final = {
 }
 
 
-_UNROTATED: Final = {"position_embedding_type": "nope", "partial_rotary_factor": 1.0}
-"""Files of models without positions count rotated elements as well, of heads that are as wide as the model divided."""
-
-
 def _has(tensors: StoredTensors, part: str) -> bool:
     return any(name.endswith(f".{part}") for name in tensors)
 
@@ -103,7 +99,6 @@ def _granite_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any
     heads = shape.count("ssm.time_step_rank")
     return gguf_factors(shape, tensors) | {
         "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
-        **({"position_embedding_type": "rope"} if shape.flag("rope.scaling.finetuned") else _UNROTATED),
         "num_local_experts": shape.index("expert_count", 0),
         "num_experts_per_tok": shape.index("expert_used_count", 0),
         "shared_intermediate_size": shape.count("expert_shared_feed_forward_length"),
@@ -134,7 +129,7 @@ def _nemotron_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, An
         "n_group": groups,
         "topk_group": shape.count("expert_group_used_count", groups),
     }
-    return _UNROTATED | {
+    return UNROTATED | {
         "layers_block_type": [
             next((kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in tensors), "unknown")
             for layer in range(shape.count("block_count"))

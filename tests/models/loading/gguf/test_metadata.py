@@ -1,0 +1,79 @@
+"""Metadata that are optional, or that older and other converters write: read as llama.cpp does, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ModelError
+from fd_core.models.families.spec import AttentionSpec
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.opening import open_checkpoint
+from fd_core.models.registry import spec_of
+from tests.models.loading.tiny_gguf import LLAMA, llama_tensors, write_gguf
+
+FREQUENCIES = 10000.0 ** -(np.arange(0, 8, 2) / 8)
+FACTORS = np.array([1, 2, 3, 4], "f4")
+
+
+def _open(path: Path, values: dict[str, Any], tensors: dict[str, Any] | None = None, arch: str = "llama") -> Checkpoint:
+    return open_checkpoint(
+        write_gguf(path / "m.gguf", arch=arch, values=LLAMA | values, tensors=llama_tensors() | (tensors or {}))
+    )
+
+
+def _attention(checkpoint: Checkpoint) -> AttentionSpec:
+    found = spec_of(checkpoint).layers[0].attention
+    assert isinstance(found, AttentionSpec)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "divisor"),
+    [
+        ({"rope.scaling.factor": 4.0}, {}, 4),
+        ({"rope.scale_linear": 4.0}, {}, 4),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 4.0}, {}, 4),
+        ({"rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, {}, 2),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, 1),
+        ({"rope.scaling.type": "linear"}, {}, 1),
+        ({"rope.scaling.factor": 0.0}, {}, 1),
+        ({}, {"rope_freqs.weight": FACTORS}, FACTORS),
+        ({"rope.scaling.factor": 4.0}, {"rope_freqs.weight": FACTORS}, 4 * FACTORS),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_freqs.weight": FACTORS}, FACTORS),
+    ],
+)
+def test_rope_is_scaled_as_by_llama_cpp(
+    tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], divisor: Any
+) -> None:
+    rope = _attention(_open(tmp_path, values, tensors)).rope
+    np.testing.assert_allclose(rope.inverse_frequencies, FREQUENCIES / divisor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "message"),
+    [
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"rope_freqs.weight": FACTORS}, "'yarn' with"),
+        ({"rope.scaling.attn_factor": 1.5}, {}, r"llama\.rope\.scaling\.attn_factor is 1\.5"),
+        ({"attention.causal": False}, {}, r"llama\.attention\.causal is false"),
+    ],
+)
+def test_metadata_that_cannot_be_followed_are_refused(
+    tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"m\.gguf: .*{message}"):
+        _open(tmp_path, values, tensors)
+
+
+@pytest.mark.parametrize("rotates", [None, True, False])
+def test_granite_has_rope_unless_it_is_switched_off(tmp_path: Path, rotates: bool | None) -> None:
+    values: dict[str, Any] = {"logit_scale": 2.0} | ({} if rotates is None else {"rope.scaling.finetuned": rotates})
+    rope = _attention(_open(tmp_path, values, arch="granite")).rope
+    np.testing.assert_allclose(rope.inverse_frequencies, 0 if rotates is False else FREQUENCIES)
+
+
+def test_granite_without_a_scale_of_scores_uses_the_head_size(tmp_path: Path) -> None:
+    assert _attention(_open(tmp_path, {"logit_scale": 2.0}, arch="granite")).scale == 8**-0.5
