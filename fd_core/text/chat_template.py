@@ -7,6 +7,7 @@ A template is shipped with the checkpoint and is an untrusted program: `fd_core.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
@@ -41,6 +43,7 @@ _IMAGE: Final = "\U000f4a7bimage\U000f4a7b"
 _MAX_CONTAINERS: Final = 32_768
 """Limit of compiled objects, because creating each blocks the process."""
 _MAX_DIGITS: Final = 100
+_SHORT_ID: Final = 9
 _TOOL_TEMPLATE: Final = "tool_use"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -157,11 +160,16 @@ class ChatTemplate:
             if not self.supports_tools and (
                 tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
             ):
-                turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
+                calls = "tool_calls" not in self.source
+                turns = with_tools(turns, tools, calls=calls, system=not tools or self._takes_system)
             if goes_on:
                 turns[-1]["content"] += _END
             if image_text or self._needs_parts:
                 turns = [self._with_parts(turn, image_text) for turn in turns]
+            if self._calls_without_content:
+                turns = [
+                    {**turn, "content": turn["content"] or None} if "tool_calls" in turn else turn for turn in turns
+                ]
             with metered() as budget:
                 text = budget.join(compiled.generate({**variables, "messages": turns}))
             return _up_to_end(text) if goes_on else text
@@ -216,9 +224,20 @@ class ChatTemplate:
     def _takes_parts(self) -> bool:
         return self._writes(_TRIAL_PARTS)
 
-    def _writes(self, content: object) -> bool:
+    @cached_property
+    def _takes_system(self) -> bool:
+        """True if the template writes system messages."""
+        return any(self._writes(content, "system") for content in (_TRIAL[0]["content"], _TRIAL_PARTS[1:]))
+
+    @cached_property
+    def _calls_without_content(self) -> bool:
+        """True if the template recognizes messages with calls by their content, which is none."""
+        tests = Sandbox().parse(self.source).find_all(jinja2.nodes.Test)
+        return any(test.name == "none" and _is_content(test.node) for test in tests)
+
+    def _writes(self, content: object, role: str = "user") -> bool:
         """Return True if the template writes the text of a content, and no objects; raises beyond the limits."""
-        turns = [{"role": "user", "content": content}]
+        turns = [{"role": role, "content": content}, *({"role": "user", "content": "Hi."},) * (role == "system")]
         given = {"bos_token": "", "eos_token": "", "raise_exception": _refuse, "strftime_now": self._strftime_now}
         try:
             with metered() as budget:
@@ -257,6 +276,13 @@ def _shown(error: object) -> str:
 
 def _refuse(message: object = "no reason") -> NoReturn:
     raise _Refused(the_budget().text(message)[:_MAX_ERROR_CHARS])
+
+
+def _is_content(node: jinja2.nodes.Expr) -> bool:
+    """Return True for `message.content` or `message["content"]`."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, jinja2.nodes.Getitem) and node.arg == jinja2.nodes.Const("content")
 
 
 def _up_to_end(text: str) -> str:
@@ -371,10 +397,18 @@ def _short_integer(digits: str) -> int:
 
 
 def _readings_of_calls(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield copies of the turns with the arguments of calls as they are, as objects, and as texts.
+    """Yield copies of the turns with the arguments of calls as they are, as objects, and as texts, then with short ids.
 
     A model may have written half an object or another value; some templates support only objects, others only texts.
+    Ids may be those of another model; Mistral's templates require nine letters or digits.
     """
+    yield from _readings_of_arguments(turns)
+    shortened = [_with_short_ids(turn) for turn in turns]
+    if shortened != turns:
+        yield from _readings_of_arguments(shortened)
+
+
+def _readings_of_arguments(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     arguments = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     yield [dict(turn) for turn in turns]
     if not all(isinstance(each, dict) for each in arguments):
@@ -391,6 +425,18 @@ def _with_arguments(turn: dict[str, Any], read: Callable[[Any], Any]) -> dict[st
         for call in turn["tool_calls"]
     ]
     return {**turn, "tool_calls": calls}
+
+
+def _with_short_ids(turn: dict[str, Any]) -> dict[str, Any]:
+    calls = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in turn.get("tool_calls", ())]
+    answered = {"tool_call_id": _short_id(turn["tool_call_id"])} if "tool_call_id" in turn else {}
+    return {**turn, **({"tool_calls": calls} if calls else {}), **answered}
+
+
+def _short_id(call_id: Any) -> Any:
+    if not isinstance(call_id, str) or (len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_SHORT_ID]
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
@@ -417,9 +463,13 @@ _TAIL: Final = (
 
 
 def with_tools(
-    turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, calls: bool = True
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    calls: bool = True,
+    system: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return the turns with the tools in the system message.
+    """Return the turns with the tools in the system message, or without `system` in the first one of the user.
 
     With `calls`, calls are written into the assistant's texts, and tool results into the user's. `turns` are flattened,
     see `fd_core.text.chat_template.flatten_messages`. Raises `BadRequest` for calls that are not JSON.
@@ -440,7 +490,10 @@ def with_tools(
             written.append(dict(turn))
     if tools:
         signatures = _HEAD + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _TAIL
-        if written and written[0]["role"] == "system":
+        asked = None if system else next((turn for turn in written if turn["role"] == "user"), None)
+        if asked is not None:
+            asked["content"] = f"{signatures}\n\n{asked['content']}"
+        elif written and written[0]["role"] == "system":
             written[0]["content"] = f"{written[0]['content']}\n\n{signatures}"
         else:
             written.insert(0, {"role": "system", "content": signatures})

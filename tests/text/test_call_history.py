@@ -90,3 +90,33 @@ def test_arguments_with_too_many_values_stay_text() -> None:
     arguments = json.dumps({"a": [[]] * 40_000})
     turns = flatten_messages(history(arguments))
     assert turns[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+NONE = """{% for m in messages %}{% if m['content'] is none %}{% for c in m.tool_calls %}<{{ c.function.name }}:{{
+c.function.arguments }}>{% endfor %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_calls_reach_templates_that_know_them_by_missing_content(content: dict[str, Any]) -> None:
+    turns = history('{"city": "Paris"}')
+    turns[1] = {"role": "assistant", "tool_calls": turns[1]["tool_calls"]} | content
+    assert ChatTemplate(NONE).render(turns) == "[user]hello<look:{'city': 'Paris'}>[tool]found[user]and now?"
+    assert ChatTemplate(NONE).render([{"role": "user", "content": None}]) == "[user]"
+
+
+def short_ids(variable: str) -> str:
+    refusal = f"{{% if {variable} | length != 9 %}}{{{{ raise_exception('ids have nine characters') }}}}{{% endif %}}"
+    return f"{refusal}{{{{ {variable} }}}};"
+
+
+SHORT_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls %}" + short_ids("c.id") + "{% endfor %}{% if m.tool_call_id %}"
+) + (short_ids("m.tool_call_id") + "{% endif %}{% endfor %}")
+
+
+def test_ids_of_other_models_are_shortened_for_templates_that_need_it() -> None:
+    first, second, end = ChatTemplate(SHORT_IDS).render(history("{}")).split(";")
+    assert first == second and len(first) == 9 and first.isalnum() and not end
+    assert ChatTemplate(SHORT_IDS.replace(" != 9", " == 0")).render(history("{}")) == "c1;c1;"
+    kept = json.loads(json.dumps(history("{}")).replace("c1", "abcDEF123"))
+    assert ChatTemplate(SHORT_IDS).render(kept) == "abcDEF123;abcDEF123;"

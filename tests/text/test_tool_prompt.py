@@ -30,6 +30,16 @@ def test_other_templates_get_tools_in_the_system_message() -> None:
     assert PLAIN.render([{"role": "user", "content": "x"}], []) == "[user]x"
 
 
+@pytest.mark.parametrize(
+    "refusal", ["{{ raise_exception('System role not supported') }}", "{% continue %}"], ids=["refused", "dropped"]
+)
+def test_templates_without_a_system_role_get_tools_from_the_user(refusal: str) -> None:
+    no_system = f"{{% for m in messages %}}{{% if m.role == 'system' %}}{refusal}{{% endif %}}[{{{{ m.role }}}}]"
+    template = ChatTemplate(no_system + "{{ m.content }}{% endfor %}")
+    text = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}], [TOOL])
+    assert text.startswith("[user]# Tools") and "</tool_call>\n\nx[assistant]<tool_call>" in text
+
+
 def test_calls_are_written_as_the_hermes_parser_reads_them() -> None:
     turns = [{"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
     text = PLAIN.render(turns)
