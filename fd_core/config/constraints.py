@@ -8,6 +8,7 @@ Every instance of such a struct, from any source, gets the same check and the sa
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import re
@@ -177,7 +178,8 @@ def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
     known = {field.name: field.encode_name for field in msgspec.structs.fields(settings)}
     unknown = [name for name in values if name not in known]
     if unknown:
-        hint = f"use one of {', '.join(known.values())}"
+        close = difflib.get_close_matches(unknown[0], known.values(), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known.values())}"
         raise ConfigError(f"unknown setting {unknown[0]!r:.60}", field=unknown[0], hint=hint)
     for name, value in values.items():
         _check_field(settings, name, value, called=known[name])

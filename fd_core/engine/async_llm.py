@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -33,7 +34,7 @@ class AsyncLLM(RequestMaker, EngineControls):
         ...         print(answer.text)
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self._assets = assets_of(model, settings)
         super().__init__(self._assets.images)
         self.tokenizer = self._assets.tokenizer

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import operator
+import os
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypedDict, TypeVar, cast
+from typing import Any, Final, NoReturn, Self, TypedDict, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -385,19 +387,32 @@ class LLM(RequestMaker):
     """A loaded model.
 
     Keyword arguments are the fields of `fd_core.config.EngineConfig`; `lora_modules` may be a mapping of names to
-    folders as well. Not safe for several threads.
+    folders as well. Not safe for several threads, and of use only in the process that loaded it.
 
     Examples:
         >>> llm = LLM("smollm2")
         >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         assets = assets_of(model, settings)
         self.tokenizer = assets.tokenizer
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
         super().__init__(assets.images)
         self._busy = self._closed = False
+        self._process = os.getpid()
+        self._close_engine = weakref.finalize(self, self._engine.close)
+        self._close_engine.atexit = False
+
+    def __enter__(self) -> Self:
+        self._require_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be sent to another process; load the model there")
 
     @property
     def info(self) -> EngineInfo:
@@ -604,6 +619,11 @@ class LLM(RequestMaker):
             raise error
 
     def _require_open(self) -> None:
+        if self._process != os.getpid():
+            raise BadRequest(
+                f"the model was loaded in process {self._process}, whose threads are not in a fork; load it there too",
+                field="model",
+            )
         if self._closed:
             raise BadRequest("the model was closed; load it again", field="model")
 
@@ -613,17 +633,18 @@ class LLM(RequestMaker):
             raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
 
     def close(self) -> None:
-        """Stop the engine's threads; further calls fail."""
+        """Stop the engine's threads; further calls fail. The end of a `with` block and of the object do the same."""
         self._closed = True
-        self._engine.close()
+        if self._process == os.getpid():
+            self._close_engine()
 
 
-def assets_of(model: str, settings: Mapping[str, Any]) -> Assets:
+def assets_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> Assets:
     """Return the files of a model; `settings` are fields of `EngineConfig`. Raises `ConfigError` or `ModelError`."""
     modules = settings.get("lora_modules")
     if isinstance(modules, Mapping):
         settings = {**settings, "lora_modules": tuple(f"{name}={folder}" for name, folder in modules.items())}
-    return find_assets(make_settings(EngineConfig, {"model": model, **settings}))
+    return find_assets(make_settings(EngineConfig, {"model": os.fspath(model), **settings}))
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -125,12 +125,11 @@ def test_speculative_settings_are_validated() -> None:
 
 
 def test_unknown_setting_is_rejected_with_known_settings() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"unknown setting 'rolle' \(use one of model, revision, model_impl, language_model_only, generation",
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"unknown setting 'rolle' \(did you mean 'role'\?\)") as caught:
         LLM("m", rolle="decode")
     assert caught.value.field == "rolle"
+    with pytest.raises(ConfigError, match=r"unknown setting 'seed' \(use one of model, revision, model_impl, language"):
+        LLM("m", seed=1)
     with pytest.raises(ConfigError, match="unknown setting 'polcy'"):
         make_settings(RouterConfig, {"polcy": "random"})
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import multiprocessing
+import os
+import pickle
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +94,49 @@ def test_closed_model_fails_immediately() -> None:
         with pytest.raises(BadRequest, match="the model was closed; load it again"):
             use()
     closed.close()
+
+
+def test_model_may_be_a_path(tmp_path: Path) -> None:
+    with pytest.raises(FdError, match=r"no such file: '.*no\.gguf'"):
+        LLM(tmp_path / "no.gguf")
+
+
+def test_engine_ends_with_its_block_and_with_its_object() -> None:
+    before = threading.active_count()
+    with LLM("null", backend="null") as in_block:
+        assert in_block.generate("one", SHORT)[0].token_ids
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+    with pytest.raises(BadRequest, match="was closed"), in_block:
+        pass
+    forgotten = LLM("null", backend="null")
+    assert threading.active_count() > before
+    del forgotten
+    gc.collect()
+    assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_process_is_told_to_load_its_own_model(llm: LLM) -> None:
+    """The engine's threads are not in a forked process: a call would never return."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def use() -> None:
+        try:
+            llm.generate("one", SHORT)
+        except BadRequest as error:
+            sender.send(str(error))
+        llm.close()
+
+    child = multiprocessing.get_context("fork").Process(target=use)
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0 and receiver.poll()
+    assert f"the model was loaded in process {os.getpid()}" in receiver.recv()
+    assert llm.generate("one", SHORT)
+    with pytest.raises(TypeError, match="load the model there"):
+        pickle.dumps(llm)
 
 
 def test_seed_of_another_type_is_named(llm: LLM) -> None:
