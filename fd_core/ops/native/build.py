@@ -195,10 +195,14 @@ def add_to_package(*names: str) -> None:
     """Compile libraries of portable instruction sets into the package. Raises `BuildError`."""
     for isa in names:
         if isa not in PORTABLE:
-            raise BuildError(f"{isa!r} is not one of {', '.join(PORTABLE)}")
+            raise BuildError(f"{isa!r} is not an instruction set; choose from {', '.join(PORTABLE)}")
+    for isa in names:
         _PACKAGED.mkdir(exist_ok=True)
         _compile(isa, library_path(isa, _PACKAGED))
 
 
 if __name__ == "__main__":
-    add_to_package(*(sys.argv[1:] or PORTABLE))
+    try:
+        add_to_package(*(sys.argv[1:] or PORTABLE))
+    except BuildError as error:
+        sys.exit(f"fd_core.ops.native.build: {error}")

@@ -81,8 +81,15 @@ def test_library_of_the_package_needs_no_compiler(monkeypatch, tmp_path):
 
 
 def test_only_portable_sets_join_the_package():
-    with pytest.raises(build.BuildError, match="'native' is not one of amx"):
+    with pytest.raises(build.BuildError, match="'native' is not an instruction set; choose from amx"):
         build.add_to_package("native")
+
+
+def test_unknown_set_on_the_command_line_is_one_line():
+    command = [sys.executable, "-m", build.__name__, "avx2", "sse9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{build.__name__}: 'sse9' is not an instruction set; choose from amx")
 
 
 # The default run compiles the `amx` tiles below; `nox -s sanitize` also compiles each set as a whole.
