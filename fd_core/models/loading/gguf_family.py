@@ -37,17 +37,22 @@ class Gguf:
     those of DeepSeek, without `model.layers.N.`, to whole ones. Its tensors are not read otherwise."""
 
 
-def windows(shape: ModelConfig) -> dict[str, Any]:
-    """Return the window and the layers that use it: all but every fourth, unless the file lists them."""
+def windows(shape: ModelConfig, every: int = 4, window: int | None = None) -> dict[str, Any]:
+    """Return the window, by default `window`, and the layers that use it.
+
+    The file lists them, or has another number than `every`: every so many layers, the last one does not.
+    """
     key = "attention.sliding_window_pattern"
-    layers, listed = range(shape.count("block_count")), shape.values.get(key)
-    slides = [(layer + 1) % 4 > 0 for layer in layers] if listed is None else listed
-    if not isinstance(slides, list | tuple) or len(slides) != len(layers):
-        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {len(layers)} layers")
-    window = shape.optional_count("attention.sliding_window")
+    layers, given = range(shape.count("block_count")), shape.values.get(key, every)
+    if isinstance(given, int) and not isinstance(given, bool):
+        period = shape.index(key, every)
+        given = [not period or (layer + 1) % period > 0 for layer in layers]
+    if not isinstance(given, list | tuple) or len(given) != len(layers):
+        raise ModelError(f"{shape.origin}: {shape.prefix}{key} must list {len(layers)} layers, or be an integer")
+    window = shape.optional_count("attention.sliding_window", window)
     return {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if window and each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if window and each else "full_attention" for each in given],
     }
 
 

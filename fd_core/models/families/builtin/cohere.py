@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import Traits, head_dim_of, rope_spec
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import windows
 
 _PATTERN = 4
 """By default, every fourth layer has full attention."""
@@ -14,7 +15,7 @@ _PATTERN = 4
 
 def _gguf_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     return {
-        "sliding_window": shape.count("attention.sliding_window"),
+        **windows(shape, every=_PATTERN, window=shape.count("attention.sliding_window")),
         "logit_scale": shape.single("logit_scale"),
     }
 

@@ -19,6 +19,7 @@ from fd_core.models.families.spec import (
     separate_experts,
 )
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import windows
 from fd_core.ops.contract import CLAMP
 
 _GPT_OSS_ROPE = {
@@ -114,16 +115,13 @@ class MiniMaxM2(Family):
 def _gpt_oss_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]:
     """Return the fields that the common metadata do not give."""
     config = {
-        "sliding_window": shape.count("attention.sliding_window"),
+        **windows(shape, every=2, window=shape.count("attention.sliding_window")),
         "num_local_experts": shape.count("expert_count"),
         "num_experts_per_tok": shape.count("expert_used_count"),
         "intermediate_size": shape.count("expert_feed_forward_length", shape.count("feed_forward_length")),
         "separate_experts": True,
         "rope_parameters": {},
     }
-    slides = shape.values.get("attention.sliding_window_pattern")
-    if isinstance(slides, list | tuple):
-        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
     if shape.text("rope.scaling.type", "none") == "yarn":  # llama.cpp does not store whether frequencies are truncated
         context = shape.count("rope.scaling.original_context_length")
         scaling = {"factor": shape.single("rope.scaling.factor"), "original_max_position_embeddings": context}

@@ -11,6 +11,7 @@ from fd_core.errors import ModelError
 from fd_core.models.families.contract import Family, Gguf, StoredTensors
 from fd_core.models.families.spec import RopeSpec, Traits, head_dim_of, rope_spec, scaled_rope_spec
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_family import windows
 
 _GLOBAL_THETA: Final = 1_000_000.0
 _LOCAL_THETA: Final = 10_000.0
@@ -26,7 +27,7 @@ def _gemma2_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]
     wide = shape.count("block_count") == 46
     return {
         "query_pre_attn_scalar": hidden // heads if wide else shape.count("attention.key_length", hidden // heads),
-        "sliding_window": shape.count("attention.sliding_window", 4096),
+        **windows(shape, every=2, window=4096),
         "final_logit_softcapping": shape.single("final_logit_softcapping", 30.0),
         "attn_logit_softcapping": shape.single("attn_logit_softcapping", 50.0),
     }
@@ -41,8 +42,7 @@ def _gemma3_config(shape: ModelConfig, tensors: StoredTensors) -> dict[str, Any]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
-        "sliding_window": shape.count("attention.sliding_window"),
-        "layer_types": ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)],
+        **windows(shape, every=_PATTERN, window=shape.count("attention.sliding_window")),
         "rope_local_base_freq": shape.single("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": shape.optional_single("final_logit_softcapping"),
     }

@@ -77,3 +77,34 @@ def test_granite_has_rope_unless_it_is_switched_off(tmp_path: Path, rotates: boo
 
 def test_granite_without_a_scale_of_scores_uses_the_head_size(tmp_path: Path) -> None:
     assert _attention(_open(tmp_path, {"logit_scale": 2.0}, arch="granite")).scale == 8**-0.5
+
+
+@pytest.mark.parametrize(
+    ("arch", "pattern", "slides"),
+    [
+        ("gemma2", None, [1, 0, 1, 0]),
+        ("gemma3", None, [1, 1, 1, 1]),
+        ("gemma3", 3, [1, 1, 0, 1]),
+        ("gemma3", [False, True, False, True], [0, 1, 0, 1]),
+        ("cohere2", None, [1, 1, 1, 0]),
+        ("cohere2", 2, [1, 0, 1, 0]),
+        ("cohere2", 1, [0, 0, 0, 0]),
+        ("gpt-oss", 0, [1, 1, 1, 1]),
+        ("exaone4", 2, [1, 0, 1, 0]),
+    ],
+)
+def test_layers_with_a_window_are_listed_or_counted(tmp_path: Path, arch: str, pattern: Any, slides: list[int]) -> None:
+    values = {"block_count": 4, "attention.sliding_window": 7, "logit_scale": 1.0, "expert_count": 2}
+    values |= {"expert_used_count": 1, **({} if pattern is None else {"attention.sliding_window_pattern": pattern})}
+    config = _open(tmp_path, values, arch=arch).config
+    assert (config["sliding_window"], config["layer_types"]) == (
+        7,
+        ["sliding_attention" if each else "full_attention" for each in slides],
+    )
+
+
+@pytest.mark.parametrize("pattern", [[True], "1", True])
+def test_pattern_of_windows_of_another_form_is_refused(tmp_path: Path, pattern: Any) -> None:
+    values = {"block_count": 4, "attention.sliding_window": 7, "attention.sliding_window_pattern": pattern}
+    with pytest.raises(ModelError, match=r"gemma3\.attention\.sliding_window_pattern must list 4 layers, or be an"):
+        _open(tmp_path, values, arch="gemma3")
