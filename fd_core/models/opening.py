@@ -10,9 +10,9 @@ from fd_core.models.loading.files import PICKLE_HINT, PICKLE_SUFFIXES
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder with safetensors, config and tokenizer, or a .gguf file.
+    """Open a folder with safetensors, config and tokenizer, or a .gguf file, which may be the first part of several.
 
-    A folder without safetensors and with exactly one .gguf file opens that file.
+    A folder without safetensors and with exactly one .gguf file, or the parts of one, opens that file.
     Raises `ModelError` otherwise, and for pickled weights and damaged files.
     """
     path = Path(path)
@@ -40,6 +40,10 @@ def _open_folder(folder: Path) -> Checkpoint:
 
         return SafetensorsCheckpoint(folder)
     ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]
+    if len(ggufs) > 1:
+        from fd_core.models.loading.gguf_checkpoint import is_later_part
+
+        ggufs = [entry for entry in ggufs if not is_later_part(entry.name)] or ggufs
     if len(ggufs) == 1:
         return open_checkpoint(ggufs[0])
     if ggufs:

@@ -203,11 +203,44 @@ _SAMPLING: Final = {
 """Keys of llama.cpp's converter, and their names in `generation_config.json`."""
 
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+def is_later_part(name: str) -> bool:
+    """Return True if a file is named as a part of a split GGUF file after the first one."""
+    match = _PART.fullmatch(name)
+    return match is not None and int(match.group(2)) > 1
+
+
+def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Return metadata and tensors of a file, with the tensors of the parts next to it if it is the first of several."""
+    metadata, tensors = read_gguf(path)
+    count, match = metadata.get("split.count", 0), _PART.fullmatch(path.name)
+    if count in (0, 1):
+        return metadata, tensors
+    if metadata.get("split.no") != 0 or match is None or [*map(int, match.groups()[1:])] != [1, count]:
+        raise ModelError(
+            f"{path} is a part of a split GGUF file, but not named and numbered as the first of {count!r:.20}",
+            hint="use the path of the part NAME-00001-of-..., under the name that it was written with",
+        )
+    for number in range(1, count):
+        part = path.with_name(f"{match.group(1)}-{number + 1:05d}-of-{count:05d}{path.suffix}")
+        more, found = read_gguf(part)
+        if (more.get("split.no"), more.get("split.count")) != (number, count):
+            raise ModelError(f"{part} is not part {number + 1} of {count}", hint="download all parts of one file")
+        if twice := tensors.keys() & found.keys():
+            raise ModelError(f"{part}: tensor {min(twice)!r} is in an earlier part as well")
+        tensors |= found
+    if (total := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise ModelError(f"{path} and its other parts have {len(tensors)} tensors, expected {total!r:.20}")
+    return metadata, tensors
+
+
 class GgufCheckpoint(Checkpoint):
     """GGUF checkpoint: tensors under Hugging Face names, with the converter's changes reverted."""
 
     def __init__(self, path: Path, known: KnownGguf) -> None:
-        values, stored_tensors = read_gguf(path)
+        values, stored_tensors = _read_parts(path)
         self._metadata, tensors, predicting = _of_model(ModelConfig(values, origin=str(path)), stored_tensors)
         config, stored = config_from(self._metadata, tensors, known)
         if stored.mtp is not None:
@@ -354,10 +387,6 @@ def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf)
     kind = metadata.text("general.type", "model")
     if kind != "model":
         raise ModelError(f"{path} holds a {kind}, not a whole model")
-    if metadata.values.get("split.count", 1) not in (0, 1):
-        raise ModelError(
-            f"{path} is one part of a split GGUF file", hint="join the parts with llama-gguf-split --merge"
-        )
     name = metadata.text("general.architecture", "")
     if name not in known:
         raise ModelError(
