@@ -6,6 +6,7 @@ import abc
 import operator
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,10 @@ from fd_core.types.checks import check_ids, check_sampling
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 _Result = TypeVar("_Result")
+_BUSY: Final = (
+    "another text is being streamed; read it to its end, or close its iterator, first; for requests of several threads "
+    "use AsyncLLM or a server"
+)
 _IMAGE_PARTS: Final = ("image_url", "image_pil")
 
 
@@ -399,7 +404,7 @@ class LLM(RequestMaker):
         self.tokenizer = assets.tokenizer
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
         super().__init__(assets.images)
-        self._busy = self._closed = False
+        self._busy, self._closed = threading.Lock(), False
         self._process = os.getpid()
         self._close_engine = weakref.finalize(self, self._engine.close)
         self._close_engine.atexit = False
@@ -571,10 +576,11 @@ class LLM(RequestMaker):
 
     def _run(self, requests: Sequence[RequestSpec]) -> Generator[list[Delta]]:
         """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
-        self._require_idle()
+        self._require_open()
         if self.info.stopped:
             raise BadRequest("the model is paused or sleeps; call resume() or wake_up() first")
-        self._busy = True
+        if not self._busy.acquire(blocking=False):
+            raise BadRequest(_BUSY)
         try:
             for request in requests:
                 yield self._engine.submit(request)
@@ -583,7 +589,7 @@ class LLM(RequestMaker):
                 yield self._engine.step()
         finally:
             self._engine.abort_all()
-            self._busy = False
+            self._busy.release()
 
     def pause(self) -> None:
         """Reject requests until `resume`; an open stream has to end first."""
@@ -629,8 +635,8 @@ class LLM(RequestMaker):
 
     def _require_idle(self) -> None:
         self._require_open()
-        if self._busy:
-            raise BadRequest("another text is being streamed; read it to its end, or close its iterator, first")
+        if self._busy.locked():
+            raise BadRequest(_BUSY)
 
     def close(self) -> None:
         """Stop the engine's threads; further calls fail. The end of a `with` block and of the object do the same."""

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,31 @@ def test_engine_ends_with_its_block_and_with_its_object() -> None:
     del forgotten
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_one_of_several_threads_generates_and_the_others_are_refused(llm: LLM) -> None:
+    outcomes: list[str] = []
+    start = threading.Barrier(8)
+
+    def use() -> None:
+        start.wait()
+        try:
+            outcomes.append(llm.generate(["one"] * 20, SHORT)[0].text)
+        except BadRequest as error:
+            outcomes.append(str(error)[:12])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    text = llm.generate("one", SHORT)[0].text
+    assert text in outcomes and set(outcomes) <= {text, "another text"}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
