@@ -46,7 +46,7 @@ _MAX_DIGITS: Final = 100
 _SHORT_ID: Final = 9
 _TOOL_TEMPLATE: Final = "tool_use"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, NameError)
 
 
 class _Refused(Exception):

@@ -40,6 +40,9 @@ from fd_core.text.template_budget import (
 
 _CALL_STEPS: Final = 10
 _NODES_A_STEP: Final = 6
+_MAX_NODES: Final = 10_000
+"""Python compiles a template in one operation, for about 0.1 s at this size; published templates have under 1,000."""
+_NODES_A_FUNCTION: Final = 10
 _MAX_WIDTH: Final = 10_000
 _MAX_SLOW_CHARS: Final = 100_000
 """Limit for operations character by character, or by a regular expression."""
@@ -106,6 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
+        _check_nodes(tree)
         _Meter().visit(tree)
         return tree
 
@@ -219,14 +223,30 @@ def _charge(cost: int, line: int) -> nodes.ExprStmt:
 
 def _cost(body: Iterable[nodes.Node]) -> int:
     """Return the steps of one pass of a body, without the bodies of loops in it, which are charged separately."""
-    count, waiting = 0, list(body)
-    while waiting:
-        node = waiting.pop()
+    count = 0
+    for node in _nodes(body, into_loops=False):
         count += 1
         if isinstance(node, nodes.TemplateData):
             count += len(node.data) // 256
-        waiting.extend([node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes())
     return 1 + count // _NODES_A_STEP
+
+
+def _check_nodes(tree: nodes.Template) -> None:
+    """Raise `TemplateLimitError` for a template that takes long to compile."""
+    left = _MAX_NODES
+    for node in _nodes([tree]):
+        left -= _NODES_A_FUNCTION if isinstance(node, nodes.Block | nodes.CallBlock | nodes.Macro) else 1
+        if left < 0:
+            raise TemplateLimitError(f"it has more than {_MAX_NODES} expressions and statements")
+
+
+def _nodes(body: Iterable[nodes.Node], into_loops: bool = True) -> Iterator[nodes.Node]:
+    """Yield nodes and those in them, of a loop only its iterable unless `into_loops`."""
+    waiting = list(body)
+    while waiting:
+        yield (node := waiting.pop())
+        whole = into_loops or not isinstance(node, nodes.For)
+        waiting.extend(node.iter_child_nodes() if whole else [node.iter])
 
 
 class _Generation(Extension):

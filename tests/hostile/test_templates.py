@@ -15,6 +15,7 @@ from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas.requests import ChatRequest
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader
+from fd_core.text.sandbox import Sandbox
 from fd_core.text.template_budget import MAX_BYTES, MAX_STEPS, TemplateBudget
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.hostile.limits import MEGABYTE, at_length, tried
@@ -150,6 +151,11 @@ def test_every_template_operation_is_charged(record_property: Callable[[str, obj
         assert outcome.seconds < 20, (name, outcome.seconds)
 
 
+def test_number_without_a_value_is_an_error_of_the_template() -> None:
+    with pytest.raises(BadRequest, match="name 'inf' is not defined"):
+        ChatTemplate("{{ 1e999 }}").render([{"role": "user", "content": "hello"}])
+
+
 def test_template_over_budget_is_rejected_at_model_load() -> None:
     with pytest.raises(ModelError, match="was stopped") as caught:
         ChatTemplate.of(byte_tokenizer(), often("s|upper"))
@@ -161,11 +167,21 @@ def test_template_over_budget_is_rejected_at_model_load() -> None:
 def test_large_template_is_rejected_before_compilation() -> None:
     with pytest.raises(ModelError, match="characters; at most"):
         ChatTemplate("{{ a }}" * 40_000).render([{"role": "user", "content": "hello"}])
-    began = time.perf_counter()
-    ChatTemplate("{{ a }}" * 30_000).render([{"role": "user", "content": "hello"}])
-    assert time.perf_counter() - began < 20
+    for source in ("{{ a }}" * 30_000, f"{{{{ a{' < b' * 50_000} }}}}", "{% macro m() %}{% endmacro %}" * 3_000):
+        began = time.perf_counter()
+        with pytest.raises(ModelError, match="more than 10000 expressions and statements"):
+            ChatTemplate(source).render([{"role": "user", "content": "hello"}])
+        assert time.perf_counter() - began < 20
     with pytest.raises(FdError):
         ChatTemplate("{% if a %}" * 20_000).render([{"role": "user", "content": "hello"}])
+
+
+def test_template_of_many_statements_is_compiled_within_a_second() -> None:
+    """Python compiles a template in one operation, during which no other thread runs."""
+    code = Sandbox().compile("{{ a < b < c }}{% if d %}{{ e | trim }}{% endif %}" * 800, raw=True)
+    began = time.thread_time()
+    compile(code, "<template>", "exec")
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("where", ["of the model", "of the request"])
