@@ -6,6 +6,7 @@ import abc
 import operator
 import os
 import secrets
+import signal
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NoReturn, Self, TypedDict, TypeVar, cast
 
 import msgspec
@@ -583,12 +585,12 @@ class LLM(RequestMaker):
             raise BadRequest(_BUSY)
         try:
             for request in requests:
-                yield self._engine.submit(request)
+                yield _uninterrupted(self._engine.submit, request)
             while self._engine.has_work:
                 self._require_open()
-                yield self._engine.step()
+                yield _uninterrupted(self._engine.step)
         finally:
-            self._engine.abort_all()
+            _uninterrupted(self._engine.abort_all)
             self._busy.release()
 
     def pause(self) -> None:
@@ -620,7 +622,7 @@ class LLM(RequestMaker):
         results: list[FdError | None] = []
         self._engine.control(order, results.append)
         while not results:
-            self._engine.step()
+            _uninterrupted(self._engine.step)
         if (error := results[0]) is not None:
             raise error
 
@@ -663,6 +665,31 @@ def _as_list(prompts: Any) -> list[Any]:
     if 0 < len(ids) < len(items):
         raise BadRequest("prompts mixes token ids and prompts", field="prompts")
     return [ids] if ids else items
+
+
+def _uninterrupted(call: Callable[..., _Result], *args: Any) -> _Result:
+    """Return the result of a call of the engine; SIGINT, as of Ctrl-C, is handled after it, and a second one at once.
+
+    An interrupted step would leave its output behind, and the next one would wait for an output that never comes.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return call(*args)
+    held = list[tuple[int, FrameType | None]]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        result = call(*args)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        handler(*held[0])
+    return result
 
 
 def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -8,11 +8,13 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fd_core.engine.async_llm import AsyncLLM
@@ -115,6 +117,19 @@ def test_engine_ends_with_its_block_and_with_its_object() -> None:
     del forgotten
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_next_text_is_whole_after_an_interrupt_at_any_time(llm: LLM) -> None:
+    """SIGINT within a step would leave its output behind, for which the next one would wait in vain."""
+    expected = llm.generate("one", SHORT)[0].token_ids
+    for attempt in range(20):
+        timer = threading.Timer(0.005 + attempt / 1000, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                llm.generate(["one"] * 8, msgspec.structs.replace(SHORT, max_tokens=1000))
+        assert llm.generate("one", SHORT)[0].token_ids == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_one_of_several_threads_generates_and_the_others_are_refused(llm: LLM) -> None:
