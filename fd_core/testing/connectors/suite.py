@@ -44,7 +44,7 @@ from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from fd_core.testing.kit.growth import require_bounded, require_idle
 from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.processes import resource_snapshot
+from fd_core.testing.kit.processes import LIMITS, at_a_limit, resource_snapshot
 from fd_core.testing.kit.requirements import constructed, lacks, thorough_but
 from fd_core.testing.stores import values
 
@@ -74,6 +74,7 @@ _SILENCE = 0.1
 """Timeout in seconds of calls while the store is silent."""
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
+_LIMITS: dict[str, int] = {"window": WINDOW, "value_bytes": VALUE_BYTES}
 
 
 def new_lease() -> str:
@@ -279,7 +280,7 @@ class ConnectorSuite:
         inbox, outbox = open_both()
         there = [put(outbox, index, value_of(index, 1000)) for index in (3, 4)]
         with suppress(ConnectorError):
-            stranger = sides[1].open_outbox(new_lease(), inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+            stranger = sides[1].open_outbox(new_lease(), inbox.address, **_LIMITS)
             for index in (3, 4, 5):
                 with suppress(ConnectorError):
                     stranger.put(index, [bytes(1000)])
@@ -340,6 +341,8 @@ class ConnectorSuite:
             inbox.take(3, *there)
             inbox.done(3, there.reference)
             inbox.take(4, *put(outbox, 4, value_of(number, 1000)))  # and never done
+            with suppress(ConnectorError):
+                prefill.open_outbox(new_lease(), b"of no inbox", window=WINDOW, value_bytes=1000).close()
             outbox.close()
             inbox.close()
 
@@ -352,8 +355,8 @@ class ConnectorSuite:
         """Open one for a prompt of many pieces, of which a few are in flight."""
         decode, prefill, before = recipe.make(), recipe.make(), _address_space()
         pieces = range(_PIECES)
-        inbox = decode.open_inbox(lease := new_lease(), pieces=pieces, window=WINDOW, value_bytes=VALUE_BYTES)
-        outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+        inbox = decode.open_inbox(lease := new_lease(), pieces=pieces, **_LIMITS)
+        outbox = prefill.open_outbox(lease, inbox.address, **_LIMITS)
         grown = _address_space() - before
         for each in (outbox, inbox, prefill, decode):
             each.close()
@@ -457,7 +460,7 @@ class ConnectorSuite:
         """One lease has moved so many pieces by then, the prefill side begins another one later."""
         prefill, decode, lease = recipe.make(), doomed.make(recipe), new_lease()
         inbox, outbox = _opened(decode, prefill)
-        address = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).address
+        address = decode.open_inbox(lease, pieces=PIECES, **_LIMITS).address
         _move(inbox, outbox, PIECES[:moved])
         for index in PIECES[moved : WINDOW - 1 + moved]:
             put(outbox, index, value_of(index, 1000))
@@ -466,7 +469,7 @@ class ConnectorSuite:
             outbox.put(PIECES[WINDOW - 1 + moved], [b"nobody takes this"])
         outbox.close()
         with suppress(ConnectorError):
-            prefill.open_outbox(lease, address, window=WINDOW, value_bytes=VALUE_BYTES).close()
+            prefill.open_outbox(lease, address, **_LIMITS).close()
         prefill.close()
 
     @pytest.mark.law("6")
@@ -484,6 +487,37 @@ class ConnectorSuite:
             waiting.take(PIECES.start + 1, there.reference, [])
         for end in (outbox, inbox, other, waiting, prefill, decode):
             end.close()
+
+    @pytest.mark.law("6")
+    @pytest.mark.parametrize("limit", LIMITS)
+    def test_calls_of_a_process_at_a_limit_fail_one_lease_at_most(self, recipe: Recipe, limit: str) -> None:
+        decode, prefill, lease = recipe.make(), recipe.make(), new_lease()
+        inbox, outbox = _opened(decode, prefill)
+        _move(inbox, outbox, PIECES[:2])
+        waiting, value = decode.open_inbox(lease, pieces=PIECES, **_LIMITS), value_of(2, VALUE_BYTES)
+        there = put(outbox, PIECES[2], value)
+
+        def move(index: int) -> None:
+            values.assert_value(
+                f"a piece at the limit of {limit}", inbox.take(index, *put(outbox, index, value)), value
+            )
+
+        calls: list[Callable[[], object]] = [
+            lambda: decode.open_inbox(new_lease(), pieces=PIECES, **_LIMITS).close(),
+            lambda: prefill.open_outbox(lease, waiting.address, **_LIMITS).close(),
+            lambda: values.assert_value("a piece that was put before", inbox.take(PIECES[2], *there), value),
+            lambda: move(PIECES[3]),
+        ]
+        with at_a_limit(limit):
+            for call in calls:
+                with suppress(ConnectorError):
+                    call()
+        for end in (outbox, inbox, waiting):
+            end.close()
+        ends = _opened(decode, prefill)
+        _move(*ends, PIECES[:2])
+        for each in (*reversed(ends), prefill, decode):
+            each.close()
 
     @pytest.mark.law("6")
     def test_no_call_waits_for_a_silent_store_more_than_once(self, recipe: Recipe) -> None:
@@ -510,7 +544,7 @@ class ConnectorSuite:
         decode, prefill = (self.connector_class()(ConnectorSettings(make, timeout=_SILENCE)) for _ in range(2))
         lease = new_lease()
         (inbox, outbox), (waiting, other) = _opened(decode, prefill, lease=lease), _opened(decode, prefill)
-        pieces, limits = PIECES[: 4 * WINDOW], {"window": WINDOW, "value_bytes": VALUE_BYTES}
+        pieces = PIECES[: 4 * WINDOW]
         for index in pieces:
             there = put(outbox, index, value_of(index, 1000))
             inbox.take(index, *there)
@@ -520,8 +554,8 @@ class ConnectorSuite:
             lambda: other.put(PIECES.start, [b"value"]),
             lambda: waiting.take(PIECES.start, there.reference, there.frames),
             *(partial(inbox.done, index, there.reference) for index in pieces[-WINDOW:]),
-            lambda: decode.open_inbox(new_lease(), pieces=PIECES, **limits),
-            lambda: prefill.open_outbox(lease, inbox.address, **limits),
+            lambda: decode.open_inbox(new_lease(), pieces=PIECES, **_LIMITS),
+            lambda: prefill.open_outbox(lease, inbox.address, **_LIMITS),
             *(end.close for end in (outbox, inbox, other, waiting)),
         ]
         with ExitStack() as stack:

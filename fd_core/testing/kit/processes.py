@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+
+LIMITS: Final = {"descriptors": (resource.RLIMIT_NOFILE, 32), "sizes of files": (resource.RLIMIT_FSIZE, 1 << 18)}
+"""Limits of a process that a server may reach; polling may name some descriptors, whatever the limit of new ones."""
 
 
 def python(code: str, *, text: bool = False, **variables: str) -> subprocess.Popen[Any]:
@@ -57,6 +61,23 @@ def _children() -> Iterator[str]:
         with suppress(OSError), open(f"/proc/{number}/stat", errors="replace") as status:  # noqa: PTH123 - it has ended
             if status.read().rpartition(")")[2].split()[1] == str(os.getpid()):
                 yield number
+
+
+@contextmanager
+def at_a_limit(of: str) -> Iterator[None]:
+    """Let this process open nothing more, or write no larger files, of which a write to the limit is a short one."""
+    kind, most = LIMITS[of]
+    before, taken = resource.getrlimit(kind), list[int]()
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        with suppress(OSError):
+            while kind == resource.RLIMIT_NOFILE:  # also the numbers between those in use
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(kind, before)
 
 
 class RunEnd(NamedTuple):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from operator import methodcaller
 from pathlib import Path
@@ -34,7 +35,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.growth import count_bytes, require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
-from fd_core.testing.kit.processes import resource_snapshot
+from fd_core.testing.kit.processes import LIMITS, at_a_limit, resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.day import SERVERS, Place, require_an_ordinary_day
@@ -835,8 +836,31 @@ class StoreSuite:
                     assert caught.value.reason is reason
                     assert time.monotonic() - start < 0.4 + SLACK
                     self._hides_secrets(str(caught.value), repr(caught.value))
+            if reason is FailureReason.UNREACHABLE:
+                require_bounded(partial(self._fail, store), 8, "puts that failed", "5.5", may_wait=True)
         for each in (store, *(new for _, new in calls)):  # a new one has failed in one call
             self._recovers(each, back_door)
+
+    @staticmethod
+    def _fail(store: KVStore, number: int) -> None:
+        with contextlib.suppress(StoreError):
+            store.put([(key_of(number), [value_of(key_of(number), 10_000)])], 0.05)
+
+    @pytest.mark.law("5.2", "5.5")
+    @pytest.mark.parametrize("limit", LIMITS)
+    def test_calls_of_a_process_at_a_limit_harm_no_value(self, store: KVStore, back_door: BackDoor, limit: str) -> None:
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        for call in _calls(TIMEOUT):  # which may import modules
+            call(store)
+        with at_a_limit(limit):
+            for call in _calls(TIMEOUT):
+                with contextlib.suppress(StoreError):
+                    call(store)
+        assert_value(f"a value that was there at the limit of {limit}", back_door.read(A), value_of(A))
+        assert_value(
+            f"a value that is put at the limit of {limit}", back_door.read(B) or value_of(B, LIMIT), value_of(B, LIMIT)
+        )
+        self._recovers(store, back_door)
 
     def _recovers(self, store: KVStore, back_door: BackDoor) -> None:
         usable_again(store)

@@ -1214,3 +1214,49 @@ class CountsIn32Bits(DiskStore):
             record = whole._record
             whole._record = lambda used: record(used & 0xFFFF_FFFF)
             yield whole
+
+
+@found_by("test_unreachable_store_reports_its_reason_in_time", reason=FailureReason.UNREACHABLE)
+class KeepsWhatItCouldNotWrite(DiskStore):
+    """Values are written later, and there is no limit to how many wait."""
+
+    def put(self, values, timeout):
+        waiting = self.__dict__.setdefault("waiting", [])
+        try:
+            while waiting:
+                super().put(waiting[:1], timeout)
+                waiting.pop(0)
+            return super().put(values, timeout)
+        except StoreError as error:
+            if error.reason is FailureReason.UNREACHABLE:
+                waiting += [(key, [b"".join(parts)]) for key, parts in values]
+            raise
+
+
+@found_by("test_calls_of_a_process_at_a_limit_harm_no_value", limit="descriptors")
+class DeletesWhatItCannotRead(DiskStore):
+    """A value that cannot be read is taken for a damaged one."""
+
+    def get(self, keys, limit, timeout):
+        try:
+            return super().get(keys, limit, timeout)
+        except StoreError as error:
+            for key in keys if isinstance(error.__cause__, OSError) else ():
+                with suppress(OSError):
+                    (self.path / key.hex()[:2] / f"{key.hex()}.kv").unlink()
+            raise
+
+
+@found_by("test_calls_of_a_process_at_a_limit_harm_no_value", limit="sizes of files")
+class WritesOnce(DiskStore):
+    """Takes each write for a whole one, which on a disk that fills up it is not."""
+
+    def put(self, values, timeout):
+        write = os.writev
+
+        def written(file, parts):
+            write(file, parts)
+            return sum(map(len, parts))
+
+        with mock.patch.object(os, "writev", written):
+            return super().put(values, timeout)

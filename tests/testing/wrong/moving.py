@@ -18,7 +18,7 @@ from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.disagg.connectors.tcp import TCPConnector
 
 WRONG = {}
-"""By class: the case that detects it, or the server of a day, and the right class."""
+"""By class: the case or the test that detects it, or the server of a day, and the right class."""
 
 
 def found_by(case):
@@ -541,3 +541,29 @@ class ReceivesFromItsFirstPeer(_WithPeers):
         if reference[8:16] != self.peer:
             raise ConnectorError("the piece is of another prefill side")
         return super().checked(reference)
+
+
+@found_by("test_nothing_is_held_of_leases_that_are_over")
+class KeepsRefusedLeases(Changed, TCPConnector):
+    """A lease is in the table of the connector before its address is checked."""
+
+    def open_outbox(self, lease, address, **limits):
+        leases = self.__dict__.setdefault("leases", {})
+        leases[lease] = limits
+        end = super().open_outbox(lease, address, **limits)
+        close = end.close
+        end.close = lambda: (close(), leases.pop(lease, None))
+        return end
+
+
+@found_by("test_calls_of_a_process_at_a_limit_fail_one_lease_at_most[descriptors]")
+class PassesOnErrorsOfTheSystem(Changed, TCPConnector):
+    """Notes each piece in a file, and expects that it can be opened."""
+
+    def change_outbox(self, end, whole):
+        def put(index, parts):
+            with Path(os.devnull).open("wb") as file:
+                file.write(b"%d" % index)
+            return whole.put(index, parts)
+
+        end.put = put
