@@ -29,6 +29,7 @@ from fd_core.testing.models.arrays import (
     heads_on,
     no_rope,
     on_device,
+    out_of_order,
     step_input,
 )
 from fd_core.types import IntArray
@@ -168,8 +169,13 @@ def check_kv(ops: Ops, case: Case) -> None:
     _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
     other.import_blocks(every[:1], after[:1])
     _assert_bits(other.export_blocks(every)[1:], expected[::-1][1:], "blocks next to an imported one")
-    some = generator(count).permutation(every)[: 1 + count // 3]
-    _assert_bits(cache.export_blocks(some.copy()), expected[some], "some blocks exported")
+    between = out_of_order(count)
+    for blocks in (generator(count).permutation(every)[: 1 + count // 3], between):
+        _assert_bits(cache.export_blocks(blocks.copy()), expected[blocks], "some blocks exported")
+    other.import_blocks(between, after)
+    _assert_bits(
+        other.export_blocks(every)[between], expected, "blocks imported of which the first and last are in place"
+    )
 
 
 def _slots_of(case: Case) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -292,6 +292,11 @@ def stored_weight(values: Floats, source: str, stored: str = "usual") -> RawTens
     return RawTensor(source, array)
 
 
+def out_of_order(count: int) -> IntArray:
+    """Return adjacent blocks in another order between the first and the last one, by which they look ascending."""
+    return np.array([0, *range(count - 2, 0, -1), count - 1][:count], np.int32)
+
+
 def activations(ops: Ops, values: Floats) -> Array:
     """Return [T, H] values as activations in the pack's dtype; a new array each time."""
     rows = ops.from_host(np.arange(len(values), dtype=np.int32))

@@ -1564,3 +1564,26 @@ class IsNeverReady(NumpyOps):
 
     def fetch_later(self, arrays):
         return _NeverReady([*arrays])
+
+
+def dense(blocks):
+    """Return a slice of blocks that seem to be adjacent and in order, by the first and the last of them."""
+    if len(blocks) and blocks[-1] - blocks[0] + 1 == len(blocks):
+        return slice(int(blocks[0]), int(blocks[-1]) + 1)
+    return blocks
+
+
+@shown_by("kv", tokens=33)
+class CopiesFromTheFirstToTheLast(NumpyOps):
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        get, numbers = cache.export_blocks, np.arange(num_blocks)
+        return changed(cache, export_blocks=lambda self, blocks: get(numbers[dense(blocks)]))
+
+
+@shown_by("kv", tokens=33, order="ascending")
+class WritesFromTheFirstToTheLast(NumpyOps):
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        put, numbers = cache.import_blocks, np.arange(num_blocks)
+        return changed(cache, import_blocks=lambda self, blocks, data: put(numbers[dense(blocks)], data))
