@@ -32,16 +32,19 @@ def constructed(
 ) -> _Plugin:
     """Return the plugin that `make` constructs. Raises `PluginError` if that fails, or for an object of another kind.
 
-    Errors of the type `passes` remain as they are.
+    Errors of the type `passes` remain as they are. Fails if settings of the process change, which may happen once.
     """
+    from fd_core.testing.hooks.purity import unchanged_process
+
     what = f"{kind.word} {which if isinstance(which, str) else f'{which.__module__}:{which.__qualname__}'}"
-    try:
-        made = make()
-    except passes:
-        raise
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        raise PluginError(f"{what} cannot be used: {type(error).__name__}: {text}") from error
+    with unchanged_process():
+        try:
+            made = make()
+        except passes:
+            raise
+        except (Exception, SystemExit) as error:
+            text = " ".join(str(error).split())
+            raise PluginError(f"{what} cannot be used: {type(error).__name__}: {text}") from error
     if not isinstance(made, resolve_name(kind.base)):
         raise PluginError(f"{what} cannot be used: its class constructs {described(made)}")
     return made

@@ -1,6 +1,7 @@
 """A vendor installs `fd-core[conformance]` and needs no other package for the kit."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import PluginError
+from fd_core.kv.stores.location import parse_location
+from fd_core.kv.stores.memory import MemoryStore
+from fd_core.plugins import STORE
 from fd_core.testing.kit import requirements
+from fd_core.testing.kit.law import InvariantViolated
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,3 +77,17 @@ def test_project_and_plugins_use_the_extra_for_tests():
     for path in [*written, ROOT / "pyproject.toml"]:
         extra = r"(conformance(,otel)?|\$extra)"  # of the template: `conformance`, or `families`, which has it
         assert re.search(rf"^test = \[\s*\"fd-core\[{extra}\]\"", path.read_text(), re.MULTILINE), path
+
+
+def test_plugin_that_changes_the_process_once_fails_when_it_is_constructed():
+    """Also before the first test, in a fixture, as after that nothing changes any more."""
+
+    def make():
+        gc.disable()
+        return MemoryStore(parse_location("memory:"))
+
+    try:
+        with pytest.raises(InvariantViolated, match="law 8: it changes the garbage collection"):
+            requirements.constructed(STORE, "memory", make)
+    finally:
+        gc.enable()
