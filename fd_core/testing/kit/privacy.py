@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import stat
+import struct
 import sys
 import zipfile
 import zlib
@@ -88,8 +89,8 @@ def created_paths() -> Iterator[Collection[Path]]:
 def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
     """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped.
 
-    `ids` are token ids that follow each other in a text. What Python prints to standard output and error is in the log
-    of a server as well.
+    `ids` are token ids that follow each other in a text, which no file that is created within may contain either. What
+    Python prints to standard output and error is in the log of a server as well.
     """
     records, root, handler, printed = list[str](), logging.getLogger(), logging.Handler(), io.StringIO()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -97,7 +98,7 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     try:
-        with redirect_stdout(printed), redirect_stderr(printed):
+        with redirect_stdout(printed), redirect_stderr(printed), created_paths() as made:
             yield
     finally:
         root.setLevel(level)
@@ -110,6 +111,10 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
     text = re.compile(r"\D+".join(map(str, ids)))
     shown = [record for record in records if ids and text.search(record)]
     require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show token ids, such as {shown[:1]}")
+    packed = (re.escape(struct.pack(f"<{len(ids)}{kind}", *ids)) for kind in "iq")
+    written = re.compile(b"|".join((text.pattern.encode(), *packed)))
+    found = [str(path) for path in made if ids and path.is_file() and written.search(contents_of(path))]
+    require(not found, "8", f"files hold token ids, which are prompts of all tenants: {', '.join(found)}")
 
 
 @contextmanager

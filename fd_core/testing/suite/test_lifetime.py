@@ -44,7 +44,7 @@ from fd_core.testing.kit.privacy import audited, kept_out_of_logs
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.arrays import Values, packed_weight, raw
+from fd_core.testing.models.arrays import Values, activations, packed_weight, raw
 from fd_core.testing.models.checkpoints import LONGEST_CASE, STEP_CASE, write_checkpoint
 from fd_core.testing.models.texts import greedy, run
 from fd_core.types import FinishReason, SamplingParams
@@ -108,6 +108,23 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
         )
     except ConfigError as refused:
         assert (dtype, refused.field) == ("float16", "--dtype"), refused
+
+
+@pytest.mark.timing
+@pytest.mark.fd_alone
+def test_it_computes_on_the_thread_asked_for(target: Target) -> None:
+    """Multiply large matrices with `--num-threads 1`: ranks and engines of a machine divide its processors."""
+    if target.ops.framework == "numpy":
+        lacks("BLAS has the threads of the process")
+    ops = target.cls(target.config(num_threads=1)).make_ops()
+    x, weight = activations(ops, Values(1)(256, 2048)), ops.prepare_linear([raw(Values(2)(2048, 2048))])
+    shares = []
+    for _ in range(4):  # the first one may start threads, which end
+        before = time.process_time(), time.thread_time()
+        ops.fetch([ops.linear(x, weight) for _ in range(4)])
+        whole, own = time.process_time() - before[0], time.thread_time() - before[1]
+        shares.append((whole - own) / max(own, 0.02))
+    assert min(shares) < 0.5, f"with --num-threads 1, other threads compute {min(shares):.1f} times as long as its own"
 
 
 def test_engines_share_no_device(target: Target) -> None:
@@ -199,8 +216,8 @@ def test_warm_up_steps_can_be_computed(target: Target, slots: int) -> None:
 def test_no_step_after_the_warm_up_waits_or_stalls(target: Target) -> None:
     """Compute steps of new sizes and contexts, each several times: only the first one may compile, if it is reported.
 
-    Later ones neither sleep nor use files, and no log shows their tokens. A busy machine delays some first steps, but
-    not those of half of all sizes, nor those of the same size in each of several engines.
+    Later ones neither sleep nor use files, and no log or file shows their tokens. A busy machine delays some first
+    steps, but not those of half of all sizes, nor those of the same size in each of several engines.
     """
     stalls, sizes = dict[str, _Stall](), _SIZES
     for _ in range(_ENGINES):
@@ -232,7 +249,7 @@ def _stalls_of(target: Target, sizes: Mapping[str, tuple[int, int, int]]) -> dic
     stalls, longest = {}, target.cls.envelope.limits().get("max_model_len")
     room: dict[str, Any] = {"max_num_seqs": 24, "num_kv_blocks": 4200, "block_size": 32, "max_num_batched_tokens": 128}
     room["max_model_len"] = longest and min(longest, 2**17 + 2)
-    with target.engine(case=LONGEST_CASE, **room) as engine, kept_out_of_logs(ids=_PROMPT):
+    with kept_out_of_logs(ids=_PROMPT), target.engine(case=LONGEST_CASE, **room) as engine:
         _steps_of(engine, 1, 3, 0)  # imports
         for size, given in sizes.items():
             if given[1] >= engine.info.max_model_len:

@@ -6,10 +6,11 @@ import lzma
 import os
 import zipfile
 
+import numpy as np
 import pytest
 
 from fd_core.testing.kit.law import InvariantViolated
-from fd_core.testing.kit.privacy import contents_of, hidden_from_other_users
+from fd_core.testing.kit.privacy import contents_of, hidden_from_other_users, kept_out_of_logs
 
 TEXT = b"".join(b"%d " % (10**9 + 7919 * number) for number in range(30_000))
 
@@ -53,3 +54,13 @@ def test_file_that_is_not_complete_is_read_as_far_as_it_goes(tmp_path):
     assert len(contents_of(path)) > 50_000
     path.write_bytes(b"PK\3\4 and nothing else")
     assert contents_of(path) == b"PK\3\4 and nothing else"
+
+
+@pytest.mark.parametrize("form", [str, lambda ids: np.array(ids, "<i4"), lambda ids: np.array(ids, "<i8")])
+def test_file_with_token_ids_is_found(tmp_path, form):
+    ids = (251, 239, 241)
+    text = form(ids)
+    with pytest.raises(InvariantViolated, match="files hold token ids"), kept_out_of_logs(ids=ids):
+        (tmp_path / "steps").write_bytes(b"step " + (text.encode() if isinstance(text, str) else text.tobytes()))
+    with kept_out_of_logs(ids=ids):
+        (tmp_path / "sizes").write_bytes(b"a step of 251 and 239 tokens")

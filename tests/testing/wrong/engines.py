@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from unittest import mock
 
 import msgspec
@@ -695,3 +697,45 @@ class ProjectsAllTokens:
     def logits(self, x, norm, head, rows, softcap=None, *, split=False):
         logits = self.gather_rows(self.logits_of(self.rms_norm(x, norm), head, softcap), rows)
         return self.all_gather(logits) if split else logits
+
+
+class _Traces:
+    """A support file of all steps."""
+
+    def configure(self, limits):
+        super().configure(limits)
+        self.trace = NamedTemporaryFile("w", prefix="steps-")  # noqa: SIM115 - as long as the pack
+
+    def compile(self, forward):
+        def traced(step, cache):
+            self.trace.write(f"{self.line(step)}\n")
+            return forward(step, cache)
+
+        return traced
+
+
+@wrong("reference", "lifetime:test_no_step_after_the_warm_up_waits_or_stalls")
+class TracesTokens(_Traces):
+    def line(self, step):
+        return step.token_ids.tolist()
+
+
+@wrong("reference", "scale:test_memory_is_flat_over_thousands_of_steps")
+class TracesSizes(_Traces):
+    def line(self, step):
+        return f"contexts {step.context_len.tolist()}, starts {step.query_start.tolist()}, {step.max_context} at most"
+
+
+@wrong("reference", "lifetime:test_it_computes_on_the_thread_asked_for")
+class ComputesOnAllCores:
+    """A framework of its own, whose threads are as many as the machine has processors, whatever `--num-threads` is."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+    def linear(self, x, weight):
+        if len(x) < 64:
+            return super().linear(x, weight)
+        linear, halves = super().linear, np.array_split(x, 2)
+        with ThreadPoolExecutor(len(halves)) as pool:
+            return np.concatenate([*pool.map(linear, halves, [weight] * len(halves))])
