@@ -25,6 +25,7 @@ from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, 
 from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import note_held
+from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.growth import require_idle
 from fd_core.testing.kit.launched import CHILD_SECONDS, LINES, LONG_LINE
 from fd_core.testing.kit.privacy import hidden_from_other_users
@@ -174,14 +175,26 @@ class LauncherSuite:
         (process,) = launching.start([self.spec("one", "drain", str(self.patience))])
         self.seen(process)
         process.terminate()
-        assert process.wait(0.5) is None, "terminate ended it"
+        with moving_clocks(self.launcher_class(), "time", "time_ns") as move, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(process.wait, 0.5)
+            self.until(waiting.running)
+            time.sleep(0.05)
+            move(-3600)  # a time server sets it
+            returned, _ = wait([waiting], 0.5 + _END_SECONDS)
+            if not returned:
+                process.kill()
+        assert returned, "`wait` takes longer than its timeout if the clock of the machine is set back meanwhile"
+        assert waiting.result() is None, "terminate ended it"
         while process.wait(0.5) is None:
             process.terminate()
         assert process.exit_code() == 3, "terminate waited for its end"
 
     def test_processes_start_and_end_in_any_order(self, launching: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
-        """Use few names with two launchers, and check after each call all processes, also those that ended."""
-        other = self.new_launcher()
+        """Use few names with two launchers, and check after each call all processes, also those that ended.
+
+        Another child of this process, which no launcher started, ends meanwhile.
+        """
+        other, child = self.new_launcher(), python("raise SystemExit(9)")
         try:
             history = _History(self, (launching, other))
             history.run()
@@ -189,6 +202,8 @@ class LauncherSuite:
             history.check()
             history.close(other)
             history.check()
+            child.communicate()
+            assert child.returncode == 9, f"a process that another part started ended with 9, read {child.returncode}"
         finally:
             other.close()
         history.close(launching)

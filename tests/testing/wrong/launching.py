@@ -691,3 +691,31 @@ class ReservesOneCoreOfSeveral(SpawnLauncher):
         started = super().start(specs)
         self._running = [(process, frozenset(sorted(own)[:1]), devices) for process, own, devices in self._running]
         return started
+
+
+@found_by("test_a_terminated_process_ends_when_it_wants_to")
+class WaitsByTheWallClock(OwnedProcess):
+    def wait(self, seconds):
+        end = time.time() + seconds
+        while self.exit_code() is None and time.time() < end:
+            time.sleep(0.02)
+        return self.exit_code()
+
+
+@found_by(ANY_ORDER)
+class ReapsEveryChild(OwnedProcess):
+    """Reads the exit codes of whatever ended, also of what other parts of the process started."""
+
+    codes = {}  # noqa: RUF012 - of all launchers
+
+    def exit_code(self):
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return self.codes.get(self.pid)
+
+    def wait(self, seconds):
+        end = time.monotonic() + seconds
+        while self.exit_code() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.exit_code()
