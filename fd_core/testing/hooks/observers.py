@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -190,14 +191,18 @@ class ObserverSuite:
     def test_memory_does_not_grow_with_steps(self) -> None:
         """Steps of ever more epochs, with drafts that are accepted, or rejected."""
         self.bounded.require()
-        observer = self.new_observer()
-        steps = steps_of({**OBSERVED.case(_GROWING).values, "steps": sys.maxsize})
+        _observe_many(self.new_observer(), "steps")
 
-        def use(number: int) -> None:
-            observer.observe(msgspec.structs.replace(next(steps), epoch=number // 4))
-
-        require_bounded(use, _ROUND, "steps", "8", may_wait=True)
-        observer.close()
+    @pytest.mark.law("8")
+    def test_memory_does_not_grow_while_no_file_can_be_written(self) -> None:
+        """As on a full disk: the steps may be lost, but not the engine, which goes on meanwhile."""
+        self.bounded.require()
+        observer, before = self.new_observer(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            _observe_many(observer, "steps that cannot be written", Exception)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
@@ -232,6 +237,19 @@ class ObserverSuite:
         after = min(min(_times(observer, _FEW)) for _ in range(3))
         observer.close()
         assert after < 5 * before, f"after 33,000 steps a step takes {after / before:.0f} times as long"
+
+
+def _observe_many(observer: Observer, what: str, *failing: type[Exception]) -> None:
+    """Observe more and more steps of ever more epochs, and close; these exceptions are suppressed."""
+    steps = steps_of({**OBSERVED.case(_GROWING).values, "steps": sys.maxsize})
+
+    def use(number: int) -> None:
+        with suppress(*failing):
+            observer.observe(msgspec.structs.replace(next(steps), epoch=number // 4))
+
+    require_bounded(use, _ROUND, what, "8", may_wait=True)
+    with suppress(*failing):
+        observer.close()
 
 
 def _hidden(step: SampledStep) -> AbstractContextManager[None]:
