@@ -621,9 +621,29 @@ class HashesToAWorkerWithRoom(HashesWholePrompts):
         return max(seen, key=lambda each: zlib.crc32(self.key(context) + each.worker.url.encode()))
 
 
+class CountsItsCalls(RouterPolicy):
+    """Of requests for two models in turn, each model's have every second number only."""
+
+    calls = 0
+
+    def choose(self, context):
+        self.calls += 1
+        return context.candidates[self.calls % len(context.candidates)]
+
+
+class ReservesWorkersForLongPrompts(RequestNum):
+    """Half of them idle in an hour of short ones."""
+
+    def choose(self, context):
+        there, is_long = sorted(context.candidates, key=lambda each: each.worker.url), len(context.tokens) > 2048
+        half = there[: len(there) // 2] if is_long else there[len(there) // 2 :]
+        return least(half or there, lambda each: each.load.requests, context.random)
+
+
 DAY = "test_an_ordinary_day"
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
+SERVE = "test_every_worker_serves_whatever_arrives"
 OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
@@ -637,6 +657,8 @@ SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotte
 @pytest.mark.parametrize(
     "wrong, case, arguments",
     [
+        (CountsItsCalls, SERVE, ()),
+        (ReservesWorkersForLongPrompts, SERVE, ()),
         (UsesRandom, EQUAL, ()),
         (Invented, EQUAL, ()),
         (RemembersPrompts, EQUAL, ()),

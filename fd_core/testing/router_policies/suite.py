@@ -66,6 +66,11 @@ _FEW: Final = (3, 257)
 _FLEETS: Final = (1025, 4097)
 """Workers of which a policy that finds the least busy one of fewer finds it as well."""
 
+_SERVED: Final = (8, 240)
+"""Workers, and requests of one kind, which are many for each of them."""
+_KINDS: Final = tuple(itertools.product(((5,), (300,), (30_000,), (5, 300, 30_000)), (False, True), (1, 2)))
+"""Tokens of prompts, whether they have sessions, and models whose requests come in turn, each with its own workers."""
+
 _Prompt = tuple[IntArray, tuple[bytes, ...]]
 """Tokens, and keys of blocks."""
 
@@ -241,6 +246,33 @@ class RouterPolicySuite:
         made = [Candidate(_worker(at, at), load, *hits) for at, (load, hits) in enumerate(workers)]
         shown = RoutingContext(Candidates.of(made), *prompt, session=None, random=draw, now=0.0)
         return made.index(self.new_policy().choose(shown))
+
+    @pytest.mark.law("7.1")
+    def test_every_worker_serves_whatever_arrives(self) -> None:
+        """Show prompts of one size or of several, new sessions or none, and requests of two models in turn."""
+        served = {kind: self._served(*kind) for kind in _KINDS}
+        most = max(served.values())
+        for (lengths, sessions, models), count in served.items():
+            what = f"prompts of {lengths} tokens with{'' if sessions else 'out'} sessions, of {models} models in turn"
+            assert count == most, (
+                f"requests with {what} are served by {count} of {_SERVED[0]} workers, others by {most}"
+            )
+
+    def _served(self, lengths: Sequence[int], sessions: bool, models: int) -> int:
+        """Return the number of workers that serve some of the requests, each of which ends a while later."""
+        (count, calls), policy, draw = _SERVED, self.new_policy(), draws(len(lengths))
+        workers, running = [_worker(at, at) for at in range(count)], list[tuple[RouterWorker, int]]()
+        for call in range(calls):
+            length = lengths[call % len(lengths)]
+            _, keys = self._prompt(call, policy.uses_prefix, length // policy.config.cache_block_size)
+            there = []
+            for worker in workers[call % models :: models]:
+                own = [tokens for each, tokens in running[-2 * count :] if each is worker]
+                there.append((worker, WorkerLoad(len(own), 0, sum(own)), 0))
+            shown = self.shown(there, draw.random(), f"session {call}" if sessions else None, now=float(call))
+            tokens = np.arange(call, call + length, dtype=np.int32)
+            running.append((policy.choose(replace_fields(shown, tokens=tokens, keys=keys)).worker, length))
+        return len({worker for worker, _ in running})
 
     @pytest.mark.timing
     @pytest.mark.fd_alone
