@@ -124,7 +124,8 @@ def test_two_of_three_aimed_faults_are_shown(tmp_path: Path) -> None:
     assert CHOOSE in source
     path.write_text(source.replace(CHOOSE, AIMED))
     line = source[: source.index(CHOOSE)].count("\n") + 2
-    printed = run(folder, "--fd-coverage=fd-aimed", "tests", code=0)
+    # Days call the policy no differently, and take nine tenths of the time.
+    printed = run(folder, "--fd-coverage=fd-aimed", "-k", "not ordinary_day", "tests", code=0)
     name = f"fd_aimed/{path.name}"
     assert f"not looked at: 1 line of fd-aimed never executed by a check: {name} {line} (" in printed
     assert f"cannot be measured: {name}: decisions within lines {line + 1}\n" in printed
