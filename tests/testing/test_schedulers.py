@@ -30,7 +30,6 @@ MODULES = (scheduling, planning)
 """Each adds its wrong schedulers."""
 WRONG = scheduling.WRONG
 PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
-DAY = "_ordinary_day["
 LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
 _NOT_IN_DAYS = {
     "vocab_size": "no scheduler reads it",
@@ -45,6 +44,9 @@ LATER = [
     *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
 ]
 """Run in `nox -s soak` only: most cases of the parts."""
+DAYS = [name for name in CASES if ":test_an_ordinary_day[" in name]
+"""The core's scheduler is compared with itself: by default it lives days without an account of its memory, below and
+in the tests of time."""
 TIMED = [name for name in CASES if ":test_a_step_of_" in name or ":test_time_of_" in name]
 
 
@@ -53,7 +55,9 @@ TIMED = [name for name in CASES if ":test_a_step_of_" in name or ":test_time_of_
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.soak if name in LATER else pytest.mark.timing if name in TIMED else ())
+        pytest.param(
+            name, marks=pytest.mark.soak if name in (*LATER, *DAYS) else pytest.mark.timing if name in TIMED else ()
+        )
         for name in CASES
     ],
 )
@@ -67,7 +71,7 @@ OTHER = [name for name in CASES if name not in LATER and name not in TIMED]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.soak if at % 2 or (DAY in name and "crowded" not in name) else ())
+        pytest.param(name, marks=pytest.mark.soak if at % 2 or (name in DAYS and "crowded" not in name) else ())
         for at, name in enumerate(OTHER)
     ],
 )
