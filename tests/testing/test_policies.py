@@ -2,6 +2,7 @@
 
 import itertools
 from collections import ChainMap
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,13 @@ from fd_core.scheduling.victims import FewestTokens, LatestArrival
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
+from fd_core.testing.schedulers.day import SERVERS
 from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
-DAYS = ["crowded", *(pytest.param(name, marks=pytest.mark.soak) for name in ("drafts", "store"))]
-"""The first one for the policies whose turn it is; the others take as long each."""
+DAYS = ["crowded", "drafts", "store"]
+SHORT = replace(SERVERS["crowded"], conversations=10, seconds=2.5)
+"""Has the checks of a day; the others are lived in `nox -s soak`, for a minute each."""
 
 
 @pytest.mark.in_turn(5)
@@ -23,8 +26,7 @@ class TestSchedulingPolicies(SchedulingPolicySuite):
     def _policy(self, request):
         self.policy_class = lambda: request.param
 
-    @pytest.mark.fd_alone
-    @pytest.mark.in_turn(45)
+    @pytest.mark.soak
     @pytest.mark.parametrize("name", DAYS)
     def test_an_ordinary_day(self, name):
         super().test_an_ordinary_day(name)
@@ -35,11 +37,20 @@ class TestVictimPolicies(VictimPolicySuite):
     def _policy(self, request):
         self.policy_class = lambda: request.param
 
-    @pytest.mark.fd_alone
-    @pytest.mark.in_turn(18)
+    @pytest.mark.soak
     @pytest.mark.parametrize("name", DAYS)
     def test_an_ordinary_day(self, name):
         super().test_an_ordinary_day(name)
+
+
+@pytest.mark.parametrize(
+    ("suite", "right"), [(SchedulingPolicySuite, AgingPriority), (VictimPolicySuite, LeastImportant)]
+)
+def test_right_policy_has_a_short_day(suite, right, monkeypatch):
+    monkeypatch.setitem(SERVERS, "crowded", SHORT)
+    tested = suite()
+    tested.policy_class = lambda: right
+    tested.test_an_ordinary_day("crowded")
 
 
 def named(names, value):
