@@ -12,7 +12,7 @@ from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
 from fd_core.testing.parsers.answers import part_of
-from fd_core.testing.parsers.day import answers_of, day_of
+from fd_core.testing.parsers.day import PRIVATE, answers_of, day_of
 from fd_core.testing.parsers.suite import test_day
 from fd_core.testing.parsers.suite.test_calls import test_answer_with_calls as over_calls
 from fd_core.testing.parsers.suite.test_reasoning import test_answer_with_reasoning as over_answers
@@ -63,7 +63,9 @@ SYNTAXES = ("qwen3_coder", "lfm2", "qwen3")
 )
 @pytest.mark.timeout(300)
 def test_core_plugins_live_an_ordinary_day(kind, name):
-    CASES[kind]["day:test_an_ordinary_day"].run(target=find_parser(name, kind))
+    """Others are compared with these two, and they with themselves: their memory is of no interest."""
+    found = find_parser(name, kind)
+    assert account_of(day_of(found, answers_of(found)), PRIVATE.encode(), memory=False).left == []
 
 
 @pytest.mark.parametrize(("kind", "name", "sixth"), SIXTHS)
