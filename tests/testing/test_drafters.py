@@ -30,7 +30,7 @@ class _Quick(DrafterSuite):
 class TestNgram(_Quick):
     drafter = "ngram"
 
-    @pytest.mark.soak  # twenty seconds; that of suffixes takes eight
+    @pytest.mark.soak  # ten seconds, and it is compared with itself
     def test_an_ordinary_day(self):
         super().test_an_ordinary_day()
 
@@ -38,9 +38,17 @@ class TestNgram(_Quick):
 class TestSuffix(_Quick):
     drafter = "suffix"
 
+    @pytest.mark.soak  # ten seconds; TestRightDrafter lives one
+    def test_an_ordinary_day(self):
+        super().test_an_ordinary_day()
+
 
 class TestDraftModel(_Quick):
     drafter = "draft_model"
+
+    @pytest.mark.soak  # it is compared with itself, and lives the day that TestRightDrafter is compared with
+    def test_an_ordinary_day(self):
+        super().test_an_ordinary_day()
 
     @pytest.mark.soak  # ten seconds; the other drafters take one
     def test_calls_beyond_sixteen_bits_are_right(self):

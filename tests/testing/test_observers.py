@@ -85,6 +85,7 @@ def test_an_observer_may_open_files_now_and_then(monkeypatch):
     suite.test_memory_does_not_grow_while_no_file_can_be_written()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", ["WritesTheRestOfAPage", "NamesItsFilesByTime", "CompressesEarlierFiles"])
 def test_an_observer_that_writes_all_steps_passes(name, monkeypatch):
     monkeypatch.setattr(observers, "_LARGE_STEPS", 16)

@@ -1,5 +1,6 @@
 """The core's router policies pass the kit, and each of these wrong ones fails the case that names its fault."""
 
+import itertools
 import json
 import os
 import random
@@ -45,6 +46,11 @@ class TestPoliciesOfTheCore(RouterPolicySuite):
 
     def policy_class(self):
         return CORE.load(ROUTER_POLICY, self.policy)
+
+    @pytest.mark.in_turn(9)  # the days of right and of wrong policies are compared with those of all of these
+    @pytest.mark.parametrize("fleet", FLEETS)
+    def test_an_ordinary_day(self, fleet):
+        super().test_an_ordinary_day(fleet)
 
     @pytest.mark.law("7.2")
     @pytest.mark.in_turn(4)  # it starts two processes
@@ -760,7 +766,6 @@ def test_requests_of_a_day_vary_in_every_field():
                         values.add(str(getattr(each, name)))
             return chosen
 
-    for fleet in FLEETS.values():
-        for _ in day_of(Records, RouterConfig(), fleet)():
-            pass
-    assert [name for name, values in seen.items() if len(values) < 2] == []
+    hours = itertools.chain.from_iterable(day_of(Records, RouterConfig(), fleet)() for fleet in FLEETS.values())
+    enough = any(seen and min(map(len, seen.values())) == 2 for _ in hours)
+    assert enough, [name for name, values in seen.items() if len(values) < 2]

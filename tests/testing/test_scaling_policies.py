@@ -20,6 +20,11 @@ from tests.testing.witnesses import check_of
 class TestLoadPolicy(ScalingPolicySuite):
     policy = "load"
 
+    @pytest.mark.in_turn(4)  # other policies are compared with it in each group
+    @pytest.mark.parametrize("group", GROUPS)
+    def test_an_ordinary_day(self, group):
+        super().test_an_ordinary_day(group)
+
     def options(self):
         return msgspec.to_builtins(LoadPolicyOptions(ttft_seconds=2.0))
 
