@@ -8,13 +8,14 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from fd_core.testing.kit.days.account import Day, account_of, require_as_good
+from fd_core.testing.kit.days.account import Day, DayAccount, account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
 from fd_core.testing.kit.law import InvariantViolated
 from fd_core.testing.kit.privacy import created_paths
@@ -74,22 +75,31 @@ _WRONG: dict[str, Day] = {
 }
 
 
+@cache
+def _specs() -> list[Any]:
+    return [turn.spec for talk in talks(300) for turn in talk.turns]
+
+
 @pytest.mark.parametrize("field", [*RequestSpec.__struct_fields__, *SamplingParams.__struct_fields__])
 def test_requests_of_a_day_vary_in_every_field(field: str) -> None:
-    specs: list[Any] = [turn.spec for talk in talks(300) for turn in talk.turns]
-    owners = specs if field in RequestSpec.__struct_fields__ else [spec.params for spec in specs]
+    owners = _specs() if field in RequestSpec.__struct_fields__ else [spec.params for spec in _specs()]
     values = {msgspec.json.encode(getattr(owner, field)) for owner in owners}
     assert (len(values) < 2) == (field in _ELSEWHERE), f"{field}: {values}"
 
 
+@pytest.fixture(scope="module")
+def right() -> DayAccount:
+    account = account_of(_day(), _SECRET)
+    require_as_good(account_of(_day(), _SECRET), account, "the same day", "8", 1.5)
+    return account
+
+
 @pytest.mark.parametrize("what", _WRONG)
-def test_account_notices(what: str) -> None:
+def test_account_notices(what: str, right: DayAccount) -> None:
     _END.clear()
-    core = account_of(_day(), _SECRET)
-    require_as_good(account_of(_day(), _SECRET), core, "the same day", "8", 1.5)
     try:
         with pytest.raises(InvariantViolated):
-            require_as_good(account_of(_WRONG[what], _SECRET), core, what, "8", 1.5)
+            require_as_good(account_of(_WRONG[what], _SECRET), right, what, "8", 1.5)
     finally:
         _END.set()
         _KEPT.clear()
