@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.core import Engine
-from fd_core.engine.ranks import leading
 from fd_core.errors import ConfigError
 from fd_core.scheduling.running.planner import Planner
 from fd_core.testing.models.checkpoints import write_checkpoint
@@ -31,7 +29,6 @@ from tests.engine.structured import GRAMMARS
 from tests.engine.test_kv_across_ranks import SPEC, held, ranks
 from tests.engine.test_ranks import rank_of
 from tests.engine.test_restarts import opened, read, run_test
-from tests.process_state import lives
 from tests.structured.test_calls import tokenizer
 
 LIMITS: dict[str, Any] = {
@@ -149,81 +146,6 @@ def test_killed_stage_loses_no_token(folder: Path, faults: Faults, caplog: pytes
             assert [each.tokens for each in results] == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
         assert "engine of epoch 1 died: rank 1 was ended by SIGKILL" in caplog.text
-
-    with caplog.at_level(logging.ERROR):
-        run_test(main)
-
-
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    [
-        (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 did not respond", marks=pytest.mark.soak),
-    ],
-)
-def test_stage_lost_while_idle_is_detected_and_named(
-    folder: Path, sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
-
-    async def main() -> None:
-        async with opened(path=folder, **settings) as client:
-            assert isinstance(client, ProcessClient)
-            lost = rank_of(client)
-            os.kill(lost, sent)
-            await until(lambda: client.info.epoch == 2)
-            assert client.rank_failures == {"1": 1}
-            await until(lambda: not lives(lost))
-            assert len((await read(client, SPECS[0])).tokens) == 40
-        assert words in caplog.text
-
-    with caplog.at_level(logging.ERROR):
-        run_test(main)
-
-
-def test_idle_stages_answer_heartbeats(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(folder, 2)
-    try:
-        expected = run(engine, SPECS[:1]).tokens
-        monkeypatch.setattr(leading, "_IDLE_SECONDS", 0.0)
-        runner = engine.probe().runner
-        assert isinstance(runner, leading.LeadingRunner)
-        runner.check()
-        if not runner.ranks._unchecked:  # received the reply to an earlier heartbeat, of a slow run
-            runner.check()
-        assert runner.ranks._unchecked == {1}
-        for _ in range(600):
-            monkeypatch.setattr(leading, "_IDLE_SECONDS", 1000.0)  # no further heartbeat
-            runner.check()
-            if not runner.ranks._unchecked:
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail("the stage does not answer")
-        assert run(engine, SPECS[:1]).tokens == expected
-    finally:
-        engine.close()
-
-
-@pytest.mark.soak
-def test_suspended_stage_is_named_within_watchdog_timeout(
-    folder: Path, faults: Faults, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = LIMITS | {"backend": "faulty_reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
-    faults.arm("hold", position=len(SPECS[0].prompt) + 8)
-
-    async def main() -> None:
-        async with opened(path=folder, **settings) as client:
-            assert isinstance(client, ProcessClient)
-            reading = asyncio.create_task(read(client, SPECS[0]))
-            await until(lambda: faults.count == 1)
-            stopped = rank_of(client)
-            os.kill(stopped, signal.SIGSTOP)
-            faults.release()
-            assert len((await reading).tokens) == 40
-            assert client.info.epoch == 2
-            await until(lambda: not lives(stopped))
-        assert "rank 1 did not respond within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
