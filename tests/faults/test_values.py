@@ -11,15 +11,12 @@ import pytest
 
 from fd_core.kv.stores import envelope
 from fd_core.kv.stores.contract import FailureReason
-from tests.engine.stepping import greedy, scripted
-from tests.faults.pressed import Pressed, one_value_each
+from tests.faults.pressed import Pressed
 from tests.faults.raw_stores import RawStore
 
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("FD_FAULTS_SEED", "20261121"))
-PROMPTS = 125
-
 on_disk = pytest.mark.parametrize("raw_store", ["disk", pytest.param("redis", marks=pytest.mark.soak)], indirect=True)
 """Envelopes and keys behave alike in every store."""
 
@@ -63,34 +60,6 @@ def payloads(raw_store: RawStore) -> dict[bytes, bytes]:
     return {key: value[envelope.HEADER_BYTES :] for key, value in raw_store.values().items()}
 
 
-@pytest.mark.law("5.4")
-@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
-def test_corrupted_values_are_never_used(raw_store: RawStore, secret: Path, rounds: int) -> None:
-    print(f"seed {SEED}")
-    rng = np.random.default_rng(SEED)
-    engine, specs, whole = one_value_each(raw_store, secret, PROMPTS, rng, num_kv_blocks=400)
-    used_before = engine.tiers.loaded_blocks_store
-    names = list(whole)
-    for number in range(rounds):
-        for index, (key, value) in enumerate(whole.items()):
-            other = whole[names[index - 1]]
-            changed = WAYS[int(rng.integers(len(WAYS)))](rng, value, other)
-            assert changed != value
-            raw_store.access.write(key, changed)
-        engine.round(specs=specs)
-        assert engine.calm().loaded_blocks_store == used_before, f"a damaged value was used in round {number}"
-    tiers = engine.tiers
-    print(tiers.damaged)
-    assert sum(tiers.damaged.values()) > 0.8 * rounds * PROMPTS, "too few damaged values were counted"
-    assert set(tiers.damaged) == {str(reason) for reason in envelope.Damage}
-    assert not tiers.store_errors
-    for key, value in whole.items():
-        raw_store.access.write(key, value)
-    engine.round(specs=specs)
-    assert engine.calm().loaded_blocks_store == used_before + PROMPTS, "intact values were not used"
-    engine.close()
-
-
 @on_disk
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.soak)])
 def test_texts_under_pressure_stay_golden_while_values_are_damaged(
@@ -117,23 +86,6 @@ def test_texts_under_pressure_stay_golden_while_values_are_damaged(
     assert tiers.loaded_blocks_store > 0 < sum(tiers.damaged.values())
     assert engine.offload_counters.lost_tokens > 0
     engine.recover()
-    engine.close()
-
-
-def test_damaged_value_is_replaced_by_the_request_that_read_it(raw_store: RawStore, secret: Path) -> None:
-    engine = Pressed(raw_store.location, secret, host_kv_memory=0, num_kv_blocks=400)
-    spec = greedy("one", range(40), 2)
-    texts = {"one": scripted(spec)}
-    engine.golden = lambda _: texts
-    engine.round(specs=[spec])
-    engine.calm()
-    whole = raw_store.values()
-    assert len(whole) == 2
-    for key in whole:
-        raw_store.access.write(key, b"not KV at all")
-    engine.round(specs=[spec])
-    assert sum(engine.calm().damaged.values()) == 1, "blocks after a damaged one were read"
-    assert payloads(raw_store) == {key: value[envelope.HEADER_BYTES :] for key, value in whole.items()}
     engine.close()
 
 

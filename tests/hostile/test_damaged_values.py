@@ -17,7 +17,6 @@ from fd_core.disagg.connectors.tcp import TCPConnector
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.envelope import Damage, Damaged, Envelope
 from fd_core.kv.stores.location import parse_location
-from fd_core.kv.stores.memory import MemoryStore
 from tests.disagg import pair as pairs
 from tests.disagg.pair import BLOCK, SIZE, Pair
 from tests.faults.conftest import raw_store, redis_server, secret, start_redis  # noqa: F401 - fixtures
@@ -92,25 +91,6 @@ def test_engine_reads_every_damaged_store_value_and_uses_none(
     engine.round(specs=specs)
     assert engine.calm().loaded_blocks_store == used_before + count, "not all were replaced by intact values"
     engine.close()
-
-
-def test_damage_in_an_in_process_store_is_detected(
-    record_property: Callable[[str, object], None],
-) -> None:
-    store, envelope = MemoryStore(parse_location("memory:")), Envelope(SECRET)
-    value, other = whole(envelope)
-    read = 0
-    for changed, reason in damages(envelope, value, other, STEP).values():
-        store.put([(FIRST, [changed])], 5)
-        (found,) = store.get([FIRST], len(value), 5)
-        if found is None:
-            assert reason is None
-            continue
-        read += 1
-        with pytest.raises(Damaged):
-            envelope.open(FIRST, found, len(PAYLOAD))
-    assert read > 100
-    record_property("inputs", read)
 
 
 class Damaging(Connector):
