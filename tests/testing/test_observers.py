@@ -112,12 +112,6 @@ class TestCountsByEpoch(ObserverSuite):
         return CountsByEpoch
 
 
-@pytest.mark.in_turn(2)
-class TestCounts(ObserverSuite):
-    def observer_class(self):
-        return Counts
-
-
 class DividesByDrafts(Counts):
     def observe(self, step):
         for request in step.requests:
