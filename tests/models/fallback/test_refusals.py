@@ -150,7 +150,7 @@ def test_logits_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(24, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", ["GPTJ", "Ministral"])
+@pytest.mark.parametrize("name", [pytest.param("GPTJ", marks=pytest.mark.soak), "Ministral"])
 def test_odd_configs_are_served_or_explained(tmp_path: Path, name: str, count: int) -> None:
     write(name, tmp_path)
     usual = (tmp_path / "config.json").read_text()
