@@ -28,7 +28,7 @@ SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
 LEAST = 8
 FEW = 5
 """Cases of a matrix that run without taking turns."""
-MANY = 12
+PAIR = 2
 """Cases of a test of a class with the mark `in_turn` that do."""
 
 
@@ -99,8 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _take_turns(items: list[pytest.Item]) -> None:
     """Leave most cases of large matrices, and of tests with the mark `in_turn`, to `nox -s soak`.
 
-    Of two parameters, the others have every value of each. Of a class with the mark, tests with few cases run in all.
-    With `by`, a function of the parameters, one of so many cases with each of its results runs, and at least one.
+    Of two parameters, the others have every value of each. Of a class with the mark, tests with two cases run both.
+    With `by`, a function of the parameters, one of so many cases with each of its results runs. At least one runs.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -109,7 +109,7 @@ def _take_turns(items: list[pytest.Item]) -> None:
             tests.setdefault(test, []).append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("in_turn")
-        if mark not in cases[0].own_markers and len(cases) <= (FEW if mark is None else MANY):
+        if mark not in cases[0].own_markers and len(cases) <= (FEW if mark is None else PAIR):
             continue
         chosen = _covering(cases) if mark is None else _of_each(cases, *mark.args, **mark.kwargs)
         for number, item in enumerate(cases):
@@ -154,7 +154,7 @@ def _of_each(cases: list[pytest.Item], count: int, by: Callable[..., object] | N
                 turn += known.setdefault(id(value), len(known))
         if turn % count == 0:
             chosen.add(number)
-    return chosen
+    return chosen or {0}
 
 
 def _draw_fewer_examples(items: list[pytest.Item]) -> None:

@@ -100,12 +100,13 @@ def test_calls_of_days_vary_in_every_argument(tmp_path):
 
     timed = [name for name, method in vars(KVStore).items() if "timeout" in getattr(method, "__annotations__", ())]
     cls = type("Noted", (MemoryStore,), {name: noted(name) for name in timed})
+    arguments = {(name, each) for name in timed for each in inspect.signature(getattr(KVStore, name)).parameters}
     for server in SERVERS:
         assert Kit(cls, tmp_path).fails(DAY, {"day": server}) is None
-    arguments = {(name, each) for name in timed for each in inspect.signature(getattr(KVStore, name)).parameters}
-    few = {each for each in arguments if len(seen.get(each, ())) < 2 and each[1] != "self"}
-    assert not few
-    assert buffers == set(get_args(Bytes))
+        few = {each for each in arguments if len(seen.get(each, ())) < 2 and each[1] != "self"}
+        if not few and buffers == set(get_args(Bytes)):
+            return
+    pytest.fail(f"few values: {few}; buffers: {buffers}")
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -172,7 +173,7 @@ def test_intact_store_passes(case, tmp_path):
         ("test_wrong_values_of_parameters_are_refused_by_name", {}),
         (IN_USE, FEW),
         *[
-            pytest.param(DAY, {"day": name}, marks=pytest.mark.soak if max(server.lengths) > 1 << 20 else ())
+            pytest.param(DAY, {"day": name}, marks=pytest.mark.soak if server.share != 0.15 else ())
             for name, server in SERVERS.items()
         ],
     ],

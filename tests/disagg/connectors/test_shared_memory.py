@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 LEASE = "5a" * 16
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 class TestSharedMemoryConnector(ConnectorSuite):
     connector = "shared_memory"
 

@@ -7,7 +7,7 @@ from fd_core.testing.connectors import ConnectorSuite
 LIMITS = {"window": 2, "value_bytes": 100}
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 class TestTCPConnector(ConnectorSuite):
     connector = "tcp"
     examples = 8

@@ -22,7 +22,7 @@ class MemoryDoor(BackDoor):
         self._store._bytes -= len(self._store._values.pop(key, b""))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 class TestMemoryStore(StoreSuite):
     persistence = closed("memory is freed with the store")
     sharing = closed("each store has separate memory")
