@@ -144,7 +144,7 @@ def test_grammars_and_adopted_texts_go_on_after_images(model: Path, monkeypatch:
 
 @pytest.mark.law("5.2")
 @pytest.mark.parametrize("saves", [True, False])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_preempted_images_go_on(model: Path, secrets: dict[str, str], tmp_path: Path, saves: bool) -> None:
     """Texts are long, so that running requests need more blocks than there are, however late some of them begin."""
     store = {"kv_store": f"disk:{tmp_path}/kv", "host_kv_memory": 0, **secrets} if saves else {}

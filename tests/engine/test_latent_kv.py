@@ -38,7 +38,7 @@ def golden(folder: Path, *changes: tuple[str, Any]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("way", {**PACKS, **WAYS})
 @pytest.mark.law("4")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 def test_settings_do_not_change_texts(model: Path, way: str) -> None:
     changes = WAYS.get(way) or {**PACKS[way], "num_kv_blocks": 45}
     with engine_of(model, **{"dtype": "float32", **changes}) as engine:

@@ -116,7 +116,7 @@ def test_texts_do_not_change_where_blocks_are_scarce(model: tuple[Path, LayerGro
 
 @pytest.mark.parametrize("pack", ["reference", "cpu", "cpu, torch"])
 @pytest.mark.law("4")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_texts_with_8_bit_kv_do_not_change(model: tuple[Path, LayerGroups], pack: str) -> None:
     """In the same steps, because 8 bits show rounding errors of sums in another order."""
     folder, groups = model
@@ -178,7 +178,7 @@ def test_settings_do_not_change_texts(model: tuple[Path, LayerGroups], changes: 
 )
 @pytest.mark.law("4")
 @pytest.mark.slow
-@pytest.mark.in_turn(2, by=lambda model, changes: (*changes,))
+@pytest.mark.in_turn(4, by=lambda model, changes: (*changes,))
 def test_ranks_do_not_change_texts(model: tuple[Path, LayerGroups], changes: dict[str, Any]) -> None:
     folder, groups = model
     with engine_of(folder, **changes) as engine:

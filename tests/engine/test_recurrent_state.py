@@ -58,7 +58,7 @@ def golden(folder: Path, *changes: tuple[str, Any]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.law("4")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_settings_do_not_change_texts(model: Path, way: str) -> None:
     with engine_of(model, **settings_of(**WAYS[way])) as engine:
         for _ in range(2):  # from the cache of prefixes, too

@@ -25,7 +25,7 @@ def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engin
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_speculative_texts_are_golden_under_pressure(k: int, depth: int, wrong: float) -> None:
     engine = speculating(k, wrong, num_kv_blocks=30, pipeline_depth=depth)
     assert run(engine, SPECS).tokens == golden(SPECS)

@@ -230,7 +230,7 @@ def test_other_shapes_are_refused_and_change_nothing(folder: Path, name: str, wo
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "words"), [("wider", "vocab_size is 259"), ("none", "none"), ("two", "the ranks read different weights")]
@@ -408,7 +408,7 @@ def test_pair_may_stop_as_a_whole_while_a_prompt_is_transferred(
     ],
     ids=str,
 )
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_texts_equal_those_without_a_sleep(folder: Path, level: int, settings: dict[str, Any]) -> None:
     engine, texts = engine_of(folder / "one", **settings), Texts()
     for spec in SPECS:

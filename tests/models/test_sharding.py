@@ -61,7 +61,7 @@ def checked(folder, make_ops, size, *how, atol=2e-5, make=shared_memory_ranks):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps, partial(load_native_ops, "float32", 1)])
 @pytest.mark.parametrize("name", ["olmo2", "qwen2_moe", "llama4_text"])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_joint_norms_and_experts_of_all_kinds_span_the_ranks(name, pack, size, tmp_path, monkeypatch):
     """Four ranks hold two KV heads: each counts twice in the sum of squares and in its width."""
     case = next(each.cases["plain"] for each in installed_families().architectures.values() if each.model_type == name)

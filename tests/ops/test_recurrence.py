@@ -78,7 +78,7 @@ class Layer:
 @pytest.mark.parametrize("rule", ["gate", "delta", "scan"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_outputs_do_not_depend_on_chunks_and_rejected_drafts(pack: str, dtype: str, rule: str) -> None:
     ops = PACKS[pack]()
     size = 4 * -(-Layer(ops, rule, dtype, 1).shape.least_block_size(2 if "bfloat16" in pack else 4, DRAFTS) // 4)

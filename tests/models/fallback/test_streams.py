@@ -76,7 +76,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("budget", [9, 48])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_chunks_and_batches_do_not_change_texts(made: tuple[Path, Texts], budget: int, native: bool) -> None:
     with closing(engine_of(made[0], max_num_batched_tokens=budget, native_kernels=native)) as engine:
         assert run(engine, specs()).tokens == made[1]
