@@ -115,6 +115,7 @@ def test_deviation_from_the_oracle_is_reported_with_its_size():
     assert findings(WrongInOne(), "add")["add"].outcome == "ok"
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["add_at", "write_rows", "mlp_inputs", "paged_attention", "attention", "gate_up"])
 def test_first_operation_with_another_result_is_named(name):
     def wrong(self, *arguments):
