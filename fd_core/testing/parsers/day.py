@@ -345,7 +345,7 @@ def _read(target: ParserTarget, answer: DayAnswer) -> Iterator[None]:
         whole = target.read(text, tools=tools, prompt=model.prompt, finish=finished)
         require(joined(events) == whole, "8.1", f"pieces of {shortened(text)} yield other events than the whole text")
         return
-    number = re.findall(r"[-+.\deE]*\Z", text)[0]  # may go on
+    number = re.findall(r"[-+.\deE]*\Z", text)[0]  # is written anew once it is complete
     limit = max(target.patience, len(model.tail.strip()), len(number))
     require(held <= limit, "8.2", f"{held} characters were held back until the end of {shortened(text)}")
     for event in events:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ Tools = tuple[str, ...] | ToolSchemas
 """Tools of a request, by name or with their schemas."""
 NOW: Final = "now"
 """The tool without arguments."""
+_HALF: Final = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, as `\\ud83d` in JSON, which UTF-8 has no bytes for."""
 
 
 class Words(NamedTuple):
@@ -175,7 +178,10 @@ class ParserTarget:
                         pass
                     case _:
                         broken("8", f"{event!r} is not an event")
-                require(getattr(event, "text", "some"), "8.3", f"{event} is empty")
+                shown = getattr(event, "text", "some")
+                require(shown, "8.3", f"{event} is empty")
+                half = _HALF.search(f"{shown}{getattr(event, 'name', '')}")
+                require(half is None, "8.3", f"{event!r} has half of a character, which no server can send")
             earlier.append((returned, events[:]))
             yield events
         same = all(list(returned) == events for returned, events in earlier)

@@ -16,6 +16,7 @@ from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parame
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.parsing.formats.pythonic import PythonicTools
 from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.thinking import QwenReasoning
 from tests.testing.witnesses import Witnesses
@@ -1101,3 +1102,13 @@ class KeepsTheFormsOfCalls(HermesTools):
 @breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheBeginningsOfAnswers(QwenReasoning):
     begins_reasoning = staticmethod(cache(QwenReasoning.begins_reasoning))
+
+
+@breaks("8.3", "cuts:test_malformed_texts_are_handled")
+class DecodesHalvesOfPairs(PythonicTools):
+    """Takes an escape of JSON, half of a pair, for a character: an answer with it cannot be encoded."""
+
+    def _escape(self):
+        escape = yield from super()._escape()
+        found = re.fullmatch(r"\\u([0-9a-fA-F]{4})", escape)
+        return chr(int(found[1], 16)) if found else escape

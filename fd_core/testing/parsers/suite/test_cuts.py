@@ -8,7 +8,7 @@ import pytest
 from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import NOW, SHOWN, ParserTarget, Words, meaning_of
 
-PIECES = ('{"name": "now"', ', "arguments": ', "```", "now", "weather(", *"{}[]()<>|\"'\\,:;= \n1-aé🙂\u2028")
+PIECES = (*'{"name": "now"~, "arguments": ~```~now~weather(~\\ud83d'.split("~"), *"{}[]()<>|\"'\\,:;= \n1-aé🙂\u2028")
 """Fragments of random texts, in addition to markers."""
 
 
