@@ -273,6 +273,8 @@ class ServerDay:
     def _add(self, number: int, at: int) -> None:
         turn = self._talks[number][at]
         spec = turn.request.spec
+        # A prompt of its own, as received from a client: memory that holds it is not the day's.
+        spec = msgspec.structs.replace(spec, prompt=(*spec.prompt[:-1], spec.prompt[-1]))
         self._open[spec.request_id] = _Open(turn, self.now, (number, at))
         self._begin(self._call("add", lambda: self.scheduler.add(spec), counts=len(spec.prompt) % 8 == 0))
         if turn.leaves_after == 0:

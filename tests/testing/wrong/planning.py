@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import random
+from collections import deque
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -1239,3 +1240,34 @@ class SavesPromptsOnly(Changed):
 @breaks("5.2", "storage:test_texts_are_loaded_with_their_output")
 class SavesPromptsOfTextsThatEnded(SavesPromptsOnly):
     states = (State.FINISHED,)
+
+
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[served]")
+class RemembersTheRootsOfSalts(Changed):
+    """Hashes each salt and adapter once, and clients may have as many as they want."""
+
+    def change(self):
+        self.known = {}
+
+        def root(prefixes, right, salt, adapter):
+            if (salt, adapter) not in self.known:
+                self.known[salt, adapter] = right(salt, adapter)
+            return self.known[salt, adapter]
+
+        instead(self._prefixes, "root", root)
+
+    def change_weights(self, nonce):
+        self.known.clear()
+        return super().change_weights(nonce)
+
+
+@breaks("2.2", "day:test_an_ordinary_day[defaults]")
+class KeepsTheLastRequests(Changed):
+    """For reports of errors: a thousand of them, whatever the length of their prompts."""
+
+    def change(self):
+        self.last = deque(maxlen=1000)
+
+    def add(self, spec):
+        self.last.append(spec)
+        return super().add(spec)

@@ -68,8 +68,9 @@ def _within(target: SchedulerTarget, budget: int, context: int) -> dict[str, Any
 
 
 def _short(number: int) -> RequestSpec:
-    """Return a request of one token; its prompt and id are those of no other one."""
-    return greedy(f"request {number}", (number % 250, number // 250 % 250, number // 62_500, 7, 8), 1)
+    """Return a request of one token; its prompt, id, tenant, salt and adapter are those of no other one."""
+    prompt, name = (number % 250, number // 250 % 250, number // 62_500, 7, 8), str(number)
+    return greedy(f"request {number}", prompt, 1, tenant=name, cache_salt=name, adapter=name)
 
 
 def _serve(run: ScriptedRun, first: int, upto: int, **params: Any) -> None:
@@ -187,7 +188,7 @@ def test_priority_holds_however_long_others_wait(target: SchedulerTarget) -> Non
 def _abort(run: ScriptedRun, first: int, upto: int) -> None:
     """Abort every other request while it waits, the others after their first token."""
     for number in range(first, upto):
-        spec = msgspec.structs.replace(_short(number), params=SamplingParams(max_tokens=9), tenant=f"tenant {number}")
+        spec = msgspec.structs.replace(_short(number), params=SamplingParams(max_tokens=9))
         run.perform(run.scheduler.add(spec).operations)
         if number % 2:
             run.step()
