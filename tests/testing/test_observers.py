@@ -507,10 +507,29 @@ class KeepsWhatItCannotWrite(WritesPages):
                 self.page, self.lines = self.page + 1, []
 
 
+class StopsAtAnError(NamesItsFilesByTime):
+    """Writes nothing any more once a file could not be written."""
+
+    works = True
+
+    def observe(self, step):
+        if self.works:
+            with suppress(OSError):
+                super().observe(step)
+                self.file.flush()
+                return
+            self.works = False
+
+    def close(self):
+        with suppress(OSError):
+            super().close()
+
+
 @pytest.mark.in_turn(4, by=lambda wrong, case: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
+        (StopsAtAnError, "test_an_ordinary_day"),
         (KeepsWhatItCannotWrite, "test_memory_does_not_grow_while_no_file_can_be_written"),
         (DropsRepeatedSteps, "first=32766,restarts=true"),
         (CountsTheFirstRow, "drafts=some accepted,tokens=6"),
