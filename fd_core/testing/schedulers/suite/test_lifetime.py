@@ -73,10 +73,11 @@ def _short(number: int) -> RequestSpec:
     return greedy(f"request {number}", prompt, 1, tenant=name, cache_salt=name, adapter=name)
 
 
-def _serve(run: ScriptedRun, first: int, upto: int, **params: Any) -> None:
-    """Serve requests one after the other, each in one step, and check what a client gets."""
+def _serve(run: ScriptedRun, first: int, upto: int) -> None:
+    """Serve requests one after the other, each in one step and with its grammar, and check what a client gets."""
     for number in range(first, upto):
-        spec = msgspec.structs.replace(_short(number), params=SamplingParams(temperature=0.0, max_tokens=1, **params))
+        params = SamplingParams(temperature=0.0, max_tokens=1, grammar=f"start: /{number}/")
+        spec = msgspec.structs.replace(_short(number), params=params)
         run.perform(run.scheduler.add(spec).operations)
         for _ in range(len(run.compiling)):
             run.compiled()
@@ -98,7 +99,7 @@ def test_counters_grow_beyond_sixteen_bits(target: SchedulerTarget) -> None:
     """Each request begins operations: it compiles a grammar, is looked up and is saved."""
     run = _run(target, keep=OffloadSelection(True, True, True))
     try:
-        _serve(run, 0, _LIFE, grammar="start: /a/")
+        _serve(run, 0, _LIFE)
     except (OverflowError, IndexError) as error:
         broken("1.5", f"it fails after many requests: {error}")
     require(run.scheduler.held().idle, "3.6", f"after {_LIFE} requests it holds {run.scheduler.held()}")
