@@ -245,8 +245,10 @@ def _nodes(body: Iterable[nodes.Node], into_loops: bool = True) -> Iterator[node
     waiting = list(body)
     while waiting:
         yield (node := waiting.pop())
-        whole = into_loops or not isinstance(node, nodes.For)
-        waiting.extend(node.iter_child_nodes() if whole else [node.iter])
+        if into_loops or not isinstance(node, nodes.For):
+            waiting.extend(node.iter_child_nodes())
+        else:
+            waiting.append(node.iter)
 
 
 class _Generation(Extension):
