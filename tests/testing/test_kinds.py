@@ -75,7 +75,7 @@ def test_the_memory_test_of_a_kit_calls_every_method_of_the_contract(suite, cont
             sys.setprofile(None)
 
     functions = filter(inspect.isfunction, vars(suite).values())
-    [test] = [each for each in functions if "require_bounded" in each.__code__.co_names]
+    test, *_ = [each for each in functions if "require_bounded" in each.__code__.co_names]
     monkeypatch.setitem(test.__globals__, "require_bounded", use_some)
     needed = inspect.signature(test).parameters.keys() - {"self"}
     tested = type("Tested", (suite,), {"policy": plugin, "drafter": plugin})()
