@@ -22,6 +22,12 @@ from tests.testing.wrong.moving import WRONG
 ROOT = Path(__file__).parents[2]
 
 
+def test_missing_package_is_named_with_the_extra_that_has_it():
+    code = "import sys; sys.modules['hypothesis'] = None; import fd_core.testing.connectors"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "the conformance kit needs hypothesis (pip install 'fd-core[conformance]')" in done.stderr
+
+
 def test_processes_name_their_leases_differently():
     """As the workers of `pytest -n 2`, which test a connector that finds a lease by its name."""
     first, second = (runpy.run_path(cases.__file__)["lease_name"] for _ in range(2))

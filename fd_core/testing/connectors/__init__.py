@@ -2,9 +2,11 @@
 
 import pytest
 
-pytest.register_assert_rewrite("fd_core.testing.connectors.suite")
+from fd_core.testing.kit.requirements import OPEN, Requirement, closed, require_packages
 
-from fd_core.testing.connectors.suite import ConnectorSuite  # noqa: E402 -- after the call above
-from fd_core.testing.kit.requirements import OPEN, Requirement, closed  # noqa: E402 -- after the call above
+pytest.register_assert_rewrite("fd_core.testing.connectors.suite")
+require_packages()
+
+from fd_core.testing.connectors.suite import ConnectorSuite  # noqa: E402 -- after the calls above
 
 __all__ = ["OPEN", "ConnectorSuite", "Requirement", "closed"]
