@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from operator import methodcaller
 from pathlib import Path
@@ -837,14 +836,17 @@ class StoreSuite:
                     assert time.monotonic() - start < 0.4 + SLACK
                     self._hides_secrets(str(caught.value), repr(caught.value))
             if reason is FailureReason.UNREACHABLE:
-                require_bounded(partial(self._fail, store), 8, "puts that failed", "5.5", may_wait=True)
+                self._keeps_no_failed_puts(store)
         for each in (store, *(new for _, new in calls)):  # a new one has failed in one call
             self._recovers(each, back_door)
 
     @staticmethod
-    def _fail(store: KVStore, number: int) -> None:
-        with contextlib.suppress(StoreError):
-            store.put([(key_of(number), [value_of(key_of(number), 10_000)])], 0.05)
+    def _keeps_no_failed_puts(store: KVStore) -> None:
+        def use(number: int) -> None:
+            with contextlib.suppress(StoreError):
+                store.put([(key_of(number), [value_of(key_of(number), 10_000)])], 0.05)
+
+        require_bounded(use, 8, "puts that failed", "5.5", may_wait=True)
 
     @pytest.mark.law("5.2", "5.5")
     @pytest.mark.parametrize("limit", LIMITS)
