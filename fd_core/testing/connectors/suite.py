@@ -502,9 +502,10 @@ class ConnectorSuite:
                 f"a piece at the limit of {limit}", inbox.take(index, *put(outbox, index, value)), value
             )
 
+        ends: list[KVInbox | KVOutbox] = [outbox, inbox, waiting]
         calls: list[Callable[[], object]] = [
-            lambda: decode.open_inbox(new_lease(), pieces=PIECES, **_LIMITS).close(),
-            lambda: prefill.open_outbox(lease, waiting.address, **_LIMITS).close(),
+            lambda: ends.append(decode.open_inbox(new_lease(), pieces=PIECES, **_LIMITS)),
+            lambda: ends.append(prefill.open_outbox(lease, waiting.address, **_LIMITS)),
             lambda: values.assert_value("a piece that was put before", inbox.take(PIECES[2], *there), value),
             lambda: move(PIECES[3]),
         ]
@@ -512,11 +513,9 @@ class ConnectorSuite:
             for call in calls:
                 with suppress(ConnectorError):
                     call()
-        for end in (outbox, inbox, waiting):
-            end.close()
-        ends = _opened(decode, prefill)
-        _move(*ends, PIECES[:2])
-        for each in (*reversed(ends), prefill, decode):
+        inbox, outbox = _opened(decode, prefill)
+        _move(inbox, outbox, PIECES[:2])
+        for each in (*ends, outbox, inbox, prefill, decode):
             each.close()
 
     @pytest.mark.law("6")
