@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
+from fd_core.runner.drafting import Drafter, check_drafter
 from fd_core.runner.drafting.lookup import NgramDrafter, SuffixDrafter
 from tests.runner.drafters import ids, make, propose
 
@@ -46,14 +48,6 @@ def test_ngram_uses_latest_occurrence_of_longest_gram(text: list[int], limit: in
     assert propose(drafter, [0], limit) == [expected]
 
 
-def test_new_request_in_slot_drops_previous_text() -> None:
-    for kind in (NgramDrafter, SuffixDrafter):
-        drafter = make(kind)
-        drafter.admit(0, ids([1, 2, 3, 1, 2]))
-        drafter.admit(0, ids([7, 8, 9]))
-        assert propose(drafter, [0], 4) == [[]]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -70,3 +64,12 @@ def test_longest_gram_of_one_token_drafts() -> None:
     drafter = make(NgramDrafter, prompt_lookup_max=1)
     drafter.admit(0, ids([5, 6, 5]))
     assert propose(drafter, [0], 2) == [[6, 5]]
+
+
+@pytest.mark.parametrize("kind", [NgramDrafter, SuffixDrafter])
+def test_unused_drafter_option_is_rejected(kind: type[Drafter]) -> None:
+    check_drafter(kind, SpeculativeConfig(method="mine", options=dict.fromkeys(kind.options, 3)))
+    with pytest.raises(ConfigError, match="does not support depth"):
+        check_drafter(kind, SpeculativeConfig(method="mine", options={"depth": 3}))
+    with pytest.raises(ConfigError, match="draft model"):
+        check_drafter(kind, SpeculativeConfig(method="mine", model="some"))
