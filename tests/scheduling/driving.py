@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from fd_core.config import Limits
 from fd_core.effects.operations import Effect, Effects
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.victims import LatestArrival
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
-from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
+from fd_core.types import Delta, RequestSpec, SamplingParams, StepOutput, StepPlan
 
 __all__ = [
+    "HASHER",
     "add",
     "answer",
     "commit",
@@ -23,11 +30,40 @@ __all__ = [
     "num_running",
     "output_of",
     "planned",
+    "scheduler",
+    "spec",
     "take_effects",
 ]
 
+HASHER = PrefixHasher(block_size=4, identity="m")
+_SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 40,
+    "block_size": 4,
+    "num_kv_blocks": 20,
+    "vocab_size": 100,
+}
+
 _wanted: WeakKeyDictionary[ContinuousBatchingScheduler, list[Effect]] = WeakKeyDictionary()
 """Effects of each scheduler that no test has taken yet."""
+
+
+def scheduler(
+    kind: type[ContinuousBatchingScheduler] = ContinuousBatchingScheduler, **given: Any
+) -> ContinuousBatchingScheduler:
+    """Return a scheduler that reserves no blocks, so that shortages occur early; `given` are limits and its setup."""
+    limits = _SIZES | {name: given.pop(name) for name in [*given] if name in Limits.__struct_fields__}
+    setup = {"policy": Fcfs(), "victims": LatestArrival(), "hasher": None, **given}
+    made = kind(SchedulerSetup(limits=Limits(**limits), **setup))
+    made.probe().control.forecast.share = 0.0
+    return made
+
+
+def spec(name: str, length: int = 6, max_tokens: int = 8, first: int = 0, **fields: Any) -> RequestSpec:
+    """Return a request whose prompt counts from `first`."""
+    prompt = tuple(range(first, first + length))
+    return RequestSpec(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens), **fields)
 
 
 def add(scheduler: ContinuousBatchingScheduler, spec: RequestSpec) -> Request:

@@ -21,8 +21,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import PHASE_NAMES, Delta, Phase, RequestSpec, SamplingParams
 from fd_core.types.metrics import read_metrics
-from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
-from tests.scheduling.test_scheduler import HASHER
+from tests.scheduling.driving import HASHER, add, answer, next_plan, planned, take_effects
 
 LIMITS = Limits(
     max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_kv_blocks=40, vocab_size=100

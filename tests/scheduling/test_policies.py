@@ -19,8 +19,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import RequestSpec, SamplingParams
-from tests.scheduling.driving import add, answer, commit, output_of, planned
-from tests.scheduling.test_scheduler import HASHER
+from tests.scheduling.driving import HASHER, add, answer, commit, output_of, planned
 
 
 def request(arrival: int, tenant: str = "", prompt: int = 1, max_tokens: int = 9) -> Request:
@@ -303,17 +302,6 @@ def test_end_of_preempted_request_corrects_tenant_charge() -> None:
     assert queue.waiting.first() is waiting["a"], "it used 11"
     queue.end(other, 0)
     assert queue.waiting.first() is waiting["b"], "it used 10"
-
-
-def test_tenants_are_forgotten_without_competition() -> None:
-    policy = FairShare()
-    queue = Queue(policy)
-    for index in range(100):
-        queue.add(f"tenant {index}", 10, 100)
-        queue.end(queue.admit(), index % 30)
-    assert not policy._clocks
-    assert not policy._charges
-    assert not policy._unfinished
 
 
 def test_scheduler_gives_tenants_equal_turns() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from fd_core.config import Limits
 from fd_core.effects.operations import (
     NO_EFFECTS,
     Cancel,
@@ -17,66 +15,21 @@ from fd_core.effects.operations import (
     PrefillPaceMeasured,
 )
 from fd_core.errors import BadRequest
-from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import LatestArrival
-from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan
+from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams
 from tests.scheduling.driving import (
+    HASHER,
     add,
     answer,
-    num_draining,
     num_loading,
     num_running,
     output_of,
     planned,
+    scheduler,
+    spec,
     take_effects,
 )
-
-HASHER = PrefixHasher(block_size=4, identity="m")
-
-
-def scheduler(
-    policy: SchedulingPolicy | None = None,
-    hasher: PrefixHasher | None = None,
-    drafts: DraftControl | None = None,
-    **changes: int,
-) -> ContinuousBatchingScheduler:
-    values = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 40,
-        "block_size": 4,
-        "num_kv_blocks": 20,
-        "vocab_size": 100,
-    }
-    made = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=Limits(**(values | changes)),
-            policy=policy or Fcfs(),
-            victims=LatestArrival(),
-            hasher=hasher,
-            drafts=drafts,
-        )
-    )
-    made.probe().control.forecast.share = 0.0  # no reserve, so that shortages occur early
-    return made
-
-
-def spec(name: str, length: int = 6, max_tokens: int = 8, priority: int = 0, first: int = 0) -> RequestSpec:
-    return RequestSpec(
-        request_id=name,
-        prompt=tuple(range(first, first + length)),
-        params=SamplingParams(max_tokens=max_tokens),
-        priority=priority,
-    )
-
-
-def test_idle_scheduler_has_no_plan() -> None:
-    assert scheduler().plan() == (None, NO_EFFECTS)
 
 
 def test_prefill_is_chunked_to_budget_and_samples_at_end() -> None:
@@ -101,10 +54,7 @@ def test_decodes_are_planned_before_prefills() -> None:
 
 def test_budget_equal_to_decode_demand_alternates_with_prefill() -> None:
     """The second decode starts from a load, which needs no budget, during the prefill."""
-    limits = msgspec.structs.replace(scheduler().limits, max_num_batched_tokens=2)
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection())
-    )
+    s = scheduler(max_num_batched_tokens=2, hasher=HASHER, keep_kv=OffloadSelection())
     s.add(spec("decodes", length=1, max_tokens=20))
     answer(s, planned(s))
     add(s, spec("loads", length=5, max_tokens=20, first=50))
@@ -124,24 +74,6 @@ def test_budget_equal_to_decode_demand_alternates_with_prefill() -> None:
         served += plan.slots.tolist()
         answer(s, plan)
     assert (len(served), min(served.count(slot) for slot in range(3))) == (18, 6)
-
-
-def test_smallest_budget_makes_progress() -> None:
-    s = scheduler(max_num_batched_tokens=1)
-    s.add(spec("a", length=3, max_tokens=4))
-    deltas = [delta for _ in range(6) for delta in answer(s, planned(s))]
-    assert sum(len(delta.token_ids) for delta in deltas) == 4
-    assert not s.has_work
-
-
-@pytest.mark.law("2.3")
-def test_request_aborted_in_same_pass_is_not_charged() -> None:
-    s = scheduler()
-    s.add(spec("a"))
-    answer(s, planned(s))
-    s.abort("a")
-    plan = planned(s)
-    assert (plan.total_tokens, [back.slot for back in plan.revocations]) == (0, [0])
 
 
 @pytest.mark.law("2.4")
@@ -171,39 +103,6 @@ def test_block_shortage_preempts_only_the_youngest() -> None:
     s.check_integrity()
 
 
-@pytest.mark.law("3.4")
-def test_fenced_blocks_are_awaited_before_second_preemption() -> None:
-    s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
-    for index, name in enumerate("abc"):
-        s.add(spec(name, length=4, max_tokens=30, first=10 * index))
-    in_flight = [planned(s)]
-    taken = 0
-    for _ in range(40):
-        plan, _ = s.plan()
-        if plan is not None:
-            in_flight.append(plan)
-            taken += len(plan.revocations)
-            if taken:
-                break
-        if len(in_flight) > 1 or plan is None:
-            answer(s, in_flight.pop(0))
-    assert taken == 1
-    assert s.probe().pool.num_fenced > 0, "the step in flight still touches the victim's blocks"
-    while in_flight:
-        answer(s, in_flight.pop(0))
-    s.check_integrity()
-
-
-def test_high_priority_is_admitted_first_and_preempted_last() -> None:
-    s = scheduler(Priority(), max_num_seqs=1)
-    s.add(spec("low", priority=5))
-    s.add(spec("high", priority=-1))
-    plan = planned(s)
-    occupant = s.probe().slots.requests[int(plan.slots[0])]
-    assert occupant is not None
-    assert occupant.spec.request_id == "high"
-
-
 @pytest.mark.law("2.1")
 def test_cached_prefix_is_free_except_last_token() -> None:
     s = scheduler(hasher=HASHER)
@@ -221,11 +120,7 @@ def test_prompt_filling_context_is_rejected_with_limits() -> None:
 
 
 def test_decisions_of_add_and_abort_are_returned_once() -> None:
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection()
-        )
-    )
+    s = scheduler(hasher=HASHER, keep_kv=OffloadSelection())
     (lookup,) = s.add(spec("a")).operations
     assert isinstance(lookup, Lookup)
     assert s.plan() == (None, NO_EFFECTS), "it is returned once"
@@ -260,11 +155,7 @@ def test_abort_of_running_request_ends_it_on_release() -> None:
 
 
 def test_load_or_recompute_decision_is_returned_once() -> None:
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection()
-        )
-    )
+    s = scheduler(hasher=HASHER, keep_kv=OffloadSelection())
     s.add(spec("a", length=9))
     s.plan()
     s.complete(PrefillPaceMeasured(0.001))
@@ -278,9 +169,7 @@ def test_load_or_recompute_decision_is_returned_once() -> None:
 
 
 def test_prefix_cache_events_are_returned_once() -> None:
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, kv_events=True)
-    )
+    s = scheduler(hasher=HASHER, kv_events=True)
     s.add(spec("a", length=9, max_tokens=1))
     plan, effects = s.plan()
     assert plan is not None
@@ -299,15 +188,12 @@ def test_empty_prompt_is_rejected() -> None:
 
 @pytest.mark.law("2.1", "1.5")
 def test_loading_slot_ignores_drafts_of_previous_gen() -> None:
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=scheduler(max_num_seqs=1, max_drafts=3).limits,
-            policy=Fcfs(),
-            victims=LatestArrival(),
-            hasher=HASHER,
-            drafts=DraftControl(1, 3, cheap_tokens=100),
-            keep_kv=OffloadSelection(),
-        )
+    s = scheduler(
+        max_num_seqs=1,
+        max_drafts=3,
+        hasher=HASHER,
+        drafts=DraftControl(1, 3, cheap_tokens=100),
+        keep_kv=OffloadSelection(),
     )
     s.add(spec("a", length=1, max_tokens=8))
     first, second = planned(s), planned(s)
@@ -339,20 +225,6 @@ def test_new_request_in_slot_is_not_charged_for_old_drafts() -> None:
     assert (plan.num_tokens.tolist(), s.probe().slots.drafts_ready.tolist()) == ([1], [0])
 
 
-@pytest.mark.law("3.2")
-def test_blocks_are_freed_after_last_step_touching_them() -> None:
-    s = scheduler(num_kv_blocks=10, pipeline_depth=2)
-    s.add(spec("a", length=6))
-    steps = [planned(s), planned(s)]
-    s.abort("a")
-    planned(s)
-    free = []
-    for plan in steps:
-        free.append(s.probe().pool.num_free)
-        s.probe().pool.answered(plan.step)
-    assert [*free, s.probe().pool.num_free] == [8, 8, 10]
-
-
 @pytest.mark.law("3.3")
 def test_matched_prefix_is_not_evicted_for_its_own_request() -> None:
     s = scheduler(hasher=HASHER, num_kv_blocks=10, max_num_batched_tokens=32)
@@ -365,23 +237,6 @@ def test_matched_prefix_is_not_evicted_for_its_own_request() -> None:
     assert len(plan.admissions) == 1, "only its own prefix is left for the second request, so it waits"
     assert s.probe().pool.num_cached == 4
     s.check_integrity()
-
-
-@pytest.mark.law("1.4")
-def test_preempted_request_waits_for_release_before_resuming() -> None:
-    s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
-    for index, name in enumerate("abc"):
-        s.add(spec(name, length=4, max_tokens=30, first=10 * index))
-    in_flight: list[StepPlan] = []
-    while not (in_flight and in_flight[-1].revocations):
-        if len(in_flight) == 2:
-            answer(s, in_flight.pop(0))
-        if (plan := s.plan()[0]) is not None:
-            in_flight.append(plan)
-    assert (num_running(s), num_draining(s), len(s.probe().waiting)) == (2, 1, 0)
-    while in_flight:
-        answer(s, in_flight.pop(0))
-    assert (num_draining(s), len(s.probe().waiting)) == (0, 1)
 
 
 def test_pipelined_plans_split_the_requests() -> None:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import pytest
 
-from fd_core.config import Limits
 from fd_core.effects.operations import Cancel, Effect, Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import LatestArrival
-from fd_core.types import FinishReason, RequestSpec, SamplingParams
-from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
-from tests.scheduling.test_scheduler import HASHER
+from fd_core.types import FinishReason, RequestSpec
+from tests.scheduling.driving import HASHER, add, answer, next_plan, planned, take_effects
+from tests.scheduling.driving import scheduler as small_scheduler
+from tests.scheduling.driving import spec as small_spec
 
 _E = TypeVar("_E", bound=Effect)
 
 
-LIMITS = Limits(
-    max_num_seqs=2, max_num_batched_tokens=64, max_model_len=40, block_size=4, num_kv_blocks=20, vocab_size=100
-)
-
-
-def scheduler(keep: OffloadSelection | None = None, **changes: int) -> ContinuousBatchingScheduler:
-    limits = msgspec.structs.replace(LIMITS, **changes)
-    made = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or OffloadSelection()
-        )
-    )
+def scheduler(keep: OffloadSelection | None = None, **given: Any) -> ContinuousBatchingScheduler:
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    made = small_scheduler(hasher=HASHER, keep_kv=keep or OffloadSelection(), **{**sizes, **given})
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 
 def spec(name: str, length: int = 18, max_tokens: int = 4, first: int = 0) -> RequestSpec:
-    return RequestSpec(
-        request_id=name,
-        prompt=tuple(range(first, first + length)),
-        params=SamplingParams(max_tokens=max_tokens),
-    )
+    return small_spec(name, length, max_tokens, first)
 
 
 def effect_of(s: ContinuousBatchingScheduler, kind: type[_E]) -> _E:

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from fd_core.config import Limits
 from fd_core.effects.operations import AbandonLease, Cancel, Fetch, Fetched, Send, Sent
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
-from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import FinishReason, PrefillJob, PrefillOutcome, RequestSpec, SamplingParams
-from tests.scheduling.driving import add, answer, next_plan, num_loading, num_running, planned, take_effects
-from tests.scheduling.test_scheduler import HASHER
+from tests.scheduling.driving import (
+    HASHER,
+    add,
+    answer,
+    next_plan,
+    num_loading,
+    num_running,
+    planned,
+    spec,
+    take_effects,
+)
+from tests.scheduling.driving import scheduler as unpaired
 
 FAILURES: list[PrefillOutcome] = ["refused", "lost", "expired", "damaged", "aborted"]
 
 
-def scheduler(**changes: int) -> ContinuousBatchingScheduler:
-    values = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 40,
-        "block_size": 4,
-        "num_kv_blocks": 20,
-        "vocab_size": 100,
-    }
-    made = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=Limits(**(values | changes)), policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, paired=True
-        )
-    )
-    made.probe().control.forecast.share = 0.0  # no reserve unless a test sets one
-    return made
+scheduler = partial(unpaired, hasher=HASHER, paired=True)
 
 
 def elsewhere(name: str, length: int, max_tokens: int = 8, salt: str = "", first: int = 0) -> RequestSpec:
@@ -49,12 +42,7 @@ def elsewhere(name: str, length: int, max_tokens: int = 8, salt: str = "", first
     )
 
 
-def here(name: str, length: int, max_tokens: int = 8, first: int = 0) -> RequestSpec:
-    return RequestSpec(
-        request_id=name,
-        prompt=tuple(range(first, first + length)),
-        params=SamplingParams(max_tokens=max_tokens),
-    )
+here = spec
 
 
 def leased(name: str, length: int, first: int = 0, salt: str = "") -> RequestSpec:
@@ -229,14 +217,6 @@ def test_prompt_shorter_than_block_is_computed_locally(known: int, length: int, 
         assert not take_effects(s)
         assert request.prefill == "held"
         assert counters(s).outcomes == {"held": 1}
-
-
-def test_request_without_peer_is_computed_locally() -> None:
-    s = scheduler()
-    request = add(s, here("a", 11))
-    assert planned(s).num_tokens.tolist() == [11]
-    assert request.prefill is None
-    assert not counters(s).outcomes
 
 
 def test_restarted_request_with_output_is_computed_locally() -> None:
@@ -418,9 +398,7 @@ def test_preempted_before_first_token_does_not_refetch() -> None:
 
 
 def test_fetch_result_without_pairing_is_a_fault() -> None:
-    s = ContinuousBatchingScheduler(
-        SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER)
-    )
+    s = unpaired(hasher=HASHER)
     with pytest.raises(RuntimeError, match="not open"):
         s.complete(Sent(1))
 
@@ -450,17 +428,6 @@ def test_settled_blocks_are_sent_once_in_order_during_prefill() -> None:
     for send in sending:
         s.complete(Sent(send.operation))
     assert is_idle(s)
-
-
-def test_blocks_of_steps_in_flight_are_not_sent() -> None:
-    s = scheduler(max_num_batched_tokens=4)
-    s.add(leased("a", 14))
-    plans = [planned(s) for _ in range(3)]
-    assert not sends(s)
-    answer(s, plans[0])
-    assert [(send.first, len(send.blocks)) for send in sends(s)] == [(0, 1)]
-    answer(s, plans[1])
-    assert [(send.first, len(send.blocks)) for send in sends(s)] == [(1, 1)]
 
 
 def test_prompt_of_full_blocks_ends_with_empty_send() -> None:
@@ -608,21 +575,6 @@ def test_lease_aborted_while_waiting_is_cancelled_once() -> None:
     assert is_idle(s)
 
 
-def test_lease_aborted_while_running_is_cancelled_on_release() -> None:
-    s = scheduler(max_num_batched_tokens=4)
-    s.add(leased("a", 11))
-    answer(s, planned(s))
-    (send,) = sends(s)
-    s.abort("a")
-    plan = planned(s)
-    assert not take_effects(s)
-    answer(s, plan)
-    (effect,) = take_effects(s)
-    assert isinstance(effect, AbandonLease)
-    s.complete(Sent(send.operation))
-    assert is_idle(s)
-
-
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_failed_lease_is_cancelled_and_stops_sending(reason: FinishReason) -> None:
     s = scheduler(max_num_batched_tokens=8)
@@ -664,17 +616,6 @@ def test_lease_ending_while_draining_is_cancelled_once() -> None:
     s.probe().running_batch.release(slot)
     assert not take_effects(s), "it is sent once"
     s.probe().pool.release(hostage, -1)
-
-
-def test_requests_without_lease_send_nothing() -> None:
-    s = scheduler()
-    request = add(s, here("a", 11))
-    answer(s, planned(s))
-    finish(s, request)
-    s.add(here("b", 11))
-    s.abort("b")
-    assert not take_effects(s)
-    assert is_idle(s)
 
 
 def test_sent_blocks_are_copied_from_block_table() -> None:

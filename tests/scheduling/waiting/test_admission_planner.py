@@ -9,51 +9,25 @@ from typing import Any
 
 import pytest
 
-from fd_core.config import Limits
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
-from fd_core.scheduling.victims import LatestArrival
-from fd_core.types import RequestSpec, SamplingParams, StepPlan
-from tests.scheduling.driving import add, answer, next_plan, num_running, planned, take_effects
-from tests.scheduling.test_scheduler import HASHER
+from fd_core.types import RequestSpec, StepPlan
+from tests.scheduling.driving import HASHER, add, answer, next_plan, num_running, planned, take_effects
+from tests.scheduling.driving import scheduler as small_scheduler
+from tests.scheduling.driving import spec as small_spec
 
 
-def scheduler(
-    keep: OffloadSelection | None = None, drafts: DraftControl | None = None, **changes: int
-) -> ContinuousBatchingScheduler:
-    values = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-        "max_model_len": 200,
-        "block_size": 4,
-        "num_kv_blocks": 100,
-        "vocab_size": 100,
-    }
-    made = ContinuousBatchingScheduler(
-        SchedulerSetup(
-            limits=Limits(**(values | changes)),
-            policy=Fcfs(),
-            victims=LatestArrival(),
-            hasher=HASHER,
-            keep_kv=keep,
-            drafts=drafts,
-        )
-    )
+def scheduler(keep: OffloadSelection | None = None, **given: Any) -> ContinuousBatchingScheduler:
+    sizes = {"max_num_batched_tokens": 32, "max_model_len": 200, "num_kv_blocks": 100}
+    made = small_scheduler(hasher=HASHER, keep_kv=keep, **{**sizes, **given})
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 
 def spec(name: str, length: int = 20, max_tokens: int = 60, first: int = 0) -> RequestSpec:
-    return RequestSpec(
-        request_id=name,
-        prompt=tuple(range(first, first + length)),
-        params=SamplingParams(max_tokens=max_tokens),
-    )
+    return small_spec(name, length, max_tokens, first)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[Any]:
