@@ -75,7 +75,7 @@ def test_core_plugins_pass_every_case(name):
         case.check(suite.subject(), "")
 
 
-@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
+@pytest.mark.in_turn(8, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
     cls, noticed_by = WRONG[name].cls, WRONG[name].noticed_by

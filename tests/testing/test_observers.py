@@ -525,7 +525,7 @@ class StopsAtAnError(NamesItsFilesByTime):
             super().close()
 
 
-@pytest.mark.in_turn(4, by=lambda wrong, case: check_of(case))
+@pytest.mark.in_turn(8, by=lambda wrong, case: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [

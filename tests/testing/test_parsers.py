@@ -97,7 +97,7 @@ def test_right_parser_passes():
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
+@pytest.mark.in_turn(8, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     wrong = WRONG[name]

@@ -390,7 +390,7 @@ OPTIONS = "test_some_values_of_each_option_have_other_numbers"
 DAY = "test_an_ordinary_day"
 
 
-@pytest.mark.in_turn(4, by=lambda wrong, case: check_of(case))
+@pytest.mark.in_turn(8, by=lambda wrong, case: check_of(case))
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [

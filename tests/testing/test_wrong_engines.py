@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
     installed_plugins.cache_clear()
 
 
-@pytest.mark.in_turn(4, by=lambda name: check_of(IN_ENGINES[name]))
+@pytest.mark.in_turn(8, by=lambda name: check_of(IN_ENGINES[name]))
 @pytest.mark.parametrize("name", IN_ENGINES)
 def test_wrong_backend_fails_its_case(folder, name):
     with pytest.raises(AssertionError, match=r"^step:"):
@@ -73,7 +73,7 @@ def test_right_backend_passes_the_cases_of_wrong_ones(folder, base):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.in_turn(4, by=lambda name: check_of(FAULTS[name].noticed_by[0]))
+@pytest.mark.in_turn(8, by=lambda name: check_of(FAULTS[name].noticed_by[0]))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.timing if name in TIMED else ()) for name in IN_TESTS]
 )
