@@ -2,7 +2,6 @@
 
 import itertools
 from collections import ChainMap
-from dataclasses import replace
 
 import pytest
 
@@ -13,11 +12,10 @@ from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
 from fd_core.testing.schedulers.day import SERVERS
 from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
+from tests.testing.right.scheduling import SHORT_DAY
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 DAYS = ["crowded", "drafts", "store"]
-SHORT = replace(SERVERS["crowded"], conversations=10, seconds=2.5)
-"""Has the checks of a day; the others are lived in `nox -s soak`, for a minute each."""
 
 
 @pytest.mark.in_turn(5)
@@ -47,7 +45,7 @@ class TestVictimPolicies(VictimPolicySuite):
     ("suite", "right"), [(SchedulingPolicySuite, AgingPriority), (VictimPolicySuite, LeastImportant)]
 )
 def test_right_policy_has_a_short_day(suite, right, monkeypatch):
-    monkeypatch.setitem(SERVERS, "crowded", SHORT)
+    monkeypatch.setitem(SERVERS, "crowded", SHORT_DAY)
     tested = suite()
     tested.policy_class = lambda: right
     tested.test_an_ordinary_day("crowded")
@@ -82,13 +80,13 @@ def params_of(policies):
     ]
 
 
-@pytest.mark.in_turn(4, by=lambda policy: policy.noticed_by)
+@pytest.mark.in_turn(8, by=lambda policy: policy.noticed_by)
 @pytest.mark.parametrize("policy", params_of(WRONG_ORDERS), ids=lambda policy: policy.__name__)
 def test_wrong_scheduling_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(SchedulingPolicySuite, policy)
 
 
-@pytest.mark.in_turn(4, by=lambda policy: policy.noticed_by)
+@pytest.mark.in_turn(8, by=lambda policy: policy.noticed_by)
 @pytest.mark.parametrize("policy", params_of(WRONG_VICTIMS), ids=lambda policy: policy.__name__)
 def test_wrong_victim_policy_fails_the_test_that_names_its_fault(policy):
     assert failure_of(VictimPolicySuite, policy)

@@ -19,7 +19,13 @@ from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_case
 from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.schedulers.day import SERVERS, ServerDay
 from fd_core.testing.schedulers.twins import reusing_ids
-from tests.testing.right.scheduling import AdmitsBatches, CompilesAGrammarOnce, HasOneSlot, TakesTheLastSlot
+from tests.testing.right.scheduling import (
+    SHORT_DAY,
+    AdmitsBatches,
+    CompilesAGrammarOnce,
+    HasOneSlot,
+    TakesTheLastSlot,
+)
 from tests.testing.witnesses import check_of
 from tests.testing.wrong import planning, scheduling
 
@@ -45,8 +51,8 @@ LATER = [
 ]
 """Run in `nox -s soak` only: most cases of the parts."""
 DAYS = [name for name in CASES if ":test_an_ordinary_day[" in name]
-"""The core's scheduler is compared with itself: by default it lives days without an account of its memory, below and
-in the tests of time."""
+"""By default a scheduler of another kind lives a short one; that of the core, which would be compared with itself,
+lives some without an account of its memory, below and in the tests of time."""
 TIMED = [name for name in CASES if ":test_a_step_of_" in name or ":test_time_of_" in name]
 
 
@@ -70,13 +76,15 @@ OTHER = [name for name in CASES if name not in LATER and name not in TIMED]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.soak if at % 2 or (name in DAYS and "crowded" not in name) else ())
-        for at, name in enumerate(OTHER)
-    ],
+    [pytest.param(name, marks=pytest.mark.soak if at % 2 or name in DAYS else ()) for at, name in enumerate(OTHER)],
 )
 def test_scheduler_of_another_kind_passes(name: str) -> None:
     CASES[name].check(SchedulerTarget("last slot", TakesTheLastSlot))
+
+
+def test_scheduler_of_another_kind_has_a_short_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SERVERS, "crowded", SHORT_DAY)
+    CASES["day:test_an_ordinary_day[crowded]"].check(SchedulerTarget("last slot", TakesTheLastSlot))
 
 
 @pytest.mark.parametrize("cls", [HasOneSlot, AdmitsBatches])
@@ -103,7 +111,7 @@ def test_every_rule_of_schedulers_has_a_case() -> None:
     assert of_schedulers <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
-@pytest.mark.in_turn(4, by=lambda name: check_of(WRONG[name].noticed_by))
+@pytest.mark.in_turn(8, by=lambda name: check_of(WRONG[name].noticed_by))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak if WRONG[name].noticed_by == LONG else ()) for name in WRONG]
 )

@@ -11,7 +11,10 @@ from fd_core.effects.operations import CompileGrammar, GrammarReady
 from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import Scheduler
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.testing.schedulers.day import SERVERS
 
+SHORT_DAY = replace(SERVERS["crowded"], conversations=10, seconds=2.5)
+"""Has the checks of whole days, which `nox -s soak` lives for a minute each."""
 _ROWS = ("slots", "gens", "starts", "num_tokens", "num_drafts", "samples")
 
 
