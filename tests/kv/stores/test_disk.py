@@ -115,7 +115,7 @@ def not_root(folder: Path):
         folder.chmod(0o700)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 class TestDiskStore(StoreSuite):
     @pytest.fixture
     def location(self, tmp_path):
@@ -349,27 +349,6 @@ def wait_for(process: subprocess.Popen, word: str) -> None:
     raise AssertionError(f"the writer exited before it was {word}")
 
 
-def test_killed_writers_leave_complete_values(tmp_path):
-    location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
-    for _ in range(4):
-        processes = [writer(name, location) for name in "ab"]
-        for process in processes:
-            wait_for(process, "busy")
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    store = DiskStore(parse_location(location))
-    values = [path for path in files(tmp_path / "kv") if path.suffix == ".kv"]
-    assert values
-    for path in values:
-        key = bytes.fromhex(path.stem)
-        assert path.read_bytes() == key * 4000
-        assert store.get([key], 1 << 20, 5) == [key * 4000]
-    assert store.put([(KEY, [b"value"])], 5) == 1
-    assert store.get([KEY], 10, 5) == [b"value"]
-
-
 def test_limit_holds_with_concurrent_writers(tmp_path):
     location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
     processes = [writer(name, location) for name in "abc"]
@@ -394,15 +373,6 @@ def on_disk(folder: Path) -> int:
     with (folder / "usage").open("rb") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
         return sum(path.stat().st_size for path in folder.glob("??/*.kv"))
-
-
-def test_file_in_place_of_folder_makes_store_unreachable(tmp_path):
-    (tmp_path / "kv").write_bytes(b"not a folder")
-    store = store_in(tmp_path / "kv")
-    for call in (lambda: store.get([KEY], 10, 1), lambda: store.put([(KEY, [b"value"])], 1)):
-        with pytest.raises(StoreError, match="not a folder") as caught:
-            call()
-        assert caught.value.reason is FailureReason.UNREACHABLE
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
