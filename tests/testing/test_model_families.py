@@ -30,6 +30,7 @@ def one_thread():
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)  # families do most by shared code
 class TestInstalledFamilies(FamilySuite):
     all_ways = os.environ.get("FD_TEST_EXAMPLES") == "all"
 
@@ -39,46 +40,9 @@ class TestInstalledFamilies(FamilySuite):
     def test_models_are_in_a_folder_that_pytest_removes(self, target, tmp_path_factory):
         assert target.folder.is_relative_to(tmp_path_factory.getbasetemp())
 
-    # These take the most time, for what families do by shared code; each family has other tests.
-    @pytest.mark.in_turn(3)
-    def test_no_field_is_ignored(self, target):
-        super().test_no_field_is_ignored(target)
-
-    @pytest.mark.in_turn(3)
-    def test_ropes_are_those_of_the_reference(self, target):
-        super().test_ropes_are_those_of_the_reference(target)
-
-    @pytest.mark.in_turn(3)
-    def test_other_sizes_are_those_of_the_reference(self, target):
-        super().test_other_sizes_are_those_of_the_reference(target)
-
-    @pytest.mark.in_turn(3)
-    def test_narrow_weights_stay_near_float32(self, target, case, form):
-        super().test_narrow_weights_stay_near_float32(target, case, form)
-
-    @pytest.mark.in_turn(3)
-    def test_adapters_equal_merged_weights(self, target, case, backend):
-        super().test_adapters_equal_merged_weights(target, case, backend)
-
-    @pytest.mark.in_turn(3)
-    def test_ranks_share_the_model(self, target, case):
-        super().test_ranks_share_the_model(target, case)
-
-    @pytest.mark.in_turn(3)
-    def test_stages_divide_the_layers(self, target, case):
-        super().test_stages_divide_the_layers(target, case)
-
-    @pytest.mark.in_turn(3)
-    def test_absent_fields_have_their_defaults(self, target, case):
-        super().test_absent_fields_have_their_defaults(target, case)
-
-    @pytest.mark.in_turn(3)
-    def test_gguf_file_is_the_same_model(self, target, case):
-        super().test_gguf_file_is_the_same_model(target, case)
-
-    @pytest.mark.in_turn(3)
-    def test_tensors_are_checked_by_name(self, target, case):
-        super().test_tensors_are_checked_by_name(target, case)
+    @pytest.mark.in_turn(1)
+    def test_logits_are_those_of_the_reference(self, target, case, backend, way):
+        super().test_logits_are_those_of_the_reference(target, case, backend, way)
 
 
 CONVERTED_AS = {
@@ -151,7 +115,7 @@ def calls(name, target):
         yield lambda test=test, values=values: test(**{each: values[each] for each in wanted if each in values})
 
 
-@pytest.mark.in_turn(4, by=lambda cls: WRONG[cls][0])
+@pytest.mark.in_turn(8, by=lambda cls: WRONG[cls][0])
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
 def test_wrong_family_fails_the_test_that_names_its_fault(cls, monkeypatch, tmp_path):
     target = serve(monkeypatch, cls(), tmp_path)
