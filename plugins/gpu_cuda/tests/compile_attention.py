@@ -46,7 +46,6 @@ LATENT_EXACT = Case(16, 1, 576, torch.float32, latent=512)
 SAMPLE = (
     (LLAMA_3_8B, "decode prompt"),
     (QWEN3_30B, "prompt"),
-    (GEMMA_2_9B, "prompt"),
     (DEEPSEEK_V3, "decode"),
     (LLAMA_3_8B_FP8, "decode"),
 )

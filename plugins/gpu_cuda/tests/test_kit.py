@@ -31,6 +31,8 @@ else:  # one test of behaviour shared by all backends, and those that depend on 
     NOT_HERE += " and not (test_signals and cuda-0) and not (test_an_abort and not (running or preempted))"
     NOT_HERE += " and not (padding and (cuda-0-2 or cuda-0-3 or cuda-3-1 or cuda-3-4))"
     NOT_HERE += " and not (test_step and not plain)"
+    # Nothing compiles or waits for a device here: test_compilations.py and the core's own suite test it.
+    NOT_HERE += " and not waits_or_stalls"
 
 
 def test_processes_import_the_package_next_to_the_tests(tmp_path: Path) -> None:
