@@ -47,7 +47,7 @@ class TestPoliciesOfTheCore(RouterPolicySuite):
     def policy_class(self):
         return CORE.load(ROUTER_POLICY, self.policy)
 
-    @pytest.mark.in_turn(9)  # the days of right and of wrong policies are compared with those of all of these
+    @pytest.mark.in_turn(14)  # the days of right and of wrong policies are compared with those of all of these
     @pytest.mark.parametrize("fleet", FLEETS)
     def test_an_ordinary_day(self, fleet):
         super().test_an_ordinary_day(fleet)
