@@ -702,13 +702,11 @@ class ProjectsAllTokens:
 class _Traces:
     """A support file of all steps."""
 
-    def configure(self, limits):
-        super().configure(limits)
-        self.trace = NamedTemporaryFile("w", prefix="steps-")  # noqa: SIM115 - as long as the pack
-
     def compile(self, forward):
+        trace = NamedTemporaryFile("w", prefix="steps-")  # noqa: SIM115 - as long as the compiled forward
+
         def traced(step, cache):
-            self.trace.write(f"{self.line(step)}\n")
+            trace.write(f"{self.line(step)}\n")
             return forward(step, cache)
 
         return traced
