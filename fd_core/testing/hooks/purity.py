@@ -201,12 +201,14 @@ def unchanged_process() -> Iterator[None]:
     # Otherwise one that seeds the generators would leave them as the check before.
     random.random(), np.random.random(2)  # noqa: S311
     before = {**process_state(), **_AT_START}
-    with limited_memory(), np.errstate():  # restores them
-        yield
-        found = process_state()
-    # A check within another one, as of a case by a test, leaves the generators to the outer one as they were.
-    random.setstate(generators[0])
-    np.random.set_state(generators[1])
+    try:
+        with limited_memory(), np.errstate():  # restores them
+            yield
+            found = process_state()
+    finally:
+        # A check within another one, as of a case by a test, leaves the generators to the outer one as they were.
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
     excused = _OF_IMPORTS if found["modules"] != before["modules"] else ()
     for name in sorted(before.keys() & found.keys() - {"modules", *excused}):
         require(found[name] == before[name], "8", f"it changes the {name}: {_change(before[name], found[name])}")

@@ -9,6 +9,7 @@ import random
 import resource
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -41,6 +42,11 @@ def test_a_check_cannot_take_all_memory_of_the_machine() -> None:
     with pytest.raises(AssertionError, match=r"it takes more than [\d,]+ MiB of memory: "), unchanged_process():
         np.empty(available_memory(), np.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_failure_within_a_check_of_the_process_leaves_the_generators() -> None:
+    with unchanged_process(), suppress(ValueError), unchanged_process():
+        raise ValueError
 
 
 def test_only_the_thread_of_a_call_stalls_it() -> None:
