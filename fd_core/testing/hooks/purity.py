@@ -195,8 +195,11 @@ _RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
 
 
 @contextmanager
-def unchanged_process() -> Iterator[None]:
-    """Fail if settings of the whole process change, or if each of several checks leaves open files or threads."""
+def unchanged_process(*, holds: bool = False) -> Iterator[None]:
+    """Fail if settings of the whole process change, or if each of several checks leaves open files or threads.
+
+    What is made in the block and still used afterwards `holds` its own.
+    """
     generators = random.getstate(), np.random.get_state()
     # Otherwise one that seeds the generators would leave them as the check before.
     random.random(), np.random.random(2)  # noqa: S311
@@ -212,7 +215,7 @@ def unchanged_process() -> Iterator[None]:
     excused = _OF_IMPORTS if found["modules"] != before["modules"] else ()
     for name in sorted(before.keys() & found.keys() - {"modules", *excused}):
         require(found[name] == before[name], "8", f"it changes the {name}: {_change(before[name], found[name])}")
-    for name, held in _held().items():
+    for name, held in () if holds else _held().items():
         most, rises = _RISES[name]
         if held > most:
             gc.collect()

@@ -37,7 +37,7 @@ def constructed(
     from fd_core.testing.hooks.purity import unchanged_process
 
     what = f"{kind.word} {which if isinstance(which, str) else f'{which.__module__}:{which.__qualname__}'}"
-    with unchanged_process():
+    with unchanged_process(holds=True):
         try:
             made = make()
         except passes:
