@@ -73,9 +73,9 @@ def test_token_without_a_row_is_named(server: LiveServer, path: str, body: dict[
     server.client.specs.clear()
     answer = server.post(path, body)
     assert answer.status == 400, answer.body
-    message = answer.json["error"]["message"]
+    message, name = answer.json["error"]["message"], answer.json["error"].get("param")
     assert f"token id {PAD} ('[PAD]') is out of range; the vocabulary has {ROWS} ids" in message
-    assert field is None or (answer.error["param"] == field and message.startswith(f"{field}:"))
+    assert field is None or (name.partition("[")[0] == field and message.startswith(f"{name}:"))
     assert not server.client.specs, "nothing must reach the engine"
 
 

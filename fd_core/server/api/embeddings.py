@@ -138,17 +138,16 @@ class PooledTexts:
         reading = read_texts(self._state, given, field, add_special, longest)
         return await cancel_on_disconnect(self._request, reading)
 
-    async def vectors(
-        self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None, *, in_order: bool = True
-    ) -> list[Floats]:
-        """Return a vector of each prompt, with the model's settings and the options of the request.
+    async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
+        """Return a vector of each prompt, with the model's settings and the options of the request."""
+        return await self._vectors([each.ids for each in prompts], names_of(field, len(prompts)), dimensions)
 
-        Prompts that are not in the order of the field are not named by their index.
-        """
+    async def _vectors(
+        self, prompts: Sequence[tuple[int, ...]], names: Sequence[str], dimensions: int | None
+    ) -> list[Floats]:
         info = self._state.client.info
         check_dimensions(dimensions, info.state_size)
-        names = names_of(field, len(prompts)) if in_order else [field] * len(prompts)
-        pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), names)
+        pooled = await self._pool(prompts, Pooling(info.vectors.pooling), names)
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
 
     async def classes(self, prompts: Sequence[PromptText], field: str) -> list[pooling.Classification]:
@@ -189,8 +188,12 @@ class PooledTexts:
         if settings.second_text is not None:
             return await self._classified(pairs, settings.second_text, field)
         order = {text: index for index, text in enumerate(distinct(pairs))}
-        prompts = await self._read([settings.prompt + text for text in order], field)
-        vectors = await self.vectors(prompts, field, in_order=False)
+        reader, longest = self._state.prompt_reader, longest_text(self._state, self._body)
+        texts = [settings.prompt + text for text in order]
+        read = reader.run(
+            sum(map(len, texts)), lambda: [reader.text(each, True, field, longest=longest) for each in texts]
+        )
+        vectors = await self._vectors(await cancel_on_disconnect(self._request, read), [field] * len(texts), None)
         return [similarity(vectors[order[one]], vectors[order[other]]) for one, other in pairs]
 
     async def _classified(self, pairs: Sequence[tuple[str, str]], second_text: int, field: str) -> list[float]:

@@ -122,6 +122,12 @@ def test_rerank_returns_the_best_first(server: LiveServer) -> None:
     assert best == [{"index": 1, "relevance_score": scores[0]}]
 
 
+def test_as_many_documents_as_are_allowed_are_ranked(null: LiveServer) -> None:
+    body = {"query": "a", "documents": [f"document {number}" for number in range(2048)], "return_documents": False}
+    assert len(null.post("/v1/rerank", body).json["results"]) == 2048
+    assert null.post("/v1/rerank", {**body, "documents": [*body["documents"], "b"]}).status == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
