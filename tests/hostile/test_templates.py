@@ -176,6 +176,7 @@ def test_large_template_is_rejected_before_compilation() -> None:
         ChatTemplate("{% if a %}" * 20_000).render([{"role": "user", "content": "hello"}])
 
 
+@pytest.mark.timing
 def test_template_of_many_statements_is_compiled_within_a_second() -> None:
     """Python compiles a template in one operation, during which no other thread runs."""
     code = Sandbox().compile("{{ a < b < c }}{% if d %}{{ e | trim }}{% endif %}" * 800, raw=True)
