@@ -670,7 +670,7 @@ def _as_list(prompts: Any) -> list[Any]:
 def _uninterrupted(call: Callable[..., _Result], *args: Any) -> _Result:
     """Return the result of a call of the engine; SIGINT, as of Ctrl-C, is handled after it, and a second one at once.
 
-    An interrupted step would leave its output behind, and the next one would wait for an output that never comes.
+    The output of an interrupted step would stay unread, and the next step would wait until its timeout.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

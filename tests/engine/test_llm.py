@@ -120,7 +120,7 @@ def test_engine_ends_with_its_block_and_with_its_object() -> None:
 
 
 def test_next_text_is_whole_after_an_interrupt_at_any_time(llm: LLM) -> None:
-    """SIGINT within a step would leave its output behind, for which the next one would wait in vain."""
+    """If SIGINT ended a step early, its output would stay unread, and the next step would fail after a minute."""
     expected = llm.generate("one", SHORT)[0].token_ids
     for attempt in range(20):
         timer = threading.Timer(0.005 + attempt / 1000, os.kill, (os.getpid(), signal.SIGINT))

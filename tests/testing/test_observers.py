@@ -497,7 +497,7 @@ class PrintsTheLastStep(Counts):
 
 
 class KeepsWhatItCannotWrite(WritesPages):
-    """Tries again later, with all that came meanwhile."""
+    """Keeps lines that cannot be written, and tries again at the next page."""
 
     def observe(self, step):
         self.lines += [request.request_id for request in step.requests]

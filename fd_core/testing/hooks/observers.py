@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -43,7 +42,7 @@ from fd_core.testing.hooks.purity import imported_again, require_freed
 from fd_core.testing.kit.days.account import account_of
 from fd_core.testing.kit.growth import require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import contents_of, created_paths, hidden_from_other_users
-from fd_core.testing.kit.processes import resource_snapshot
+from fd_core.testing.kit.processes import at_a_limit, resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement, constructed
 
 _GROWING: Final = "requests=1,tokens=2,drafts=some accepted"
@@ -121,7 +120,7 @@ class ObserverSuite:
         """Observe two engines, and look at what their observers hold, write, show and leave.
 
         The first, quiet hour shows what the files have all of: ids of requests, or of tokens. Then the process begins
-        again with the same id, as in a container. In another hour the disk is full: what comes then may be lost.
+        again with the same id, as in a container. In another hour the disk is full: steps of that hour may be lost.
         """
         engines = [hours_of(engine) for engine in range(2)]
         night = engines[0][0]
@@ -147,7 +146,7 @@ class ObserverSuite:
                     every += begun(len(engines))
                     before = [numbers_of(observer) for observer in every[1:]]
                 is_full = hour == ORDINARY_HOUR
-                with _full_disk() if is_full else nullcontext():
+                with at_a_limit("sizes of files", 0) if is_full else nullcontext():
                     for together in zip_longest(*(hours[hour] for hours in engines)):
                         for observer, step in zip(every[-2:], together, strict=False):
                             try:
@@ -206,7 +205,7 @@ class ObserverSuite:
         """As on a full disk: the steps may be lost, but not the engine, which goes on meanwhile."""
         self.bounded.require()
         observer = self.new_observer()
-        with _full_disk():
+        with at_a_limit("sizes of files", 0):
             _observe_many(observer, "steps that cannot be written", Exception)
 
     @pytest.mark.timing
@@ -242,17 +241,6 @@ class ObserverSuite:
         after = min(min(_times(observer, _FEW)) for _ in range(3))
         observer.close()
         assert after < 5 * before, f"after 33,000 steps a step takes {after / before:.0f} times as long"
-
-
-@contextmanager
-def _full_disk() -> Iterator[None]:
-    """Let no file grow, as on a full disk; files can still be created."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _observe_many(observer: Observer, what: str, *failing: type[Exception]) -> None:

@@ -64,11 +64,14 @@ def _children() -> Iterator[str]:
 
 
 @contextmanager
-def at_a_limit(of: str) -> Iterator[None]:
-    """Let this process open nothing more, or write no larger files, of which a write to the limit is a short one."""
-    kind, most = LIMITS[of]
+def at_a_limit(of: str, most: int | None = None) -> Iterator[None]:
+    """Let this process open nothing more, or write no larger files, of which a write to the limit is a short one.
+
+    With files of at most 0 bytes none can be written, as on a full disk.
+    """
+    kind, usual = LIMITS[of]
     before, taken = resource.getrlimit(kind), list[int]()
-    resource.setrlimit(kind, (most, before[1]))
+    resource.setrlimit(kind, (usual if most is None else most, before[1]))
     try:
         with suppress(OSError):
             while kind == resource.RLIMIT_NOFILE:  # also the numbers between those in use

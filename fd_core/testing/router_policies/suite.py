@@ -69,7 +69,7 @@ _FLEETS: Final = (1025, 4097)
 _SERVED: Final = (8, 240)
 """Workers, and requests of one kind, which are many for each of them."""
 _KINDS: Final = tuple(itertools.product(((5,), (300,), (30_000,), (5, 300, 30_000)), (False, True), (1, 2)))
-"""Tokens of prompts, whether they have sessions, and models whose requests come in turn, each with its own workers."""
+"""Lengths of prompts in tokens, whether requests name sessions, and the number of models, each with its own workers."""
 
 _Prompt = tuple[IntArray, tuple[bytes, ...]]
 """Tokens, and keys of blocks."""
