@@ -7,7 +7,7 @@ random numbers. Groups in virtual time show whether the number follows the load 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -23,27 +23,10 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.loads import GROUPS, SCALING, Group, numbers_of, require_ordinary_day
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import require_bounded
-from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
+from fd_core.testing.kit.requirements import OPEN, ReadNames, Requirement, constructed, lacks
 
 _VALUES = (False, True, 0.05, 0.5, 1, 3, 30, 1000)
 """Values of an option, of which a policy may refuse some."""
-
-
-class _RecordedOptions(Mapping[str, Any]):
-    """Options, and the names that a policy has read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values, self.read = values, set[str]()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class ScalingPolicySuite:
@@ -114,7 +97,7 @@ class ScalingPolicySuite:
 
     def _names(self) -> list[str]:
         """Return the names of the options of `options`, and of those that the policy reads one by one."""
-        given = _RecordedOptions(self.options())
+        given = ReadNames(self.options())
         self.policy_class()(given)
         if not (names := given.read | {*self.options()}):
             lacks("no options are known: return each with a value of it in `options` of the suite")

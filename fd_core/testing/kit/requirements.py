@@ -50,6 +50,26 @@ def constructed(
     return made
 
 
+class ReadNames(dict[str, Any]):
+    """Settings, and the names of those that a plugin has read or asked for one by one."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read = set[str]()
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
 @dataclass(frozen=True, slots=True)
 class Requirement:
     """An ability that tests require: present, or absent for a reason."""

@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,7 +35,7 @@ from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.growth import count_bytes, require_bounded, require_idle, seconds_of
 from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
 from fd_core.testing.kit.processes import LIMITS, at_a_limit, resource_snapshot
-from fd_core.testing.kit.requirements import OPEN, Requirement, constructed, lacks
+from fd_core.testing.kit.requirements import OPEN, ReadNames, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.day import SERVERS, Place, require_an_ordinary_day
 from fd_core.testing.stores.values import assert_hidden, assert_value, keys_of
@@ -172,22 +172,6 @@ class _SlowValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
         if index == 2:
             time.sleep(self._seconds)
         return self._values[index]
-
-
-class _RecordedParameters(dict[str, str]):
-    """Parameters of a location, and the names of those that a store has read."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        super().__init__(values)
-        self.read = set[str]()
-
-    def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
 
 
 class BackDoor(abc.ABC):
@@ -909,7 +893,7 @@ class StoreSuite:
     def test_wrong_values_of_parameters_are_refused_by_name(self, location: str) -> None:
         """Try the parameters of the location, and those that the store reads one by one; some accept any text."""
         place = parse_location(location)
-        parameters = _RecordedParameters(place.parameters)
+        parameters = ReadNames(place.parameters)
         self.new_store(replace(place, parameters=parameters)).close()
         for name, wrong in itertools.product(sorted(parameters.read | {*place.parameters}), _WRONG_VALUES):
             try:

@@ -16,7 +16,7 @@ from fd_core.models.families.spec import DecoderSpec, RopeSpec, Traits, decoder_
 from fd_core.models.loading.config import ModelConfig, text_part
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, MODEL, installed_plugins
-from fd_core.testing.kit.requirements import FAMILIES_EXTRA, require_packages
+from fd_core.testing.kit.requirements import FAMILIES_EXTRA, ReadNames, require_packages
 from fd_core.testing.kit.target import Target, parse_target
 from fd_core.testing.models.families.reference import Classes, Logits, config_of, write_classifier, write_reference
 
@@ -88,32 +88,16 @@ class FamilyTarget:
     def fields(self, values: Mapping[str, Any]) -> set[str]:
         """Return the fields of a config that the family reads, without those that every decoder reads."""
         renamed = self.family.renamed
-        usual = _RecordedConfig({"num_hidden_layers": 1, **values, renamed.get("hidden_act", "hidden_act"): "silu"})
+        usual = ReadNames({"num_hidden_layers": 1, **values, renamed.get("hidden_act", "hidden_act"): "silu"})
         rope = RopeSpec((1.0,))
         decoder_spec("", ModelConfig(usual, renamed=renamed), Traits(rope=lambda layer: rope))
         return (self.read(values) - usual.read | {"tie_word_embeddings"}) & values.keys()
 
     def read(self, values: Mapping[str, Any]) -> set[str]:
         """Return all fields of a config that describing it reads."""
-        seen = _RecordedConfig(values)
+        seen = ReadNames(values)
         self.describe(seen)
         return seen.read
-
-
-class _RecordedConfig(dict[str, Any]):
-    """Config that records which of its fields are read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.read: set[str] = set()
-
-    def get(self, field: str, default: Any = None) -> Any:
-        self.read.add(field)
-        return super().get(field, default)
-
-    def __getitem__(self, field: str) -> Any:
-        self.read.add(field)
-        return super().__getitem__(field)
 
 
 def find_family(name: str, seed: int = 0) -> FamilyTarget:
