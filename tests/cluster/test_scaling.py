@@ -48,14 +48,14 @@ def test_no_scale_up_while_workers_start() -> None:
     assert set(proposals(LoadPolicy({"up-seconds": 0}), load(1, target=3, waiting=1000), 20)) == {3}
 
 
-def test_sustained_idle_removes_one_worker() -> None:
+def test_sustained_room_removes_one_worker() -> None:
     policy = LoadPolicy({"down-seconds": 10})
-    assert proposals(policy, load(3, running=2), 12) == [*[3] * 10, 2, 3]
+    assert proposals(policy, load(3, running=22, kv_usage=0.4), 12) == [*[3] * 10, 2, 3]
 
 
 @pytest.mark.parametrize(
     "full",
-    [{"running": 40}, {"waiting": 1}, {"kv_usage": 0.5}, {"ttft_seconds": 1.9}],
+    [{"running": 23}, {"waiting": 1}, {"kv_usage": 0.43}, {"ttft_seconds": 1.5}],
     ids=lambda full: next(iter(full)),
 )
 def test_needed_worker_is_not_removed(full: dict[str, Any]) -> None:

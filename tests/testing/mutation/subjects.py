@@ -140,7 +140,9 @@ SUBJECTS: Final = {
         _template(PluginKind.LAUNCHER), of_core("launching", "spawn", "owned", "child"), ("tests/launching",)
     ),
     PluginKind.SCALING_POLICY: Subject(
-        _template(PluginKind.SCALING_POLICY), offering(PluginKind.SCALING_POLICY), ("tests/cluster/test_scaling.py",)
+        (("tests/testing/test_scaling_policies.py", "-k", "TestLoadPolicy"),),
+        offering(PluginKind.SCALING_POLICY),
+        ("tests/cluster/test_scaling.py",),
     ),
     PluginKind.TOOL_PARSER: Subject(
         _PARSERS,
