@@ -90,8 +90,9 @@ class ModelConfig:
         return self.single(field) if self.values.get(field) else None
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return a boolean."""
-        value = self._get(field, default)
+        """Return a boolean, the default if it is absent, or False if it is null."""
+        value = self.values.get(self.renamed.get(field, field), default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self._wrong(field, "true or false", value)
         return value

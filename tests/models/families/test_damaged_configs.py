@@ -76,3 +76,8 @@ def test_family_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(family, "traits", fails)
     with pytest.raises(ModelError, match="cannot be used: KeyError: 'rotary'"):
         describe(ModelConfig({"architectures": list(family.architectures)}))
+
+
+def test_null_of_a_switch_is_false_as_in_transformers():
+    assert ModelConfig({}).flag("norm_topk_prob", True)
+    assert not ModelConfig({"norm_topk_prob": None}).flag("norm_topk_prob", True)
