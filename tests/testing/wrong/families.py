@@ -268,6 +268,17 @@ class RoutesToTwoExperts(Qwen3Moe):
         return replace(traits, moe=moe)
 
 
+@found_by("test_null_is_not_the_default", "with sliding_window=null is read as without it, with 4096")
+class TakesNullForTheDefault(Mistral):
+    """Configs of later models say so that there is no window."""
+
+    cases = {"window": {"sliding_window": 7}}  # noqa: RUF012
+
+    def traits(self, config):
+        window = config.optional_count("sliding_window", 4096) or 4096
+        return replace(super().traits(config), window=lambda layer: window)
+
+
 class _Changed(dict):
     """Config of which some values are others."""
 

@@ -194,6 +194,24 @@ class FamilySuite:
                 assert not at, f"a config without {field} is not read as with {field}={whole[field]!r:.80}: {at}"
         assert compared, "no field could be left out"
 
+    def test_null_is_not_the_default(self, target: FamilyTarget, case: str) -> None:
+        """Write null into each field that matters and has a default: of a window it means none, for example."""
+        _require_code(target)
+        given = target.family.cases[case]
+        values = target.filled(given)
+        for field in sorted(target.read(values) & values.keys()):
+            nulled = {**given, field: None}
+            try:
+                default, null = target.filled(given, without=field), target.filled(nulled)
+            except Exception:  # noqa: BLE001, S112 -- transformers has no such model
+                continue
+            if not default.get(field) or null.get(field, 0) is not None:
+                continue
+            mine, usual, found = (_described(target, each) for each in (values, default, null))
+            if found is not None and found == usual != mine:
+                known = self._is_computed(target, nulled, f"with {field}=null")
+                assert not known, f"a config with {field}=null is read as without it, with {default[field]!r:.80}"
+
     def test_wrong_values_of_fields_are_refused(self, target: FamilyTarget) -> None:
         """Give each field that the family reads values of other types and ranges, as in a config that was edited."""
         _require_code(target)
