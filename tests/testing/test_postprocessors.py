@@ -14,6 +14,7 @@ from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.purity import unchanged_process
+from fd_core.testing.kit.growth import one_torch_thread
 from fd_core.testing.kit.law import RULES
 from fd_core.testing.models import cases as suite_cases
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
@@ -89,6 +90,16 @@ def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
         _, _, text = wrong.noticed_by.partition(":")
         for case in [MATRICES.case(text)] if text else MATRIX:
             over_cases(target, case)
+
+
+def test_import_that_sets_threads_is_noticed():
+    with one_torch_thread():
+        from tests.testing.wrong.importing import SetsThreads
+
+        with pytest.raises(AssertionError, match="law 8: it changes the number of threads of torch"):
+            CASES["flight:test_threads_are_left_to_the_backend"].run(
+                target=PostprocessTarget("threads", SetsThreads, TorchOps())
+            )
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():

@@ -18,7 +18,7 @@ import pytest
 
 from fd_core.ops.contract import Array
 from fd_core.plugins import POSTPROCESS, installed_plugins
-from fd_core.testing.hooks.purity import moving_clocks, require_freed, unchanged_threads
+from fd_core.testing.hooks.purity import imported_again, moving_clocks, require_freed, unchanged_threads
 from fd_core.testing.kit.days.account import account_of, require_as_good
 from fd_core.testing.kit.days.work import talks
 from fd_core.testing.kit.growth import (
@@ -74,6 +74,7 @@ def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTar
 @pytest.mark.fd_alone
 def test_threads_are_left_to_the_backend(target: PostprocessTarget) -> None:
     with unchanged_threads():
+        imported_again(target.make)
         Matrices(target, 4, 2).check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
 
 
