@@ -289,7 +289,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def make_ops(self) -> Ops:
-        """Create the pack for the configured dtype and threads; may initialise the device."""
+        """Create the pack for the configured dtype and threads; may initialise the device.
+
+        The process belongs to the engine: handlers of signals, logs and numerics stay as they were. Files and processes
+        that the pack needs end with it, except caches that the next one finds again.
+        """
 
     @property
     def default_sizes(self) -> dict[str, int]:
@@ -314,7 +318,7 @@ class Backend(abc.ABC):
 
     @property
     def reserved_memory(self) -> int:
-        """Bytes that `free_memory` reserves for steps; by default none."""
+        """Bytes that `free_memory` reserves for steps, so that it does not return them; by default none."""
         return 0
 
     @abc.abstractmethod

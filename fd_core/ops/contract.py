@@ -736,6 +736,8 @@ class Ops(abc.ABC):
     ) -> Array:
         """Prepare weights [out_i, in], stacked along `out`, for `linear`; the parts may be of several formats.
 
+        Nothing else keeps their values, which are most of the memory of a process.
+
         With `gated`, the two parts are gate and up, used only by `gated_linear`, so that a pack may
         interleave them.
         """
@@ -882,7 +884,8 @@ class Ops(abc.ABC):
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """[T, H] -> [T, H]: route each token to its experts and add their weighted outputs.
 
-        A token that is NaN reaches no other token, and the softmax takes scores of any finite size.
+        A token that is NaN reaches no other token, and the softmax takes scores of any finite size. The cost grows with
+        the experts that tokens use, not with all experts.
         """
 
     @abc.abstractmethod
@@ -912,7 +915,7 @@ class Ops(abc.ABC):
         top_k, and the first one always; min_p keeps weights of at least min_p * 2^32.
 
         A peak is the largest logit of a row, or NaN if one of its logits is NaN. If it is not finite, the runner fails
-        the row's request; the token is then any valid id.
+        the row's request; the token is then any valid id. No log or file shows the tokens of such a step either.
         """
 
     @abc.abstractmethod

@@ -20,6 +20,7 @@ from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, described, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
+from fd_core.testing.kit.law import InvariantViolated
 from fd_core.testing.kit.limits import OPTIONAL
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
@@ -98,6 +99,8 @@ class Target:
         self.kv_dtype = config.kv_cache_dtype
         self.quantization = config.quantization
         """Format of the weights after a model is loaded."""
+        self.changes = ""
+        """Settings of the process that making `ops` changed."""
 
     def __repr__(self) -> str:
         return self.text
@@ -123,7 +126,14 @@ class Target:
     @cached_property
     def ops(self) -> Ops:
         """One pack, shared by tests that only compute. Raises `PluginError` for an object of another type."""
-        made = self.backend.make_ops()
+        from fd_core.testing.hooks.purity import unchanged_process
+
+        backend, made = self.backend, None
+        try:
+            with unchanged_process(holds=True):
+                made = backend.make_ops()
+        except InvariantViolated as error:
+            self.changes = str(error)
         if not isinstance(made, Ops):
             raise PluginError(f"backend {self.name} cannot be used: make_ops returns {described(made)}")
         return made

@@ -23,6 +23,7 @@ from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
 from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.judging import Judge
+from fd_core.testing.kit.privacy import kept_out_of_logs
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import FORMER_STEP_CASE, STEP_CASE, rewrite_weights
 from fd_core.testing.models.drafting import speculation
@@ -107,6 +108,8 @@ class Scenario:
         with ExitStack() as stack:
             engines = [stack.enter_context(each.loaded()) for each in scenarios[::order]][::order]
             move = stack.enter_context(moving_clocks(self.target.cls))
+            for spec in self._poisoned(self.specs[0]):  # of which logs may tell that it failed
+                stack.enter_context(kept_out_of_logs(ids=spec.prompt[-3:] if len(spec.prompt) > 2 else ()))
             steps = [each.drive(engine, move) for each, engine in zip(scenarios, engines, strict=True)]
             run: Callable[..., None] = _in_threads if self.events.in_thread else _in_turns
             run(*steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -13,13 +13,27 @@ from fd_core.ops.contract import Heads, KVShape, Norm, Ops
 from fd_core.testing.axes import sampling
 from fd_core.testing.axes.reuse import IN_PLACE, RecordingOps
 from fd_core.testing.kit.growth import count_bytes, count_elements, cpu_seconds
-from fd_core.testing.models.arrays import Values, activations, heads_on, no_rope, on_device, raw, step_input
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.arrays import (
+    Values,
+    activations,
+    heads_on,
+    no_rope,
+    on_device,
+    packed_weight,
+    raw,
+    step_input,
+)
+from fd_core.testing.models.layers import Geometry, LayerOn
 
 Require = Callable[..., None]
 _WIDE = 4000
 """Blocks for which a table has places, without use."""
 _SMALL, _LARGE = 16, 24_000
 """Blocks of pools of which a call uses one block; the larger one has about 100 MB."""
+_COUNTS: Final = {"table": (64, 16_384), "packed table": (64, 16_384), "experts": (4, 64)}
+"""Rows of a table, and experts, of which a call uses some."""
+_TOKENS: Final = 2048
 _POOLS = {
     "heads": KVShape(1, 2, 64, block_size=4),
     "latents": KVShape(1, 1, 128, block_size=8, latent=96),
@@ -73,6 +87,39 @@ def test_cost_of_logits_grows_with_the_rows_that_need_them(ops: Ops, values: Val
     require_as_cheap(
         [partial(compute, *each) for each in given], f"logits of 1 of {lengths[1]} tokens", 64 * lengths[1] * hidden
     )
+
+
+@pytest.mark.fd_alone
+@pytest.mark.parametrize("weights", ["table", "packed table", "experts"])
+def test_cost_of_weights_grows_with_those_that_are_used(
+    ops: Ops, values: Values, require: Require, weights: str
+) -> None:
+    """Look up a row of a table, and route equal tokens to two experts, of few and of many."""
+    require("primitives", *["moe"] * (weights == "experts"))
+    calls = list[Callable[[], object]]()
+    for count in _COUNTS[weights]:
+        if weights == "experts":
+            layer = LayerOn(ops, Geometry(hidden=64, inner=128, experts=count), [(_TOKENS, _TOKENS)])
+            calls.append(partial(_route, layer, activations(ops, values(1, 64).repeat(_TOKENS, axis=0))))
+            continue
+        packed = weights != "table"
+        if packed and not ops.table_formats:
+            lacks("it has no packed tables")
+        stored = packed_weight(min(ops.table_formats), count, 256, None, 0.1, "usual", 1) if packed else None
+        table = ops.prepare_embedding(raw(values(count, 256)) if stored is None else stored)
+        ids = ops.from_host(np.array([count - 1], np.int32))
+        calls.append(partial(_look_up, ops, table, ids))
+    few, many = _COUNTS[weights]
+    require_as_cheap(calls, f"{weights} of {many:,} instead of {few}", 2**20, in_place=weights == "experts")
+
+
+def _route(layer: LayerOn, x: Any) -> None:
+    assert layer.experts is not None
+    layer.ops.to_host(layer.ops.moe(x, layer.experts, "silu"))
+
+
+def _look_up(ops: Ops, table: Any, ids: Any) -> None:
+    ops.to_host(ops.embedding(table, ids))
 
 
 @pytest.mark.fd_alone

@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,10 +38,11 @@ from fd_core.ops.contract import KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.runner.warm_up import decode_plan, prefill_plan
-from fd_core.testing.kit.growth import require_no_stall
+from fd_core.testing.kit.growth import require_no_stall, traced
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
-from fd_core.testing.kit.privacy import audited, kept_out_of_logs
+from fd_core.testing.kit.privacy import audited, created_paths, kept_out_of_logs
+from fd_core.testing.kit.processes import resource_snapshot
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
@@ -66,8 +68,15 @@ _THREAD_SECONDS: Final = 5.0
 """Time for a thread to end after its engine."""
 _ENGINES: Final = 4
 """In each of which the first step of a size takes long if that is not by chance."""
+_REHEARSED: Final = 2**26
+"""Bytes that the steps of a rehearsal take."""
 _COMPILING: Final = {"compile", "ctypes.dlopen", "import", "open", "os.posix_spawn", "subprocess.Popen"}
 """Audit events of compilers."""
+
+
+def test_settings_of_the_process_are_kept(target: Target) -> None:
+    """A pack is made in the process of an engine, whose signals, logs and numerics belong to others."""
+    assert not target.changes, f"when its pack is made, {target.changes}"
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -176,21 +185,28 @@ def require_separate(environments: Sequence[Mapping[str, str]], cores: Sequence[
 
 
 def test_rehearsal_frees_what_it_computed(target: Target) -> None:
-    backend, events = target.cls(target.config()), list[str]()
+    """Compare the free memory with that of an instance without a rehearsal: what steps took is reserved, not free."""
+    (backend, ops), (other, _) = ((each, each.make_ops()) for each in (target.cls(target.config()) for _ in range(2)))
+    events = list[str]()
 
     @contextmanager
     def steps() -> Iterator[None]:
         events.append("computed")
+        taken = ops.from_host(np.ones(_REHEARSED // 4, np.float32))
         yield
+        del taken
         events.append("freed")
 
-    backend.make_ops()
     rehearsal = steps()
     backend.rehearse(rehearsal)
     assert events in ([], ["computed", "freed"]), f"`rehearse` enters its argument and leaves it, got {events}"
-    assert backend.reserved_memory >= 0, (
-        f"`reserved_memory` is {backend.reserved_memory:,}, which adds to the free memory"
+    reserved = backend.reserved_memory
+    assert reserved >= (_REHEARSED // 2 if events else 0), (
+        f"`reserved_memory` is {reserved:,} after steps that took {_REHEARSED * bool(events):,}"
     )
+    sums = [[each.free_memory() + each.reserved_memory for each in (backend, other)] for _ in range(3)]
+    lost = min(mine - without for mine, without in sums) if reserved else 0
+    assert lost <= reserved // 2, f"`free_memory` still has {lost:,} of {reserved:,} bytes that are reserved for steps"
 
 
 @pytest.mark.parametrize("slots", [1, 8, 257])
@@ -401,13 +417,22 @@ def test_closed_or_sleeping_engine_frees_its_cache_and_weights(
     assert cache() is None and all(each() is None for each in [*kv, *models]), "a closed engine is held"
 
 
-def test_no_thread_outlives_a_closed_engine(target: Target) -> None:
-    """The interpreter waits for threads that are not daemons, so the process of an engine would never end."""
+def test_nothing_outlives_a_closed_engine(target: Target) -> None:
+    """The interpreter waits for threads that are not daemons, so the process of an engine would never end.
+
+    Files and processes that the second one leaves are no caches, and each restart would leave more.
+    """
     before = {*threading.enumerate()}
-    with target.engine() as engine:
-        run(engine, [greedy("a", range(5), 4)])
-    del engine
-    gc.collect()
+    for _ in range(2):
+        processes = resource_snapshot().processes
+        with created_paths() as made, target.engine() as engine:
+            run(engine, [greedy("a", range(5), 4)])
+        del engine
+        gc.collect()
+    files = [str(path) for path in made if path.exists()]
+    assert not files, f"a closed engine leaves {files}, and each one others: remove them, or find them again by name"
+    started = {*resource_snapshot().processes} - {*processes}
+    assert not started, f"a closed engine leaves {len(started)} processes"
     pools = {*vars(executors)["_threads_queues"]}  # which the interpreter itself ends
     left = [each for each in {*threading.enumerate()} - before - pools if not each.daemon]
     for each in left:
@@ -481,6 +506,12 @@ def test_weights_take_the_memory_of_their_form(ops: Ops, require: Callable[..., 
     taken, right = sum(dict(map(storage_of, arrays_of(prepared, ops))).values()), weight_bytes(ops, weight)
     what = f"{form or ops.dtype} weights of {right:,} bytes take {taken:,}"
     assert taken <= 1.2 * right + 2**16, f"{what}: `dequantizes_weights` and `stores_tightly` describe what is stored"
+    with traced():  # the first one may have allocated a buffer that all use
+        prepared = ops.prepare_linear([weight])
+        del prepared
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    assert held <= 0.1 * right + 2**16, f"{held:,} bytes of the host are held for weights of {right:,} that are gone"
 
 
 def test_a_model_is_quantized_as_configured(target: Target, checkpoints: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from tempfile import NamedTemporaryFile
+from pathlib import Path
+from tempfile import NamedTemporaryFile, mkdtemp
 from unittest import mock
 
 import msgspec
@@ -20,6 +23,7 @@ from fd_core.ops.contract import HostCopies
 from fd_core.ops.numpy.kv_8bit import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.warm_up import WarmUpRow
+from fd_core.ops.weights import PackedTensor
 from tests.testing.wrong.fault import wrong, wrong_in
 
 _QUERIES: dict[tuple[int, ...], np.ndarray] = {}
@@ -673,7 +677,7 @@ class SaysThatPackedWeightsStayPacked:
     dequantizes_weights = False
 
 
-@wrong("reference", "lifetime:test_no_thread_outlives_a_closed_engine")
+@wrong("reference", "lifetime:test_nothing_outlives_a_closed_engine")
 class WatchesWithAThread:
     """A thread that is no daemon polls the device, until long after its engine is closed."""
 
@@ -737,3 +741,88 @@ class ComputesOnAllCores:
         linear, halves = super().linear, np.array_split(x, 2)
         with ThreadPoolExecutor(len(halves)) as pool:
             return np.concatenate([*pool.map(linear, halves, [weight] * len(halves))])
+
+
+@wrong("reference", "costs:test_cost_of_weights_grows_with_those_that_are_used*")
+class MultipliesEveryExpert:
+    """Each token is multiplied by all experts, and what it did not choose is masked."""
+
+    def moe(self, x, experts, activation):
+        for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
+            self.expert(x, gate_up, down, experts, activation)
+        return super().moe(x, experts, activation)
+
+
+@wrong("reference", "costs:test_cost_of_weights_grows_with_those_that_are_used*")
+class DequantizesTheWholeTable:
+    """For each lookup."""
+
+    def embedding(self, table, token_ids, scale=1.0, **named):
+        table = table.to_float32() if isinstance(table, PackedTensor) else table
+        return super().embedding(table, token_ids, scale, **named)
+
+
+@wrong_in("reference", "poisoned=true")
+class LogsTheStepOfANaN:
+    """To find out what made a kernel fail; a step has tokens of all tenants."""
+
+    ids = None
+
+    def embedding(self, table, token_ids, scale=1.0, **named):
+        self.ids = token_ids
+        return super().embedding(table, token_ids, scale, **named)
+
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        if not np.isfinite(peaks).all():
+            logging.getLogger("mychip").warning("NaN in a step of %s", None if self.ids is None else self.ids.tolist())
+        return tokens, peaks
+
+
+def _rehearse(self, steps):
+    tracemalloc.start()
+    with steps:
+        self.taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+
+@wrong(
+    "reference",
+    "lifetime:test_rehearsal_frees_what_it_computed",
+    taken=0,
+    rehearse=_rehearse,
+    reserved_memory=property(lambda self: self.taken),
+)
+class CountsReservedMemoryAsFree:
+    """Blocks of KV take what the largest step needs."""
+
+
+@wrong("reference", "lifetime:test_weights_take_the_memory_of_their_form*")
+class KeepsWhatItUploads:
+    """Sources of asynchronous uploads are never dropped, so that the host holds the model as well."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        self.__dict__.setdefault("uploads", []).append([np.array(part.to_float32()) for part in parts])
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@wrong("reference", "lifetime:test_nothing_outlives_a_closed_engine")
+class LeavesItsKernels:
+    """Compiled into a new folder for each engine."""
+
+    def configure(self, limits):
+        Path(mkdtemp(prefix="kernels-"), "kernels.so").touch()
+
+
+def _end(number, frame):
+    raise SystemExit(128 + number)
+
+
+def _make_with_signals(self):
+    signal.signal(signal.SIGINT, _end)
+    return ReferenceBackend.make_ops(self)
+
+
+@wrong("reference", "lifetime:test_settings_of_the_process_are_kept", make_ops=_make_with_signals)
+class HandlesCtrlC:
+    """As the runtimes of some vendors do: the engine ends while the server drains."""
