@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import locale
@@ -152,7 +153,7 @@ def process_state() -> dict[str, object]:
         "state of Python's generator": hash(random.getstate()),
         "working directory": Path.cwd(),
         "CPU affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
-        "garbage collection": gc.isenabled(),
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "logging": (logging.root.manager.disable, logging.root.level, *logging.root.handlers),
         "default timeout of sockets": socket.getdefaulttimeout(),
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -189,14 +190,14 @@ _AT_START: Final = {
 }
 """Settings that a plugin may not change when it is loaded, or when a fixture makes its object, either."""
 _MAX_RISES: Final = 8
-"""Consecutive checks that may each leave more descriptors or threads than any check before."""
-_RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
+"""Consecutive checks that may each leave more of something than any check before."""
+_RISES: Final = {"open files": [0, 0], "threads": [0, 0], "functions to be called at exit": [0, 0]}
 """The most so far, and the number of checks since one that left no more."""
 
 
 @contextmanager
 def unchanged_process(*, holds: bool = False) -> Iterator[None]:
-    """Fail if settings of the whole process change, or if each of several checks leaves open files or threads.
+    """Fail if settings of the whole process change, or if each of several checks leaves open files, threads or exits.
 
     What is made in the block and still used afterwards `holds` its own.
     """
@@ -250,7 +251,11 @@ def _change(before: object, after: object) -> str:
 def _held() -> dict[str, int]:
     descriptors = Path("/proc/self/fd")
     files = sum(1 for _ in descriptors.iterdir()) if descriptors.exists() else 0
-    return {"open files": files, "threads": threading.active_count()}
+    return {
+        "open files": files,
+        "threads": threading.active_count(),
+        "functions to be called at exit": vars(atexit)["_ncallbacks"](),
+    }
 
 
 class _Closure(dict[str, Any]):
