@@ -45,7 +45,10 @@ class ScalingPolicy(ABC):
 
     @abstractmethod
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """`options` are those of the file, such as `{"ttft-seconds": 2}`. Raises `ConfigError` that names one."""
+        """`options` are those of the group, such as `{"ttft-seconds": 2}`; other groups have other ones.
+
+        Raises `ConfigError` that names one.
+        """
 
     @abstractmethod
     def propose(self, load: GroupLoad, now: float) -> int:

@@ -44,6 +44,18 @@ class BelievesItsOptions(Proposes):
         self.step = options.get("step", 1)
 
 
+class SharesItsDefaults(Proposes):
+    """Changes the defaults of its class, which other groups have as well."""
+
+    options = {"step": 1}  # noqa: RUF012
+
+    def __init__(self, options):
+        self.options |= {name: int(value) for name, value in options.items()}
+
+    def propose(self, load, now):
+        return load.target + self.options["step"] * (load.waiting > 9)
+
+
 class UsesRandom(Proposes):
     def propose(self, load, now):
         return load.target + random.randrange(9)
@@ -387,6 +399,7 @@ class ProposesAtFullMinutes(LoadPolicy):
 
 
 OPTIONS = "test_some_values_of_each_option_have_other_numbers"
+COMPANY = "test_options_of_a_group_change_no_other_group"
 DAY = "test_an_ordinary_day"
 
 
@@ -439,6 +452,7 @@ DAY = "test_an_ordinary_day"
         (BelievesItsOptions, "test_wrong_values_of_options_are_refused_by_name"),
         *[(wrong, OPTIONS) for wrong in (BelievesItsOptions, ForgetsOneOption)],
         (PopsItsOptions, "test_an_unknown_option_is_named"),
+        (SharesItsDefaults, COMPANY),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case):
@@ -446,6 +460,8 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case):
     suite.policy_class = lambda: wrong
     if case == OPTIONS and issubclass(wrong, LoadPolicy):
         suite.options = TestLoadPolicy().options
+    if case == COMPANY:
+        suite.options = lambda: {"step": 1}
     check = getattr(suite, case, None) or (lambda: suite.test_case(SCALING.case(case)))
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
         for each in ([group] for group in GROUPS) if case == DAY else [()]:

@@ -95,6 +95,22 @@ class ScalingPolicySuite:
                 f"{name} never changes a number; use it, or close `tunable`"
             )
 
+    @pytest.mark.law("8")
+    def test_options_of_a_group_change_no_other_group(self) -> None:
+        """Create other groups, each with another value of an option, after the one whose numbers are compared."""
+
+        def in_company() -> ScalingPolicy:
+            made = self.new_policy()
+            for name, value in product(self._names(), _VALUES):
+                with suppress(ConfigError):
+                    self.policy_class()(MappingProxyType({**self.options(), name: value}))
+            return made
+
+        group = GROUPS["chat"]
+        assert numbers_of(self.new_policy, group) == numbers_of(in_company, group), (
+            "a group has other numbers if the file has groups with other options: instances share their options"
+        )
+
     def _names(self) -> list[str]:
         """Return the names of the options of `options`, and of those that the policy reads one by one."""
         given = ReadNames(self.options())
