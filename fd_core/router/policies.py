@@ -225,7 +225,8 @@ class RouterPolicy(abc.ABC):
     """Chooses one worker for each request; the router makes one instance for each role, which share no state.
 
     One that remembers sessions remembers `config.max_sessions` of them at most, those that were used last. Most of
-    the sessions that return to their workers stay there when another worker joins or leaves.
+    the sessions that return to their workers stay there when another worker joins or leaves. It keeps no prompts, which
+    may have a million tokens each, logs neither them nor names of sessions, and saves nothing for another process.
     """
 
     uses_prefix: ClassVar[bool] = False

@@ -119,7 +119,7 @@ class Scheduler(abc.ABC):
 
     `plan` is called for each step, `commit` for each output in the order of the plans; up to
     `limits.pipeline_depth` plans are in flight. Two schedulers with the same calls return the same, which never changes
-    later. A new request may have the id of one that ended.
+    later. A new request may have the id of one that ended. Logs show no prompts, and have no line for each step.
     """
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import random
 import struct
@@ -527,6 +528,21 @@ class PrintsSessions(SessionAffinity):
         return chosen
 
 
+class LogsTheBeginning(RequestNum):
+    def choose(self, context):
+        chosen = super().choose(context)
+        logging.getLogger("choices").debug("%s for %s", chosen.worker.url, context.tokens[:16].tolist())
+        return chosen
+
+
+class ComparesWithTheLastPrompt(SessionAffinity):
+    """Keeps the prompt of each session: those of 65,536 sessions take gigabytes."""
+
+    def choose(self, context):
+        self._homes.put(f"of {context.session}", context.tokens, context.now)
+        return super().choose(context)
+
+
 class ChoosesWhoServedLeast(RouterPolicy):
     """Counts its choices: one that joins gets all requests until it has caught up."""
 
@@ -650,6 +666,7 @@ DAY = "test_an_ordinary_day"
 EQUAL = "calls=40,loads=rising"
 FORGETS = "test_the_process_holds_nothing_of_past_requests_and_workers"
 SERVE = "test_every_worker_serves_whatever_arrives"
+PROMPTS = "test_a_session_takes_no_memory_for_its_prompt"
 OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
@@ -675,6 +692,8 @@ SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotte
         (TakesNoSessionForOne, DAY, ()),
         (HashesTheFirstBlock, DAY, ()),
         (PrintsSessions, DAY, ()),
+        (LogsTheBeginning, DAY, ()),
+        (ComparesWithTheLastPrompt, PROMPTS, ()),
         (ChoosesWhoServedLeast, DAY, ()),
         (AvoidsAddressesThatFailed, DAY, ()),
         (ChoosesAmongTheFirst64, DAY, ()),

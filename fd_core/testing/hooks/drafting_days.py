@@ -6,7 +6,6 @@ import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.hooks.drafted import DrafterUnderTest
 from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_good
-from fd_core.testing.kit.days.work import talks
+from fd_core.testing.kit.days.work import shown_parts, talks
 from fd_core.testing.kit.growth import require_no_stall
 from fd_core.testing.kit.law import require
 from fd_core.types import IntArray
@@ -80,10 +79,8 @@ class DraftingDay:
         rng.shuffle(self._requests)
 
     def secrets(self) -> list[bytes]:
-        """Return parts of some prompts as a log would show them."""
-        found = [each for prompt, *_ in self._requests[:40] for each in pairwise(prompt)]
-        pairs = [pair for pair in found if min(pair) > 10_000 and pair[0] != pair[1]][:200]
-        return [f"{one}{between}{other}".encode() for one, other in pairs for between in (", ", " ")]
+        """Return parts of prompts, which no log shows."""
+        return shown_parts(prompt for prompt, *_ in self._requests)
 
     def live(self) -> Generator[None, None, Mapping[str, float]]:
         """Serve all requests; yields after each hour."""

@@ -79,13 +79,17 @@ class SchedulingPolicySuite:
 
     @pytest.mark.law("3.6")
     @pytest.mark.parametrize("preempted", [False, True])
-    @pytest.mark.parametrize("end", ["alone", "while others run", "while it waits"])
+    @pytest.mark.parametrize("end", ["alone", "while others run", "while it waits", "before it has a rank"])
     def test_it_forgets_requests_that_ended(self, end: str, *, preempted: bool) -> None:
         """Each request ends after its admission, or is aborted while it waits, the first time or after a preemption."""
         queue, admissions = Queue(self.policy_class()()), deque[QueuedRequest]()
 
         def use(arrival: int) -> None:
             request = QueuedRequest(arrival, 10, 10, 0, f"tenant {arrival}", False)
+            if end == "before it has a rank":  # as while its grammar is compiled
+                queue.park(request)
+                queue.abort(request)
+                return
             queue.add(request)
             if preempted:
                 queue.policy.preemption_candidates(_RUNNING)

@@ -14,6 +14,7 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
@@ -86,35 +87,41 @@ def created_paths() -> Iterator[Collection[Path]]:
 
 
 @contextmanager
-def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
+def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counter[str]]:
     """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped.
 
     `ids` are token ids that follow each other in a text, which no file that is created within may contain either. What
-    Python prints to standard output and error is in the log of a server as well.
+    Python prints to standard output and error is in the log of a server as well. Yields the number of `lines` that a
+    server logs by default; their text is not kept, as it would count as memory of a plugin.
     """
-    records, root, handler, printed = list[str](), logging.getLogger(), logging.Handler(), io.StringIO()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    root, handler, printed, found = logging.getLogger(), logging.Handler(), io.StringIO(), Counter[str]()
+    parts = [part for value in values for part in (value[:_PART], value[-_PART:]) if len(part) == _PART]
+    forms = {re.escape(form) for part in parts for form in (part.hex(), repr(part)[2:-1], part.decode("latin-1"))}
+    ways = {"a part of what it was given": "|".join(forms), "token ids": r"\D+".join(map(str, ids))}
+    shown = {what: re.compile(way) for what, way in ways.items() if way}
+
+    def note(line: str, level: int = logging.INFO) -> None:
+        found["lines"] += level >= logging.INFO
+        found.update(what for what, way in shown.items() if way.search(line))
+
+    handler.emit = lambda record: note(record.getMessage(), record.levelno)  # type: ignore[method-assign]
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     try:
         with redirect_stdout(printed), redirect_stderr(printed), created_paths() as made:
-            yield
+            yield found
     finally:
         root.setLevel(level)
         root.removeHandler(handler)
-    records += printed.getvalue().splitlines()
-    for part in (part for value in values for part in (value[:_PART], value[-_PART:]) if len(part) == _PART):
-        forms = part.hex(), repr(part)[2:-1], part.decode("latin-1")
-        shown = [record for record in records if any(form in record for form in forms)]
-        require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show a part of what it was given")
-    text = re.compile(r"\D+".join(map(str, ids)))
-    shown = [record for record in records if ids and text.search(record)]
-    require(not shown, "8", f"{len(shown)} lines of logs, or printed ones, show token ids, such as {shown[:1]}")
+    for line in printed.getvalue().splitlines():
+        note(line)
+    for what in shown:
+        require(not found[what], "8", f"{found[what]} lines of logs, or printed ones, show {what}")
     packed = (re.escape(struct.pack(f"<{len(ids)}{kind}", *ids)) for kind in "iq")
-    written = re.compile(b"|".join((text.pattern.encode(), *packed)))
-    found = [str(path) for path in made if ids and path.is_file() and written.search(contents_of(path))]
-    require(not found, "8", f"files hold token ids, which are prompts of all tenants: {', '.join(found)}")
+    written = re.compile(b"|".join((ways["token ids"].encode(), *packed)))
+    wrong = [str(path) for path in made if ids and path.is_file() and written.search(contents_of(path))]
+    require(not wrong, "8", f"files hold token ids, which are prompts of all tenants: {', '.join(wrong)}")
 
 
 @contextmanager

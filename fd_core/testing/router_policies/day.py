@@ -29,7 +29,7 @@ from fd_core.router.selection import IDLE, NoWorker, RouteRequest, Selection
 from fd_core.router.workers import Role, RouterWorker
 from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.days.account import Day, DayAccount, account_of, require_as_good, worst_of
-from fd_core.testing.kit.days.work import HOUR, DayTurn, Talk, each_talk
+from fd_core.testing.kit.days.work import HOUR, DayTurn, Talk, each_talk, shown_parts
 from fd_core.testing.kit.law import require
 from fd_core.testing.stores.values import draws
 from fd_core.types import IntArray
@@ -401,6 +401,12 @@ def _elements(policy: RouterPolicy) -> int:
     return count
 
 
+def _secrets(fleet: Fleet) -> list[bytes]:
+    """Return what no log shows: names of sessions, and prompts."""
+    _, prompts = _work(fleet.number)
+    return [_USER.encode(), *shown_parts(tokens[:64].tolist() for tokens, _ in prompts.values())]
+
+
 def day_of(cls: type[RouterPolicy], config: RouterConfig, fleet: Fleet) -> Day:
     """Return the day of a policy; each call lives it anew."""
     _work(fleet.number)
@@ -415,7 +421,8 @@ def require_ordinary_day(cls: type[RouterPolicy], config: RouterConfig, fleet: F
     """
     days = (day_of(cls, config, each) for each in (fleet, EASY))
     mine, easy = (
-        account_of(day, _USER.encode(), memory=traced) for day, traced in zip(days, (fleet.traced, False), strict=True)
+        account_of(day, *_secrets(fleet), memory=traced)
+        for day, traced in zip(days, (fleet.traced, False), strict=True)
     )
     for kind, other in itertools.product(_RETURNS, ("with", "without")):
         moved, again = (
@@ -435,7 +442,7 @@ def _bar(easy: DayAccount, config: RouterConfig, fleet: Fleet) -> DayAccount:
     worst = worst_of(near)
     if fleet.traced:  # the router's index takes memory if a policy uses prefixes
         peak = max(_account(each, config, fleet).peak for each in _OF_CORE)
-        return DayAccount(worst.figures, peak, worst.grown, worst.left, worst.seconds)
+        return worst._replace(peak=peak)
     return worst
 
 

@@ -28,7 +28,7 @@ from fd_core.router.selection import IDLE, WorkerLoad
 from fd_core.router.workers import ROLES, RouterWorker
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import another_world
-from fd_core.testing.kit.growth import require_bounded, seconds_of
+from fd_core.testing.kit.growth import count_bytes, require_bounded, seconds_of
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
@@ -354,6 +354,22 @@ class RouterPolicySuite:
 
         what = "requests and as many workers" if expired else "sessions, none of them expired, with max-sessions=64"
         require_bounded(use, _REQUESTS, what, "7.1")
+
+    @pytest.mark.law("7.1")
+    def test_a_session_takes_no_memory_for_its_prompt(self) -> None:
+        """A quarter of it at most, as for the keys of its blocks: there are `max_sessions` of them."""
+        policy, there = self.new_policy(), [(_worker(0, 0), IDLE, 0)]
+        prompts = [self._prompt(number, policy.uses_prefix, 100) for number in range(4)]
+
+        def use() -> None:
+            for number in range(_REQUESTS // 4):
+                tokens, keys = prompts[number % 4]
+                shown = self.shown(there, 0.5, f"session {number}", now=1.0)
+                policy.choose(replace_fields(shown, tokens=tokens.copy(), keys=keys))
+
+        held, most = count_bytes(use), _REQUESTS // 4 * prompts[0][0].nbytes // 4
+        what = f"after {_REQUESTS // 4} sessions with prompts of {len(prompts[0][0]):,} tokens"
+        assert held <= most, f"{what} the policy holds {held:,} bytes, expected at most {most:,}"
 
     def _varied(self, worker: RouterWorker, number: int) -> RoutingContext:
         """Return a context that has nothing in common with those of other numbers, except for the worker."""

@@ -28,7 +28,7 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
 from fd_core.signals import MalformedOutput
 from fd_core.testing.kit.days.account import DayAccount, account_of, require_as_good
-from fd_core.testing.kit.days.work import HOUR, talks
+from fd_core.testing.kit.days.work import HOUR, shown_parts, talks
 from fd_core.testing.kit.growth import count_bytecodes, require_no_stall
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.schedulers.device import TOKEN_SECONDS, DayRequest, HashingDevice, TimedTiers, job_of, request_of
@@ -201,6 +201,10 @@ class ServerDay:
         """CPU time of each call."""
         self.batches = True
         """True if nothing was admitted while another request ran, unless its KV arrived only then."""
+
+    def secrets(self) -> list[bytes]:
+        """Return parts of prompts, which no log shows."""
+        return shown_parts(each.request.spec.prompt for turns in self._talks for each in turns)
 
     def live(self) -> Generator[None, None, Mapping[str, float]]:
         """Live the day, hour by hour; return the figures."""
@@ -408,7 +412,7 @@ def require_ordinary_day(make: MakeScheduler, server: Server, cores: Sequence[Se
     A scheduler that admits none while others run is compared with one of the core that does the same.
     """
     day = ServerDay(server, make)
-    mine = account_of(day.live)
+    mine = account_of(day.live, *day.secrets())
     rights = [_account(each, batches=day.batches) for each in cores]
     accounts, names = (mine, *rights), sorted({name for each in (mine, *rights) for name in each.figures})
     names = [each for each in names if _COST not in each or all(each in account.figures for account in accounts)]

@@ -61,6 +61,10 @@ def _log(number: int) -> None:
     logging.getLogger("x").debug("%s %d", _SECRET.decode(), number)
 
 
+def _log_each(number: int) -> None:
+    logging.getLogger("x").info("call %d", number)
+
+
 def _forget(number: int) -> None:
     if number == 0:
         threading.Thread(target=_END.wait, daemon=True).start()
@@ -71,6 +75,7 @@ _WRONG: dict[str, Day] = {
     "more memory for an hour": _day(_keep_for_an_hour),
     "memory of each call": _day(_keep),
     "a secret in a log": _day(_log),
+    "a line for each call": _day(_log_each),
     "a thread": _day(_forget),
 }
 
@@ -103,6 +108,11 @@ def test_account_notices(what: str, right: DayAccount) -> None:
     finally:
         _END.set()
         _KEPT.clear()
+
+
+def test_lines_for_debugging_are_no_memory_of_a_day(right: DayAccount) -> None:
+    account = account_of(_day(lambda number: logging.getLogger("x").debug("call %d", number)), _SECRET)
+    require_as_good(account, right, "a day with a log", "8", 1.5)
 
 
 def test_names_of_created_files_are_not_interned(tmp_path: Path) -> None:

@@ -138,6 +138,30 @@ class RemembersAbortedRequests(Fcfs):
         self._since.pop(request.arrival, None)
 
 
+class CountsUngrantedRequests(FairShare):
+    """A request that ends before it has a rank, as while its grammar is compiled, counts for ever."""
+
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        super().__init__()
+        self._active, self._ranked = Counter(), set()
+
+    def arrived(self, request):
+        super().arrived(request)
+        self._active[request.tenant] += 1
+
+    def rank(self, request):
+        self._ranked.add(request.arrival)
+        return super().rank(request)
+
+    def ended(self, request, num_computed):
+        super().ended(request, num_computed)
+        if request.arrival in self._ranked:
+            self._ranked.discard(request.arrival)
+            self._active -= Counter([request.tenant])
+
+
 class StartsNewTenantsAtZero(FairShare):
     """Each new tenant goes before those that have used anything."""
 

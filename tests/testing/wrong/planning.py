@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -1259,6 +1260,45 @@ class RemembersTheRootsOfSalts(Changed):
     def change_weights(self, nonce):
         self.known.clear()
         return super().change_weights(nonce)
+
+
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[preempted]")
+class CountsPreemptionsOfRequests(Changed):
+    """Until their last output: not of one that is aborted while it waits to return."""
+
+    def change(self):
+        self.counts = Counter()
+
+        def preempt(running_batch, right, slot, draft):
+            self.counts[running_batch.slots.request_in(slot).spec.request_id] += 1
+            right(slot, draft)
+
+        instead(self._running_batch, "preempt", preempt)
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.counts.pop(delta.request_id, None)
+        return deltas, effects
+
+
+@breaks("8", "day:test_an_ordinary_day[crowded]")
+class LogsRequests(Changed):
+    """With their prompts, for debugging."""
+
+    def add(self, spec):
+        logging.getLogger("requests").debug("%s", spec)
+        return super().add(spec)
+
+
+@breaks("2.2", "day:test_an_ordinary_day[crowded]")
+class LogsSteps(Changed):
+    """A line for each of them fills a disk."""
+
+    def commit(self, plan, output):
+        logging.getLogger("steps").info("step %d has %d rows", plan.step, len(plan.slots))
+        return super().commit(plan, output)
 
 
 @breaks("2.2", "day:test_an_ordinary_day[defaults]")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,6 +20,10 @@ from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
 HOUR: Final = 3600.0
 """Seconds."""
+
+
+_SHOWN: Final = 5
+"""Pairs of tokens of a prompt that no log shows."""
 
 
 class DayTurn(NamedTuple):
@@ -85,6 +90,17 @@ def talks(
     """
     made = each_talk(number, hours=hours, vocab_size=vocab_size, longest=longest, seed=seed)
     return sorted(made, key=lambda talk: talk.turns[0].pause)
+
+
+def shown_parts(prompts: Iterable[Sequence[int]]) -> list[bytes]:
+    """Return parts of some prompts as a log would show them, of those that differ."""
+    found = set[tuple[int, int]]()
+    for prompt in prompts:
+        pairs = (pair for pair in pairwise(prompt) if min(pair) > 10_000 and pair[0] != pair[1])
+        found.update(islice(pairs, _SHOWN))
+        if len(found) > 40 * _SHOWN:
+            break
+    return [f"{one}{between}{other}".encode() for one, other in found for between in (", ", " ")]
 
 
 def each_talk(

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
@@ -19,6 +20,7 @@ from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.hooks.purity import require_freed
 from fd_core.testing.kit.growth import count_bytecodes, count_bytes, cpu_seconds, require_bounded, require_no_stall
 from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.small import small_limits
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
@@ -199,10 +201,41 @@ def _abort(run: ScriptedRun, first: int, upto: int) -> None:
         require(not left, "1.7", f"{left} did not end, although aborted")
 
 
+def _preempt(run: ScriptedRun, first: int, upto: int) -> None:
+    """Preempt each request by a pause; abort every other one while it waits, the others after their return."""
+    for number in range(first, upto):
+        spec = msgspec.structs.replace(_short(number), params=SamplingParams(max_tokens=9))
+        run.perform(run.scheduler.add(spec).operations)
+        run.step()
+        run.scheduler.pause()
+        run.step()
+        if number % 2:
+            run.scheduler.resume()
+            run.step()
+        run.scheduler.abort(spec.request_id)
+        run.scheduler.resume()
+        run.step()
+        left = run.scheduler.request_ids()
+        require(not left, "1.7", f"{left} did not end, although aborted")
+
+
+_ENDS: Final[Mapping[str, Callable[[ScriptedRun, int, int], None]]] = {
+    "served": _serve,
+    "aborted": _abort,
+    "preempted": _preempt,
+}
+
+
 @pytest.mark.law("3.6")
-@pytest.mark.parametrize("how", ["served", "aborted"])
+@pytest.mark.parametrize("how", _ENDS)
 def test_memory_does_not_grow_with_requests(target: SchedulerTarget, how: str) -> None:
-    end, run = _serve if how == "served" else _abort, _run(target, FairShare(), OffloadSelection(False, True, False))
+    end, run = _ENDS[how], _run(target, FairShare(), OffloadSelection(False, True, False))
+    if how == "preempted":
+        try:
+            run.scheduler.pause()
+        except BadRequest as error:
+            lacks(f"{error}")
+        run.scheduler.resume()
     require_bounded(lambda number: end(run, number, number + 1), 200, "requests that ended")
     require_freed(lambda: _run(target).scheduler)
 
