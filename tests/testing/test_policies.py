@@ -11,7 +11,7 @@ from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
 from fd_core.testing.hooks.victims import VictimPolicySuite
 from fd_core.testing.schedulers.day import SERVERS
-from tests.testing.right.policies import AgingPriority, LeastImportant, RoundRobin
+from tests.testing.right.policies import AgingPriority, DisplacesTheLessImportant, LeastImportant, RoundRobin
 from tests.testing.right.scheduling import SHORT_DAY
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
@@ -20,7 +20,9 @@ DAYS = ["crowded", "drafts", "store"]
 
 @pytest.mark.in_turn(5)
 class TestSchedulingPolicies(SchedulingPolicySuite):
-    @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare, AgingPriority, RoundRobin])
+    @pytest.fixture(
+        autouse=True, params=[Fcfs, Priority, FairShare, AgingPriority, DisplacesTheLessImportant, RoundRobin]
+    )
     def _policy(self, request):
         self.policy_class = lambda: request.param
 

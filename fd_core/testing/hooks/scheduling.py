@@ -173,9 +173,13 @@ class SchedulingPolicySuite:
         if self.favours_small:
             lacks(self.favours_small)
         server = SERVERS[name]
-        cores = [replace(server, policy=each) for each in (Fcfs, Priority, FairShare)]
+        cores, cls = [replace(server, policy=each) for each in (Fcfs, Priority, FairShare)], self.policy_class()
         require_ordinary_day(
-            ContinuousBatchingScheduler, replace(server, policy=self.policy_class()), cores, f"a day of {name!r}"
+            ContinuousBatchingScheduler,
+            replace(server, policy=cls),
+            cores,
+            f"a day of {name!r}",
+            displaces=cls.displaced_by is not SchedulingPolicy.displaced_by,
         )
 
 

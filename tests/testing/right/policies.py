@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
+from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import VictimPolicy
 
 
@@ -15,6 +15,15 @@ class AgingPriority(Fcfs):
 
     def rank(self, request):
         return (50 * request.priority + request.arrival, request.arrival)
+
+
+class DisplacesTheLessImportant(Priority):
+    """Preempts a running request for a more important one that waits."""
+
+    def displaced_by(self, request, running, victims):
+        rows = np.flatnonzero(running.priorities == running.priorities.max())
+        less_important = running.priorities[rows[0]] > request.priority
+        return int(rows[victims.choose(running.only(rows))]) if less_important else None
 
 
 class RoundRobin(SchedulingPolicy):
