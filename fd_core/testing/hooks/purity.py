@@ -251,11 +251,8 @@ def _change(before: object, after: object) -> str:
 def _held() -> dict[str, int]:
     descriptors = Path("/proc/self/fd")
     files = sum(1 for _ in descriptors.iterdir()) if descriptors.exists() else 0
-    return {
-        "open files": files,
-        "threads": threading.active_count(),
-        "functions to be called at exit": vars(atexit)["_ncallbacks"](),
-    }
+    exits = vars(atexit)["_ncallbacks"]()
+    return {"open files": files, "threads": threading.active_count(), "functions to be called at exit": exits}
 
 
 class _Closure(dict[str, Any]):

@@ -219,11 +219,7 @@ def _preempt(run: ScriptedRun, first: int, upto: int) -> None:
         require(not left, "1.7", f"{left} did not end, although aborted")
 
 
-_ENDS: Final[Mapping[str, Callable[[ScriptedRun, int, int], None]]] = {
-    "served": _serve,
-    "aborted": _abort,
-    "preempted": _preempt,
-}
+_ENDS: Final = {"served": _serve, "aborted": _abort, "preempted": _preempt}
 
 
 @pytest.mark.law("3.6")
