@@ -366,6 +366,24 @@ class WritesTokensForAll(Counts):
         self.file.close()
 
 
+class ReliesOnItsFolder(WritesTokensForAll):
+    """Only a folder that it makes itself is private."""
+
+    def __init__(self):
+        folder = Path(gettempdir(), "tokens")
+        folder.mkdir(0o700, exist_ok=True)
+        self.file = Path(folder, f"{uuid4()}").open("w")  # noqa: SIM115
+
+
+class WarnsOfRejectedDrafts(Counts):
+    """The log of a server gets as many lines as there are steps."""
+
+    def observe(self, step):
+        super().observe(step)
+        if rejected := sum(row.drafts_proposed - row.drafts_accepted for row in step.requests):
+            logging.getLogger("drafts").warning("step %d: %d drafts were rejected", step.step, rejected)
+
+
 class BeginsAnotherFile(Observer):
     """The first file is private, unlike those that follow."""
 
@@ -556,6 +574,8 @@ class StopsAtAnError(NamesItsFilesByTime):
         (WritesTokensForAll, "test_files_that_it_opens_later_are_private"),
         (LogsTokens, "test_an_ordinary_day"),
         (PrintsTheLastStep, "test_an_ordinary_day"),
+        (WarnsOfRejectedDrafts, "test_an_ordinary_day"),
+        (ReliesOnItsFolder, "test_files_that_it_opens_later_are_private"),
         (BeginsAnotherFile, "test_files_that_it_opens_later_are_private"),
         (CompressesForAll, "test_files_that_it_opens_later_are_private"),
         (BeginsAFileEachDay, "test_files_that_it_opens_later_are_private"),

@@ -107,7 +107,7 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def open(self, timeout: float) -> str:
-        """Call the store once and return a line for the start-up summary, without secrets.
+        """Call the store once and return a line for the start-up summary, without secrets; reads no values.
 
         Raises `StoreError` if the store is unavailable at the moment; the other methods may still be called.
         """
@@ -138,7 +138,7 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Delete values, including damaged ones; return how many existed."""
+        """Delete values, including damaged ones, whose space serves later ones; return how many existed."""
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:

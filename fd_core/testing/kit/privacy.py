@@ -9,6 +9,7 @@ import logging
 import lzma
 import os
 import re
+import shutil
 import stat
 import struct
 import sys
@@ -16,7 +17,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,8 @@ _COMMANDS: Final = {"subprocess.Popen": 2, "os.posix_spawn": 2, "os.exec": 2, "o
 """Number of arguments before the variables, which only the new process can read, by event."""
 _PART: Final = 8
 """Bytes of a value that no log shows."""
+_MOST_LINES: Final = 256
+"""Lines of a log at its usual level in thousands of calls."""
 _ZIPPED: Final = b"PK\3\4"
 _CHUNK: Final = 1 << 20
 _NOTES: Final = list[Callable[[str, tuple[Any, ...]], None]]()
@@ -87,12 +90,11 @@ def created_paths() -> Iterator[Collection[Path]]:
 
 
 @contextmanager
-def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counter[str]]:
+def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[None]:
     """Fail if a record of a log, also one for debugging, shows a part of a value, as text, as digits or escaped.
 
     `ids` are token ids that follow each other in a text, which no file that is created within may contain either. What
-    Python prints to standard output and error is in the log of a server as well. Yields the number of `lines` that a
-    server logs by default; their text is not kept, as it would count as memory of a plugin.
+    Python prints to standard output and error is in the log of a server as well, which would grow with each call.
     """
     root, handler, printed, found = logging.getLogger(), logging.Handler(), io.StringIO(), Counter[str]()
     parts = [part for value in values for part in (value[:_PART], value[-_PART:]) if len(part) == _PART]
@@ -100,7 +102,7 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counte
     ways = {"a part of what it was given": "|".join(forms), "token ids": r"\D+".join(map(str, ids))}
     shown = {what: re.compile(way) for what, way in ways.items() if way}
 
-    def note(line: str, level: int = logging.INFO) -> None:
+    def note(line: str, level: int = logging.INFO) -> None:  # keeps none: the memory of a plugin is measured
         found["lines"] += level >= logging.INFO
         found.update(what for what, way in shown.items() if way.search(line))
 
@@ -110,7 +112,7 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counte
     root.setLevel(logging.DEBUG)
     try:
         with redirect_stdout(printed), redirect_stderr(printed), created_paths() as made:
-            yield found
+            yield
     finally:
         root.setLevel(level)
         root.removeHandler(handler)
@@ -118,6 +120,10 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counte
         note(line)
     for what in shown:
         require(not found[what], "8", f"{found[what]} lines of logs, or printed ones, show {what}")
+    often = "for what happens in each call, log the first one, or for debugging only"
+    require(
+        found["lines"] <= _MOST_LINES, "8", f"it logs or prints {found['lines']:,} lines at the usual level; {often}"
+    )
     packed = (re.escape(struct.pack(f"<{len(ids)}{kind}", *ids)) for kind in "iq")
     written = re.compile(b"|".join((ways["token ids"].encode(), *packed)))
     wrong = [str(path) for path in made if ids and path.is_file() and written.search(contents_of(path))]
@@ -125,13 +131,14 @@ def kept_out_of_logs(*values: bytes, ids: Sequence[int] = ()) -> Iterator[Counte
 
 
 @contextmanager
-def hidden_from_other_users(folder: Path, *secrets: bytes) -> Iterator[None]:
+def hidden_from_other_users(folder: Path, *secrets: bytes, there: Sequence[Path] = ()) -> Iterator[None]:
     """Fail if another user may open what was created within, and is there at the end, with the usual umask of 022.
 
     `folder` is that of pytest, which is private, although folders of users are not: it protects nothing in it. With
     `secrets`, only files that contain one of them count, and commands of new processes, which all users can list.
+    Folders that are `there` before protect what is in them once their mode is changed.
     """
-    before, mask, commands = set(_open_paths()), os.umask(0o022), list[str]()
+    before, mask, commands = set(open_paths()), os.umask(0o022), list[str]()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _COMMANDS:
@@ -140,12 +147,12 @@ def hidden_from_other_users(folder: Path, *secrets: bytes) -> Iterator[None]:
     try:
         with created_paths() as made, audited(note):
             yield
-        paths = [*made, *(path for path in _open_paths() if path not in before)]
+        paths = [*made, *(path for path in open_paths() if path not in before)]
     finally:
         os.umask(mask)
     listed = any(secret.decode("latin-1") in command for command in commands for secret in secrets)
     require(not listed, "8", "the command of a new process, which all users can list, has a secret; pass a variable")
-    private = {path for path in made if _mode(path) & _OTHERS == 0}
+    private = {path for path in (*made, *there) if _mode(path) & _OTHERS == 0}
     for path in dict.fromkeys(paths):
         mode, ways = _mode(path), [each for each in path.parents if each in private or not _is_around(each, folder)]
         if any(stat.S_ISDIR(_mode(each)) and _mode(each) & _OTHERS == 0 for each in ways):
@@ -155,6 +162,23 @@ def hidden_from_other_users(folder: Path, *secrets: bytes) -> Iterator[None]:
             require(mode & _MAY_WRITE == 0, "8", f"{shown} write there; create it with mode 700")
         elif (stat.S_ISSOCK(mode) and not secrets) or (stat.S_ISREG(mode) and _holds(path, secrets)):
             require(mode & _OTHERS == 0, "8", f"{shown} open it; create it in a folder of mode 700, or with mode 600")
+
+
+def hidden_in_any_folder(folder: Path, *secrets: bytes) -> Iterator[AbstractContextManager[None]]:
+    """Yield `hidden_from_other_users`, and again where the outermost folders that were made within are there before.
+
+    A user makes them with the usual mode, which a plugin that creates a missing folder only does not change.
+    """
+    with created_paths() as made:
+        yield hidden_from_other_users(folder, *secrets)
+    folders = {path for path in made if path.is_dir()}
+    outermost = [path for path in folders if folders.isdisjoint(path.parents)]
+    for path in outermost:
+        shutil.rmtree(path)
+        path.mkdir()
+        path.chmod(0o755)
+    if outermost:
+        yield hidden_from_other_users(folder, *secrets, there=outermost)
 
 
 def _is_around(path: Path, folder: Path) -> bool:
@@ -190,7 +214,7 @@ def _mode(path: Path) -> int:
     return 0
 
 
-def _open_paths() -> Iterator[Path]:
+def open_paths() -> Iterator[Path]:
     """Yield what this process has open or mapped, which extensions may have created."""
     found = resource_snapshot()
     yield from (Path(name) for name in (*found.descriptors, *found.mapped) if name.startswith(("/dev/shm/", "/tmp/")))  # noqa: S108
@@ -215,4 +239,6 @@ def _add(made: dict[str, None], name: Any, folder: Any = -1) -> None:
     with suppress(OSError):
         of_descriptor = isinstance(folder, int) and folder >= 0
         base = os.readlink(f"/proc/self/fd/{folder}") if of_descriptor else os.getcwd()  # noqa: PTH109, PTH115
-        made[os.path.join(base, text)] = None  # noqa: PTH118 - see `_Created`
+        path = os.path.join(base, text)  # noqa: PTH118 - see `_Created`
+        if not os.path.isdir(path):  # noqa: PTH112 - which was there before
+            made[path] = None

@@ -45,6 +45,8 @@ _SHORT: Final = 0.9
 _PATIENCE: Final = 5.0
 """Seconds that a reader waits for a writer, if it does."""
 _SECONDS_PER_TOKEN: Final = 0.03
+_OPENED: Final = 256
+"""Bytes that a store may read of each value when it is opened, such as those of an index."""
 
 _COUNTS: Final = Path("/proc/self/io")
 
@@ -417,7 +419,10 @@ class _DayOfValues:
         number = self.hour % len(engines)
         old, engines[number] = engines[number], new
         self.end(old)
+        before = _bytes_moved()
         new.store.open(_TIMEOUTS[0])
+        moved, most = _bytes_moved() - before, _OPENED * (256 + len(self.held))
+        require(moved <= most, "5.5", f"open moved {moved:,} bytes, expected at most {most:,}: leave values unread")
 
     def end(self, old: _Engine) -> None:
         """Close an engine, whose store raises errors from then on."""

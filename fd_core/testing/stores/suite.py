@@ -33,7 +33,7 @@ from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import clocks_ahead
 from fd_core.testing.kit.growth import count_bytes, require_bounded, require_idle, seconds_of
-from fd_core.testing.kit.privacy import hidden_from_other_users, kept_out_of_logs
+from fd_core.testing.kit.privacy import created_paths, hidden_in_any_folder, kept_out_of_logs
 from fd_core.testing.kit.processes import LIMITS, at_a_limit, resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, ReadNames, Requirement, constructed, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
@@ -140,6 +140,8 @@ _AT_ANY_LINE: Final = (
     ("stats", "delete from outside"),
 )
 """A call, and what happens at each of its lines in turn."""
+_GONE: Final = 128
+"""Values that are put and deleted, one by one."""
 _LINES: Final = 100
 """Most lines of a call at which a value changes."""
 _VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
@@ -548,9 +550,10 @@ class StoreSuite:
             lambda: store.get(keys, LIMIT, TIMEOUT),
             lambda: store.longest_prefix(keys, LIMIT, TIMEOUT),
             lambda: store.stats(TIMEOUT),
+            lambda: store.open(TIMEOUT),
             lambda: store.delete(keys, TIMEOUT),
         ]
-        for name, call in zip(("put", "get", "longest_prefix", "stats", "delete"), calls, strict=True):
+        for name, call in zip(("put", "get", "longest_prefix", "stats", "open", "delete"), calls, strict=True):
             readings, start = itertools.count(), time.monotonic()
             clock = (start + next(readings) * TIMEOUT / 8 for _ in itertools.repeat(None))
             try:
@@ -648,7 +651,7 @@ class StoreSuite:
 
     @pytest.mark.law("5.5")
     def test_nothing_is_held_of_values_that_are_gone(self, store: KVStore) -> None:
-        """Open, write, look for and delete ever other values; no memory, descriptor or thread of them may remain."""
+        """Open, write, look for and delete ever other values; no memory, space, descriptor or thread may remain."""
 
         def use(number: int) -> None:
             keys = [number.to_bytes(4, "big") + at.to_bytes(12, "big") for at in range(16)]
@@ -675,22 +678,32 @@ class StoreSuite:
         ):
             assert grown < 32, f"it holds {grown} {name} more after calls for values that are gone"
         require_bounded(use, 64, "batches of values that were deleted", "5.5", may_wait=True)
+        with created_paths() as made:
+            for number in range(_GONE):
+                store.put([(key_of(number), [value_of(key_of(number), LIMIT)])], TIMEOUT)
+                store.delete([key_of(number)], TIMEOUT)
+        files = {path for path in (*made, *map(Path, resource_snapshot().descriptors)) if path.is_file()}
+        size = sum(path.stat().st_size for path in files)
+        assert size < _GONE * LIMIT // 2, f"{_GONE} values of {LIMIT:,} bytes that were deleted leave {size:,} bytes"
 
     @pytest.mark.law("5.4")
     def test_other_users_of_the_machine_and_readers_of_logs_see_no_values(
         self, location: str, make_store: MakeStore, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """Use a location in which nothing was before, if there is another one."""
-        new = make_store(self.elsewhere(location) or location)
+        """Use a location in which nothing was before, if there is another one; then its folder is there."""
         values = {key: value_of(key[::-1]) for key in keys_of("random", length=16, count=2)}
-        with hidden_from_other_users(tmp_path_factory.getbasetemp()), kept_out_of_logs(*values, *values.values()):
-            new.open(TIMEOUT)
-            new.put([(key, [value]) for key, value in values.items()], TIMEOUT)
-            new.get([*values], LIMIT, TIMEOUT)
-            for call in (new.get, new.longest_prefix):  # which may log failures
-                with contextlib.suppress(StoreError):
-                    call([*values], LIMIT, 0.0)
-        new.delete([*values], TIMEOUT)
+        place = self.elsewhere(location) or location
+        for hidden in hidden_in_any_folder(tmp_path_factory.getbasetemp()):
+            new = make_store(place)
+            with hidden, kept_out_of_logs(*values, *values.values()):
+                new.open(TIMEOUT)
+                new.put([(key, [value]) for key, value in values.items()], TIMEOUT)
+                new.get([*values], LIMIT, TIMEOUT)
+                for call in (new.get, new.longest_prefix):  # which may log failures
+                    with contextlib.suppress(StoreError):
+                        call([*values], LIMIT, 0.0)
+            new.delete([*values], TIMEOUT)
+            new.close()
 
     @pytest.mark.law("5.5")
     def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:
@@ -771,6 +784,7 @@ class StoreSuite:
             lambda: store.get(keys, LIMIT, timeout),
             lambda: store.longest_prefix(keys, LIMIT, timeout),
             lambda: store.stats(timeout),
+            lambda: store.open(timeout),
             lambda: store.delete(keys, timeout),
         ]
         for each in timed:

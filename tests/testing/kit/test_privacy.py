@@ -5,12 +5,13 @@ import gzip
 import lzma
 import os
 import zipfile
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from fd_core.testing.kit.law import InvariantViolated
-from fd_core.testing.kit.privacy import contents_of, hidden_from_other_users, kept_out_of_logs
+from fd_core.testing.kit.privacy import contents_of, hidden_from_other_users, hidden_in_any_folder, kept_out_of_logs
 
 TEXT = b"".join(b"%d " % (10**9 + 7919 * number) for number in range(30_000))
 
@@ -45,6 +46,20 @@ def test_private_files_and_those_without_the_secret_pass(tmp_path, form):
         WRITTEN[form](tmp_path / "file")
     with hidden_from_other_users(tmp_path, b"another"):
         WRITTEN[form](tmp_path / "other")
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_folder_that_was_there_protects_files_once_its_mode_is_changed(tmp_path, changes):
+    found = []
+    with pytest.raises(InvariantViolated, match="has the mode 644") if not changes else nullcontext():
+        for hidden in hidden_in_any_folder(tmp_path):
+            with hidden:
+                (tmp_path / "folder").mkdir(0o700, exist_ok=True)
+                if changes:
+                    (tmp_path / "folder").chmod(0o700)
+                found.append([path.name for path in (tmp_path / "folder").iterdir()])
+                (tmp_path / "folder" / "file").write_bytes(TEXT)
+    assert found == [[], []]
 
 
 def test_file_that_is_not_complete_is_read_as_far_as_it_goes(tmp_path):

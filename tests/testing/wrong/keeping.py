@@ -671,6 +671,26 @@ class LeavesUnfinishedFiles(DiskStore):
             yield made
 
 
+@found_by("test_nothing_is_held_of_values_that_are_gone")
+class MarksWhatItDeletes(DiskStore):
+    def delete(self, keys, timeout):
+        with mock.patch(
+            "os.unlink", lambda name, dir_fd: os.rename(name, f"{name}-", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        ):
+            return super().delete(keys, timeout)
+
+
+@found_by(DAY, day="large blocks")
+class ReadsAllValuesWhenItIsOpened(DiskStore):
+    """Looks for values that cannot be read."""
+
+    def open(self, timeout):
+        for path in self.path.rglob("*.kv"):
+            if path.stat().st_size < 1 << 30:
+                path.read_bytes()
+        return super().open(timeout)
+
+
 class _OtherNames(DiskReservations):
     def reserve(self, size):
         name, *rest = super().reserve(size)
@@ -1029,6 +1049,17 @@ class SharesItsFolderWithOtherUsers(DiskStore):
     def put(self, values, timeout):
         count = super().put(values, timeout)
         for path in [self.path, *self.path.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        return count
+
+
+@found_by("test_other_users_of_the_machine_and_readers_of_logs_see_no_values")
+class ReliesOnItsFolder(DiskStore):
+    """Only a folder that it makes itself is private, and so are its files."""
+
+    def put(self, values, timeout):
+        count = super().put(values, timeout)
+        for path in self.path.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
         return count
 

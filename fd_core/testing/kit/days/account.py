@@ -27,8 +27,6 @@ longest pause of a text in steps, prompts that were computed again. The work is 
 """
 _BYTES: Final = 1 << 16
 """Bytes that one account of memory may exceed the other by, whatever the share."""
-_LINES: Final = 200
-"""Lines that one log may exceed the other by: of a day, not of its requests."""
 
 
 class DayAccount(NamedTuple):
@@ -43,14 +41,12 @@ class DayAccount(NamedTuple):
     """Threads, descriptors and files that are still there after its end."""
     seconds: Sequence[float]
     """CPU time of each hour, of all threads."""
-    logged: int = 0
-    """Lines of logs that a server writes by default."""
 
 
 def account_of(day: Day, *secrets: bytes, memory: bool = True) -> DayAccount:
     """Live a day; fail if a log shows one of the secrets. Without `memory`, measure time undisturbed."""
     before, figures, held, seconds, peak = _open(), dict[str, float](), list[int](), list[float](), 0
-    with kept_out_of_logs(*secrets) as found, created_paths() as made:
+    with kept_out_of_logs(*secrets), created_paths() as made:
         hours = day()
         with traced() if memory else nullcontext():
             while True:
@@ -68,15 +64,14 @@ def account_of(day: Day, *secrets: bytes, memory: bool = True) -> DayAccount:
     del hours
     gc.collect()
     left = [*(_open() - before).elements(), *(f"{path}" for path in made if path.exists())]
-    return DayAccount(figures, peak, held[-1] - held[len(held) // 2], left, seconds, found["lines"])
+    return DayAccount(figures, peak, held[-1] - held[len(held) // 2], left, seconds)
 
 
 def worst_of(accounts: Sequence[DayAccount]) -> DayAccount:
     """Return the largest figures of the same day with several right plugins, any of which may be the measure."""
     figures = {name: max(each.figures[name] for each in accounts) for name in accounts[0].figures}
     peak, grown = (max(getattr(each, name) for each in accounts) for name in ("peak", "grown"))
-    left, logged = max((each.left for each in accounts), key=len), max(each.logged for each in accounts)
-    return DayAccount(figures, peak, grown, left, accounts[0].seconds, logged)
+    return DayAccount(figures, peak, grown, max((each.left for each in accounts), key=len), accounts[0].seconds)
 
 
 def require_as_good(
@@ -97,8 +92,6 @@ def require_as_good(
         most = right * allowed.get(name, 1.0) + _BYTES
         said = {"peak": "bytes at most", "grown": "bytes more at its end than at noon"}[name]
         require(got <= most, rule, f"{what} holds {got:,} {said}, with the core's {right:,}")
-    lines = f"{what} has {mine.logged:,} lines of logs at the level info or above, with the core's {core.logged:,}"
-    require(mine.logged <= core.logged + _LINES, rule, f"{lines}: logs of calls, requests or steps fill a disk")
     left = Counter(mine.left) - Counter(core.left)
     require(len(mine.left) <= len(core.left), rule, f"after {what}, these are left: {', '.join(left)}")
 
