@@ -76,6 +76,12 @@ BROKEN = {
         "i.close = lambda: (setattr(whole, '_known', 0), whole.close())",
         "the_prefill_side_is_killed",
     ),
+    "leaves the memory of a dead decode side": (
+        TCP,
+        "from pathlib import Path; memory = Path('/dev/shm', lease); isinstance(o, Ignored) and memory.touch(0o600); "
+        "i.close = lambda: (memory.unlink(missing_ok=True), whole.close())",
+        "the_decode_side_is_killed",
+    ),
     "leaks pieces of a dead peer": (
         DISK,
         "o.close = lambda: (whole._left.pop(0), whole.close())",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -23,6 +25,7 @@ from fd_core.disagg.connectors.contract import (
 from fd_core.testing.axes.covering import Axis, Case, int_of
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.hooks.purity import clocks_ahead
+from fd_core.testing.kit.processes import listening_ports
 from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_hidden, assert_value, draws, parts_of, value_of
 
 _LEASES: Final[dict[str, Callable[[int], str]]] = {
@@ -83,6 +86,7 @@ AXES: Final = (
             "another connector that ends later",
             "another connector that begins later",
             "a lease that ends later",
+            "strangers connect",
         ),
     ),
     Axis("opened", ("in pairs", "inboxes first")),
@@ -178,6 +182,11 @@ def check_transfer(pair: ConnectorPair, case: Case) -> None:
             another = _Transfer(case, *(side or make(pair.here) for side in sides[before]))
             lease = another.open(103, stack)
             stack.callback(another.move_all, [lease])
+        if before == "strangers connect":  # as a health check or a scan of ports does
+            transfer.open(101, stack)
+            for port, sent in itertools.product(listening_ports(), (b"", b"GET / HTTP/1.1\r\n\r\n")):
+                with suppress(OSError):  # it listens on another address
+                    stack.enter_context(socket.create_connection(("localhost", port), 1.0)).sendall(sent)
         if case["before"] == "another connector that ends later":
             transfer.another = make(pair.here)
         if case["before"] == "another connector that begins later":

@@ -7,9 +7,10 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from fd_core.disagg.connectors import contract
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
+from fd_core.testing.kit.privacy import created_paths, open_paths
 from fd_core.testing.kit.processes import ResourceSnapshot, python, resource_snapshot
 
 _LENGTH: Final = struct.Struct("<I")
@@ -84,8 +86,9 @@ def read(stream: IO[bytes]) -> bytes | None:
 
 
 class _Remote:
-    def __init__(self) -> None:
+    def __init__(self, created: Collection[Path]) -> None:
         self._made: dict[int, Any] = {}
+        self._created = created
 
     def answer(self, call: Call) -> Answer:
         try:
@@ -113,6 +116,8 @@ class _Remote:
                 del self._made[number]
             case "census", *_:
                 return resource_snapshot()
+            case "created", *_:
+                return [str(path) for path in (*self._created, *open_paths()) if path.exists()]
             case _:
                 getattr(target, method)(*arguments)
         return None
@@ -127,9 +132,10 @@ def serve() -> None:
     """Serve calls of connectors in this process, the remote one of the kit, until its input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of the connector must not mix with the responses
-    far = _Remote()
-    while (encoded := read(sys.stdin.buffer)) is not None:
-        write(answers, far.answer(msgspec.msgpack.decode(encoded, type=Call)))
+    with created_paths() as created:
+        far = _Remote(created)
+        while (encoded := read(sys.stdin.buffer)) is not None:
+            write(answers, far.answer(msgspec.msgpack.decode(encoded, type=Call)))
 
 
 class RemoteProcess:
@@ -137,6 +143,8 @@ class RemoteProcess:
 
     def __init__(self) -> None:
         self._process = python(f"from {__name__} import serve; serve()")
+        self.created = list[str]()
+        """Files, folders and memory that connectors had left there when it was killed."""
 
     def ask(self, method: str, target: int, *arguments: Any) -> Any:
         """Execute a call in the other process. Raises `ConnectorError` if the call did."""
@@ -158,6 +166,7 @@ class RemoteProcess:
         return ResourceSnapshot(*self.ask("census", 0))
 
     def kill(self) -> None:
+        self.created = self.ask("created", 0)
         self._process.kill()
         self._process.wait()
 

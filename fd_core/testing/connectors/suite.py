@@ -43,7 +43,7 @@ from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair, TimedEnd,
 from fd_core.testing.connectors.day import SERVERS, require_an_ordinary_day
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from fd_core.testing.kit.growth import require_bounded, require_idle
-from fd_core.testing.kit.privacy import created_paths, hidden_from_other_users, kept_out_of_logs
+from fd_core.testing.kit.privacy import created_paths, hidden_in_any_folder, kept_out_of_logs
 from fd_core.testing.kit.processes import LIMITS, at_a_limit, resource_snapshot
 from fd_core.testing.kit.requirements import constructed, lacks, thorough_but
 from fd_core.testing.stores import values
@@ -153,11 +153,18 @@ class ConnectorSuite:
         return side
 
     @pytest.fixture
-    def doomed(self) -> Iterator[RemoteProcess]:
-        """Another process that is killed before the end of the case."""
-        side = RemoteProcess()
-        yield side
-        side.close()
+    def doomed(
+        self, far: RemoteProcess, kv_store: str | None, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[RemoteProcess]:
+        """Another process that may be killed before the end of the case; what it has created goes with its leases."""
+        side, place = RemoteProcess(), (kv_store or "").partition(":")[2].partition("?")[0]
+        stays = tuple(filter(None, (place, str(tmp_path_factory.getbasetemp()), *far.ask("created", 0))))
+        with created_paths() as made:
+            yield side
+            side.close()
+        paths = [path for path in {*map(str, made), *side.created} if not path.startswith(stays)]
+        left = [path for path in paths if Path(path).exists()]
+        assert not left, f"a process was killed, and after the other end was closed, these are left: {', '.join(left)}"
 
     @pytest.fixture
     def sides(self, request: pytest.FixtureRequest, far: RemoteProcess, recipe: Recipe) -> tuple[Connector, Connector]:
@@ -424,19 +431,19 @@ class ConnectorSuite:
     def test_other_users_of_the_machine_and_readers_of_logs_see_no_pieces(
         self, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        decode, prefill = recipe.make(), recipe.make()
         values = [value_of(index, 1000) for index in (3, 4)]
-        folder = tmp_path_factory.getbasetemp()
-        with ExitStack() as stack, hidden_from_other_users(folder), kept_out_of_logs(*values):
-            stack.callback(decode.close)
-            stack.callback(prefill.close)
-            inbox, outbox = _opened(decode, prefill, value_bytes=1000)
-            stack.callback(inbox.close)
-            stack.callback(outbox.close)
-            inbox.take(3, *put(outbox, 3, values[0]))
-            put(outbox, 4, values[1])
-            with suppress(ConnectorError):
-                inbox.take(5, b"?", values)
+        for hidden in hidden_in_any_folder(tmp_path_factory.getbasetemp()):
+            decode, prefill = recipe.make(), recipe.make()
+            with ExitStack() as stack, hidden, kept_out_of_logs(*values):
+                stack.callback(decode.close)
+                stack.callback(prefill.close)
+                inbox, outbox = _opened(decode, prefill, value_bytes=1000)
+                stack.callback(inbox.close)
+                stack.callback(outbox.close)
+                inbox.take(3, *put(outbox, 3, values[0]))
+                put(outbox, 4, values[1])
+                with suppress(ConnectorError):
+                    inbox.take(5, b"?", values)
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize("moved", [0, 9], ids=lambda count: f"{count} pieces")

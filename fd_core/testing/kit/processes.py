@@ -55,6 +55,15 @@ def resource_snapshot() -> ResourceSnapshot:
     return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads, sorted(_children()))
 
 
+def listening_ports() -> Iterator[int]:
+    """Yield the TCP ports on which this process listens."""
+    own = resource_snapshot().descriptors
+    for path in Path("/proc/self/net").glob("tcp*"):
+        for _, address, _, state, *_, inode in (line.split()[:10] for line in path.read_text().splitlines()[1:]):
+            if state == "0A" and f"socket:[{inode}]" in own:
+                yield int(address.rpartition(":")[2], 16)
+
+
 def _children() -> Iterator[str]:
     """Yield the ids of the processes that this one started and that it has not waited for."""
     for number in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 import threading
 import time
@@ -554,6 +555,56 @@ class KeepsRefusedLeases(Changed, TCPConnector):
         close = end.close
         end.close = lambda: (close(), leases.pop(lease, None))
         return end
+
+
+class Greets(Changed, TCPConnector):
+    """Intact: leases are greeted on a socket, each in a thread of its own."""
+
+    listener = None
+
+    def open_inbox(self, lease, **limits):
+        if self.listener is None:
+            self.listener = socket.create_server(("127.0.0.1", 0))
+            self.thread = threading.Thread(target=self.accept, daemon=True)
+            self.thread.start()
+        end = super().open_inbox(lease, **limits)
+        end.address = b"%d" % self.listener.getsockname()[1]
+        return end
+
+    def accept(self):
+        with suppress(OSError):
+            while True:
+                self.accepted(self.listener.accept()[0])
+
+    def accepted(self, connection):
+        threading.Thread(target=self.greet, args=(connection,), daemon=True).start()
+
+    def greet(self, connection):
+        with connection, suppress(OSError):
+            connection.sendall(b"+" * (len(connection.recv(32)) == 32))
+
+    def open_outbox(self, lease, address, **limits):
+        with socket.create_connection(("127.0.0.1", int(address)), self.settings.timeout) as connection:
+            connection.sendall(lease.encode())
+            if connection.recv(1) != b"+":
+                raise ConnectorError("the other side does not know the lease")
+        return super().open_outbox(lease, b"", **limits)
+
+    def close(self):
+        super().close()
+        if self.listener is not None:
+            self.listener.shutdown(socket.SHUT_RDWR)
+            self.listener.close()
+            self.thread.join()
+            self.listener = None
+
+
+@found_by("before=strangers connect,peer=none")
+class GreetsOneAfterAnother(Greets):
+    """Reads in the thread that accepts connections: one that sends nothing stops all leases."""
+
+    def accepted(self, connection):
+        self.greet(connection)
 
 
 @found_by("test_calls_of_a_process_at_a_limit_fail_one_lease_at_most[descriptors]")
