@@ -3,6 +3,7 @@
 A launched process
 
 - is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when its supervisor ends;
+- has the working directory, the limits and the umask of its supervisor on the node;
 - chooses its ports itself, binds them, and announces its address with `fd_core.launching.announcing.announce`:
   `fdcore serve` and `fdcore route` announce their URL once they are ready, so no free port must be guessed; a
   router's admin address follows after a space;

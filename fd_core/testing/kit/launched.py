@@ -62,10 +62,12 @@ def main(action: str, *arguments: str) -> None:
     while action == "after" and not Path(arguments[0]).exists():
         time.sleep(0.02)
     of_parent = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace").split("\0")
+    here, there = _settings("self"), _settings(os.getppid())
     shown = {
         "arguments": arguments,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("FD_SUITE")},
+        "unlike its parent": sorted(name for name in here if here[name] != there[name]),
         "lacks": sorted({each.partition("=")[0] for each in of_parent} - {"", *os.environ}),
         "devices": [
             one for name in os.environ if name.endswith("VISIBLE_DEVICES") for one in os.environ[name].split(",") if one
@@ -75,6 +77,15 @@ def main(action: str, *arguments: str) -> None:
     }
     announce(json.dumps(shown))
     time.sleep(600)
+
+
+def _settings(process: int | str) -> dict[str, object]:
+    """Return settings that a process has from its parent."""
+    folder = Path("/proc", str(process))
+    lines = [line.split(":", 1) for line in (folder / "status").read_text().splitlines()]
+    status = {name: value for name, value in lines if name in ("Umask", "SigBlk", "Groups")}
+    nice = (folder / "stat").read_text().rpartition(")")[2].split()[16]
+    return {"directory": (folder / "cwd").readlink(), "limits": (folder / "limits").read_text(), "nice": nice, **status}
 
 
 def _drain(seconds: float, *_: object) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import signal
 import time
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,7 +30,7 @@ from fd_core.testing.axes.parts import note_held
 from fd_core.testing.hooks.purity import moving_clocks
 from fd_core.testing.kit.growth import require_idle
 from fd_core.testing.kit.launched import CHILD_SECONDS, LINES, LONG_LINE
-from fd_core.testing.kit.privacy import hidden_from_other_users
+from fd_core.testing.kit.privacy import hidden_in_any_folder
 from fd_core.testing.kit.processes import python, resource_snapshot
 from fd_core.testing.kit.requirements import constructed
 from fd_core.testing.stores.values import draws
@@ -307,13 +309,14 @@ class LauncherSuite:
         self, launching: Launcher, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         """Look at files that a launcher writes, such as for the variables of a process, and commands that it runs."""
-        with hidden_from_other_users(tmp_path_factory.getbasetemp(), _HIDDEN.encode()):
-            (process,) = launching.start([self.spec("one", secrets={"FD_SUITE_KEY": _HIDDEN}, cores=0)])
-            self.seen(process)
+        for at, hidden in enumerate(hidden_in_any_folder(tmp_path_factory.getbasetemp(), _HIDDEN.encode())):
+            with hidden:
+                (process,) = launching.start([self.spec(str(at), secrets={"FD_SUITE_KEY": _HIDDEN}, cores=0)])
+                self.seen(process)
 
     def test_nothing_is_held_of_processes_that_ended(self, launching: Launcher) -> None:
         """Reserve all cores of a node, and fewer again and again, after a request for too many of them."""
-        cores, held = next(iter(launching.nodes())).cores, list[int]()
+        cores, held, ended = next(iter(launching.nodes())).cores, list[int](), list[weakref.ref[LaunchedProcess]]()
         there = sum(node.cores for node in launching.nodes())
         for fewer in range(10):
             own = max(1, cores - fewer)
@@ -327,8 +330,12 @@ class LauncherSuite:
                     launching.start([self.spec("two", cores=there - cores + 1)])
             process.kill()
             assert process.wait(self.patience) is not None
-            held.append(len(resource_snapshot().descriptors))
-        assert held[-1] < held[1] + 4, f"open descriptors after each process: {held}"
+            held.append(sum(map(len, resource_snapshot()[:3])))
+            ended.append(weakref.ref(process))
+        assert held[-1] < held[1] + 4, f"open descriptors, mappings and threads after each process: {held}"
+        gc.collect()
+        left = sum(each() is not None for each in ended[:-2])
+        assert left < len(ended) // 2, f"{left} of {len(ended)} processes that ended are still referenced"
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,6 +476,8 @@ class _History:
                 assert seen["environment"] == {**spec.environment, _COMMON: process.address, **spec.secrets}
                 lacks = [each for each in seen["lacks"] if each in os.environ and not each.endswith("VISIBLE_DEVICES")]
                 assert not lacks, f"a process lacks variables of its node: {lacks[:9]}"
+                unlike = ", ".join(seen["unlike its parent"])
+                assert not unlike, f"a process has other settings than its node: {unlike}; leave them as they are"
                 node = next(node for node in launcher.nodes() if node.id == process.node)
                 assert seen["pid"] == process.pid and node.alive and node.address == process.address
                 shown = repr(spec) + repr(process) + repr(launcher.nodes()) + "".join(seen["command"])

@@ -240,6 +240,16 @@ class LeavesADescriptorOfEachProcess(SpawnLauncher):
 
 
 @found_by(HELD)
+class ListsWhatEnded(SpawnLauncher):
+    """Keeps processes that ended, and their last lines, for a list."""
+
+    def start(self, specs):
+        started = super().start(specs)
+        self.__dict__.setdefault("history", []).extend(started)
+        return started
+
+
+@found_by(HELD)
 class LosesTheCoresOfARefusedGroup(SpawnLauncher):
     def start(self, specs):
         try:
@@ -474,6 +484,20 @@ class LosesErrors(_Started):
 class OmitsEmptyVariables(_Started):
     def changed(self, spec, words, more):
         return words, {**more, "env": {name: value for name, value in more["env"].items() if value}}
+
+
+@found_by(ANY_ORDER)
+class RunsInAnotherFolder(_Started):
+    """Paths of models and stores may be relative."""
+
+    def changed(self, spec, words, more):
+        return words, {**more, "cwd": tempfile.gettempdir()}
+
+
+@found_by(ANY_ORDER)
+class RunsWithLowPriority(_Started):
+    def changed(self, spec, words, more):
+        return ["nice", "-n", "3", *words], more
 
 
 @found_by(ANY_ORDER)
