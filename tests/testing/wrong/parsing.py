@@ -1094,6 +1094,16 @@ class KeepsTheToolsOfRequests(QwenCoderTools):
         self.tools = self.ready.setdefault(json.dumps(tools), tools)
 
 
+@breaks("8.3", "cuts:test_the_arguments_of_a_malformed_call_are_not_lost")
+class DropsWhatItCannotRead(HermesTools):
+    """A call that is no JSON is no content either."""
+
+    def json_calls(self, *, known=False):
+        self.emit_read = lambda **_: self.forget()
+        yield from super().json_calls(known=known)
+        del self.emit_read
+
+
 @breaks("8.4", "ends:test_nothing_remains_of_many_answers")
 class KeepsTheFormsOfCalls(HermesTools):
     form = staticmethod(cache(HermesTools.form))

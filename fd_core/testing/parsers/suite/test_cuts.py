@@ -32,6 +32,18 @@ def test_calls_of_tools_that_were_not_offered_are_not_lost(target: ParserTarget)
             require(shown, "8.3", f"{what}; {name} with {arguments} is {expected}; the request offers {tools}")
 
 
+@pytest.mark.law("8.3")
+def test_the_arguments_of_a_malformed_call_are_not_lost(target: ParserTarget) -> None:
+    """Leave out each character between a text and the name of a tool in turn, as models do."""
+    for answer in target.answers():
+        for at in range(answer.text.find(SHOWN.content) + len(SHOWN.content), answer.text.find(SHOWN.tool)):
+            text = answer.text[:at] + answer.text[at + 1 :]
+            found = meaning_of(target.read(text, tools=answer.tools, finish=True))
+            shown = f"{found.content}{found.reasoning}{found.calls}"
+            there = SHOWN.city in shown or SHOWN.city not in text
+            require(there, "8.3", f"{SHOWN.city!r} is neither in the calls nor in the content of {text!r}")
+
+
 @pytest.mark.law("8.1", "8.4")
 def test_malformed_texts_are_handled(target: ParserTarget) -> None:
     """Parse markers and pieces of responses in random order."""
