@@ -76,8 +76,9 @@ def load_model(
         pairs = sum(len(rope.inverse_frequencies) * (1 if rope.growth is None else 2) for rope in ropes)
         needed = max_positions * pairs * 8
         if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
+            name = config_of(checkpoint).name_of("max_position_embeddings")
             raise ModelError(
-                f"{checkpoint.path}: tables of max_position_embeddings={max_positions} need {needed} bytes",
+                f"{checkpoint.path}: tables of {name}={max_positions} need {needed} bytes",
                 hint="set a shorter --max-model-len",
             )
     require_positions(max_positions, spec.max_positions)
@@ -226,7 +227,8 @@ def _differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
 def config_of(checkpoint: Checkpoint) -> ModelConfig:
     """Return the config of a checkpoint; errors name its file."""
     path = checkpoint.path
-    return ModelConfig(checkpoint.config, origin=str(path / "config.json" if path.is_dir() else path))
+    origin = str(path / "config.json" if path.is_dir() else path)
+    return ModelConfig(checkpoint.config, origin=origin, keys=checkpoint.config_keys)
 
 
 def describe(config: ModelConfig, num_tensors: int | None = None) -> DecoderSpec:
@@ -265,7 +267,9 @@ def most_tensors(config: ModelConfig, num_tensors: int) -> int:
         if isinstance(count, Mapping):
             most_tensors(replace(config, values=count), num_tensors)
         elif isinstance(count, int) and count > most and _MULTIPLIERS.search(field):
-            raise ModelError(f"{config.origin}: {field} is {count}, but there are {num_tensors} tensors")
+            raise ModelError(
+                f"{config.origin}: {config.name_of(field)} is {count}, but there are {num_tensors} tensors"
+            )
     return most
 
 

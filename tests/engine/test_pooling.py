@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fd_core.testing.models.stepper import parts_of
 from fd_core.types import Pooling, RequestSpec
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.test_prompt_logprobs import PROMPTS, right
+from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
 KINDS = {"last": Pooling("last"), "mean": Pooling("mean"), "tokens": Pooling("tokens", (7, 3, 250))}
 
@@ -100,3 +102,13 @@ def test_embed_in_python() -> None:
             llm.embed([[]])
     finally:
         llm.close()
+
+
+def test_pooling_of_a_gguf_file_is_followed(tmp_path: Path) -> None:
+    extra = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [f"t{index}" for index in range(48)]}
+    vectors = {}
+    for name, kind, pooling in (("file", 1, "auto"), ("flag", 1, "last"), ("mean", 0, "mean"), ("none", 0, "auto")):
+        path = write_gguf(tmp_path / f"{name}.gguf", values=LLAMA | {"pooling_type": kind}, extra=extra)
+        with LLM(str(path), backend="reference", pooling=pooling, num_kv_blocks=8) as llm:
+            vectors[name] = llm.embed([[3, 5, 7]]).tolist()
+    assert vectors["file"] == vectors["mean"] != vectors["flag"] == vectors["none"]

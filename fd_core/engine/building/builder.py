@@ -39,6 +39,7 @@ from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.classifier import read_classifier
 from fd_core.models.loading.vector_settings import VectorSettings, read_vector_settings
+from fd_core.models.opening import open_checkpoint
 from fd_core.ops.contract import KVShape
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
 from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
@@ -218,7 +219,12 @@ class _EngineBuilder:
         """Pooling of embeddings, from the settings or the checkpoint."""
         model = self._computing.model
         encodes = whole_prompts(model)
-        found = read_vector_settings(self._path, model.state_size, causal=not encodes)
+        stated = None
+        if self._config.pooling == "auto" and self._path is not None and self._computing.backend.needs_checkpoint:
+            with open_checkpoint(self._path) as checkpoint:
+                stated = checkpoint.pooling
+        # Without any statement the mean of an encoder counts, as in sentence-transformers.
+        found = read_vector_settings(self._path, model.state_size, stated or ("mean" if encodes else "last"))
         if (classifier := read_classifier(self._path)) is not None:
             whole = classifier.pooling if classifier.pooling != "all" else found.pooling
             pairs = encodes and classifier.pooling != "all" and len(classifier.labels) == 1

@@ -104,7 +104,11 @@ def scaled_rope_spec(
     share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary or 1.0))
     width = int(head_dim * min(share, 2.0))
     if rotary is None and width != head_dim:
-        raise ModelError(f"{config.origin}: partial_rotary_factor is {share:g}, but this family rotates whole heads")
+        name = config.name_of("partial_rotary_factor")
+        raise ModelError(
+            f"{config.origin}: {name} rotates {width} of {head_dim} elements of a head, but this family rotates "
+            "whole heads"
+        )
     if width % 2 or not 0 < width <= head_dim:
         raise ModelError(f"{config.origin}: rope cannot rotate {width} of {head_dim} elements in pairs")
     if kind == "dynamic" and "alpha" in part.values and width > 2:
@@ -881,7 +885,8 @@ def decoder_spec(
     positions = config.count("max_position_embeddings")
     unused = traits.first_position + traits.causal  # a text has a prompt and an output
     if positions <= unused:
-        raise ModelError(f"{config.origin}: max_position_embeddings must exceed {unused}; it is {positions}")
+        name = config.name_of("max_position_embeddings")
+        raise ModelError(f"{config.origin}: {name} must exceed {unused}; it is {positions}")
 
     def table(name: str, rows: int) -> VectorSpec:
         return VectorSpec(f"{names.get(name, name)}.weight", (rows, hidden))

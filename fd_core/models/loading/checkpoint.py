@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
+from fd_core.models.loading.config import PoolingMethod
 from fd_core.models.loading.files import MappedFile, StoredTensor, digest_of
 from fd_core.models.loading.tokenizer_source import TokenizerSource, end_tokens
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
@@ -124,6 +125,16 @@ class Checkpoint(ABC):
             str(self.path): self.config.get("eos_token_id"),
         }
         return end_tokens(named, tokenizer, rows if isinstance(rows, int) else None)
+
+    @property
+    def config_keys(self) -> Mapping[str, str]:
+        """Keys of the file that fields of `config` were converted from; empty for a config.json."""
+        return {}
+
+    @property
+    def pooling(self) -> PoolingMethod | None:
+        """PoolingMethod of embeddings that the file itself states; None if it states none."""
+        return None
 
     @property
     def generation_config(self) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
     "relu2": "relu2",
     "quick_gelu": "quick_gelu",
 }
+PoolingMethod = Literal["last", "cls", "mean", "all"]
+"""Tokens whose states make a vector: the last, the first, the mean of all, or a vector of each."""
 _MAX_COUNT = 1 << 31
 
 
@@ -48,11 +50,18 @@ class ModelConfig:
     origin: str = "config.json"
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Fields that the file has under other names, which errors show."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the file that fields were converted from, which errors show."""
 
     def filled(self, defaults: Mapping[str, Any], renamed: Mapping[str, str]) -> ModelConfig:
         """Return the config with values for fields that it leaves out, and names under which it has others."""
         values = self.values if defaults.keys() <= self.values.keys() else {**defaults, **self.values}
         return replace(self, values=values, renamed=renamed)
+
+    def name_of(self, field: str) -> str:
+        """Return the name under which the file has a field."""
+        name = f"{self.prefix}{self.renamed.get(field, field)}"
+        return self.keys.get(name, name)
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -157,7 +166,7 @@ class ModelConfig:
     def refuse(self, field: str, why: str) -> None:
         """Raise if the field is truthy."""
         if self._get(field):
-            raise ModelError(f"{self.origin}: {self.prefix}{field} is set, but {why}")
+            raise ModelError(f"{self.origin}: {self.name_of(field)} is set, but {why}")
 
     def _integer(self, field: str, default: int | None, least: int, expected: str) -> int:
         value = self._get(field, default)
@@ -171,4 +180,4 @@ class ModelConfig:
 
     def _wrong(self, field: str, expected: str, value: object) -> ModelError:
         found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
-        return ModelError(f"{self.origin}: {self.prefix}{self.renamed.get(field, field)} must be {expected}; {found}")
+        return ModelError(f"{self.origin}: {self.name_of(field)} must be {expected}; {found}")

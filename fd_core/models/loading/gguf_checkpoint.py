@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint, TensorView
-from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig, PoolingMethod
 from fd_core.models.loading.files import StoredTensor
-from fd_core.models.loading.gguf_family import Gguf, KnownGguf, StoredTensors
+from fd_core.models.loading.gguf_family import Gguf, KnownGguf, StoredTensors, config_keys
 from fd_core.models.loading.gguf_format import PACKED_TYPES, packed_blocks, read_gguf
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
@@ -203,6 +203,9 @@ _SAMPLING: Final = {
 """Keys of llama.cpp's converter, and their names in `generation_config.json`."""
 
 
+_POOLING: Final[Mapping[int, PoolingMethod | None]] = {0: None, 1: "mean", 2: "cls", 3: "last"}
+_POOLING_TYPES: Final = ", ".join(f"{kind} ({method or 'unset'})" for kind, method in _POOLING.items())
+
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
@@ -304,6 +307,21 @@ class GgufCheckpoint(Checkpoint):
         return GgmlTokenizerSource(self.path, metadata, self._metadata.text(_TEMPLATE, "") or None, named)
 
     @property
+    def config_keys(self) -> Mapping[str, str]:
+        """The keys with the prefix of the architecture."""
+        return config_keys(self._metadata.text("general.architecture", ""))
+
+    @property
+    def pooling(self) -> PoolingMethod | None:
+        """The method of `pooling_type`."""
+        key = f"{self._metadata.text('general.architecture', '')}.pooling_type"
+        kind = self._metadata.values.get(key, 0)
+        if isinstance(kind, bool) or kind not in _POOLING:
+            hint = "choose one with --pooling"
+            raise ModelError(f"{self.path}: {key} is {str(kind)[:20]}; supported are {_POOLING_TYPES}", hint=hint)
+        return _POOLING[kind]
+
+    @property
     def generation_config(self) -> Mapping[str, Any]:
         """The `general.sampling.*` metadata."""
         values = self._metadata.values
@@ -347,8 +365,8 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
     return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
 
 
-_OF_LAYERS: Final = ("attention.head_count_kv", "feed_forward_length")
-"""Metadata that files of models with recurrent layers list for each layer, 0 for those without."""
+_OF_LAYERS: Final = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Metadata that may list a number for each layer, 0 for recurrent layers without."""
 
 
 def _of_mtp(name: str, named: Mapping[str, str], after: str) -> str:
@@ -399,7 +417,12 @@ def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf)
     own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     for key in _OF_LAYERS:
         listed = own.get(key)
-        if isinstance(listed, list | tuple) and all(type(each) is int for each in listed) and 0 in listed:
+        if isinstance(listed, list | tuple):
+            layers = ModelConfig(own, prefix, path).count("block_count")
+            if len(listed) != layers or {*map(type, listed)} != {int}:
+                raise ModelError(f"{path}: {prefix}{key} must be an integer, or list one for each of {layers} layers")
+            if len({*listed} - {0}) > 1:
+                raise ModelError(f"{path}: {prefix}{key} differs between layers: {str(listed)[:60]}")
             own |= {key: max(listed), f"{key}.layers": listed}
     shape = ModelConfig(own, prefix, metadata.origin)
     config = _common(shape, tensors) | {"architectures": [architecture], "model_type": model_type}

@@ -11,16 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.config import ACTIVATIONS, ModelConfig
+from fd_core.models.loading.config import ACTIVATIONS, ModelConfig, PoolingMethod
 from fd_core.models.loading.files import PICKLE_HINT, read_json_object, read_limited
 from fd_core.models.loading.safetensors_files import read_safetensors
 from fd_core.models.loading.tokenizer_source import read_text_settings
 from fd_core.ops.weights import RAW_TYPES, RawTensor
 
 Floats = npt.NDArray[np.float32]
-Method = Literal["last", "cls", "mean", "all"]
-"""Tokens whose states make a vector: the last, the first, the mean of all, or a vector of each."""
-_MODES: Final[dict[str, Method]] = {
+_MODES: Final[dict[str, PoolingMethod]] = {
     "lasttoken": "last",
     "cls": "cls",
     "cls_token": "cls",
@@ -50,13 +48,13 @@ class Classifier(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...]
     layers: tuple[Dense, ...]
     activation: Literal["softmax", "sigmoid", "none"]
-    pooling: Method = "last"
+    pooling: PoolingMethod = "last"
 
 
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling method by which a model embeds a text."""
+    """PoolingMethod method by which a model embeds a text."""
 
-    pooling: Method = "last"
+    pooling: PoolingMethod = "last"
     layers: tuple[Dense, ...] = ()
     """Layers of a pooled vector, before it is normalized."""
     normalize: bool = True
@@ -117,12 +115,11 @@ def dense_of(
     )
 
 
-def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) -> VectorSettings:
+def read_vector_settings(path: Path | None, width: int, default: PoolingMethod = "last") -> VectorSettings:
     """Read the modules of a model's folder, whose states have `width` elements; `ModelError` for unsupported modules.
 
-    Without any, the last token of a decoder counts, and the mean of an encoder, as in sentence-transformers.
+    `default` is the pooling without any.
     """
-    default: Method = "last" if causal else "mean"
     if path is None or not path.is_dir():
         return VectorSettings(pooling=default)
     config = read_json_object(path / "config.json") if (path / "config.json").is_file() else {}
@@ -135,7 +132,7 @@ def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) 
     modules = path / "modules.json"
     if not modules.is_file():
         return VectorSettings(pooling=default, judge=labels)
-    pooling: Method | None = None
+    pooling: PoolingMethod | None = None
     normalize, layers = False, list[Dense]()
     declared = read_declared(path)
     prompts, prompt = _prompts(declared)
@@ -162,7 +159,7 @@ def read_vector_settings(path: Path | None, width: int, *, causal: bool = True) 
         elif kind != "Transformer":
             raise ModelError(
                 f"{modules}: the module {kind[:40]!r} is not served",
-                hint="served are Transformer, Pooling, then Dense, then Normalize",
+                hint="served are Transformer, PoolingMethod, then Dense, then Normalize",
             )
     if pooling is None and crosses:
         return VectorSettings(pooling=default, judge=labels)
@@ -224,7 +221,7 @@ def _dense(folder: Path, width: int) -> Dense:
             tensor.file.close()
 
 
-def _pooling(file: Path, *, prompted: bool) -> Method:
+def _pooling(file: Path, *, prompted: bool) -> PoolingMethod:
     settings: dict[str, Any] = read_json_object(file)
     if prompted and settings.get("include_prompt") is False:
         raise ModelError(f"{file}: pooling without the prompt (include_prompt) is not served")

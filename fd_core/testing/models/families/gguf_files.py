@@ -13,50 +13,9 @@ import numpy as np
 
 from fd_core.models.families.spec import RopeSpec
 from fd_core.models.loading.checkpoint import Checkpoint
-from fd_core.models.loading.gguf_family import Gguf
+from fd_core.models.loading.gguf_family import CONVERTED, Gguf
 from fd_core.testing.models.arrays import Floats
 
-_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "block_count": ("num_hidden_layers",),
-    "context_length": ("max_position_embeddings",),
-    "embedding_length": ("hidden_size",),
-    "feed_forward_length": ("intermediate_size_mlp", "intermediate_size"),
-    "attention.head_count": ("num_attention_heads",),
-    "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
-    "attention.key_length": ("head_dim",),
-    "attention.value_length": ("head_dim",),
-    "attention.sliding_window": ("sliding_window",),
-    "attention.scale": ("attention_multiplier",),
-    "embedding_scale": ("embedding_multiplier",),
-    "residual_scale": ("residual_multiplier",),
-    "logit_scale": ("logit_scale", "logits_scaling"),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
-    "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": (
-        *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
-    ),
-    "expert_shared_count": ("moe_num_shared_experts", "n_shared_experts"),
-    "attention.q_lora_rank": ("q_lora_rank",),
-    "attention.kv_lora_rank": ("kv_lora_rank",),
-    "expert_group_count": ("n_group",),
-    "expert_group_used_count": ("topk_group",),
-    "expert_weights_norm": ("norm_topk_prob",),
-    "expert_weights_scale": ("routed_scaling_factor",),
-    "leading_dense_block_count": ("moe_layer_start_index", "first_k_dense_replace"),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
-    "use_parallel_residual": ("use_parallel_residual",),
-    "shortconv.l_cache": ("conv_L_cache",),
-    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim"),
-    "ssm.state_size": ("mamba_d_state", "ssm_state_size", "linear_key_head_dim"),
-    "ssm.group_count": ("mamba_n_groups", "n_groups", "linear_num_key_heads"),
-    "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"),
-}
-"""Metadata of an architecture, and the fields of `config.json` that the converter writes there, whichever exists."""
 _ROPE: Final = {"rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
 _LATENT: Final = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _UNWRITTEN: Final[Mapping[str, str]] = {
@@ -128,7 +87,7 @@ def is_permuted(arch: str, ropes: Iterable[RopeSpec]) -> bool | None:
 
 def written_fields(arch: str) -> set[str]:
     """Return the fields of `config.json` that the converter writes in some form."""
-    fields = {field for names in _KEYS.values() for field in names} | _ROPE | _LATENT | {"tie_word_embeddings"}
+    fields = {field for names in CONVERTED.values() for field in names} | _ROPE | _LATENT | {"tie_word_embeddings"}
     return fields - {_UNWRITTEN.get(arch)} | (_RECURRENT if arch in _HYBRIDS else set())
 
 
@@ -290,7 +249,7 @@ def _rope_factors(config: Mapping[str, Any]) -> dict[str, Floats]:
 
 def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     found, written = dict[str, Any](), written_fields(arch)
-    for key, fields in _KEYS.items():
+    for key, fields in CONVERTED.items():
         values = [config[field] for field in fields if field in written and config.get(field) is not None]
         found |= {key: values[0]} if values else {}
     if config.get("sliding_window") and config.get("layer_types"):

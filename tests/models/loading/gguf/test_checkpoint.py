@@ -232,7 +232,12 @@ def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
         ("mamba", {}, {}, "architecture 'mamba' is not supported"),
         ("llama", {"block_count": "two"}, {}, r"llama\.block_count must be a positive integer; found 'two'"),
         ("llama", {"block_count": 0}, {}, "block_count"),
-        ("llama", {"attention.head_count_kv": [2, 2]}, {}, "head_count_kv must be a positive integer"),
+        (
+            "llama",
+            {"attention.head_count_kv": [2, 2]},
+            {},
+            "head_count_kv must be an integer, or list one for each of 1",
+        ),
         ("llama", {"attention.value_length": 4}, {}, "only equal values"),
         ("llama", {"rope.scaling.type": "longrope"}, {}, "'longrope' is not supported"),
         ("llama", {}, {"split.count": 3}, "split"),

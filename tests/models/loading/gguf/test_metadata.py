@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,54 @@ def test_pattern_of_windows_of_another_form_is_refused(tmp_path: Path, pattern: 
     values = {"block_count": 4, "attention.sliding_window": 7, "attention.sliding_window_pattern": pattern}
     with pytest.raises(ModelError, match=r"gemma3\.attention\.sliding_window_pattern must list 4 layers, or be an"):
         _open(tmp_path, values, arch="gemma3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [(None, None), (0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, ""), (True, ""), (9, "")]
+)
+def test_pooling_is_that_of_the_file(tmp_path: Path, kind: Any, method: str | None) -> None:
+    checkpoint = _open(tmp_path, {} if kind is None else {"pooling_type": kind})
+    if method == "":
+        with pytest.raises(ModelError, match=rf"m\.gguf: llama\.pooling_type is {kind}; supported are 0 \(unset\), 1"):
+            _ = checkpoint.pooling
+    else:
+        assert checkpoint.pooling == method
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_equal_values_of_each_layer_are_one(tmp_path: Path, key: str) -> None:
+    layers = {"block_count": 2}
+    listed = _open(tmp_path, {**layers, key: [LLAMA[key]] * 2}).config
+    assert listed == _open(tmp_path, layers).config
+    with pytest.raises(ModelError, match=rf"m\.gguf: llama\.{key} differs between layers: \[4, 2\]"):
+        _open(tmp_path, {**layers, key: [4, 2]})
+    with pytest.raises(ModelError, match=rf"m\.gguf: llama\.{key} must be an integer, or list one for each of 2"):
+        _open(tmp_path, {**layers, key: [2]})
+
+
+@pytest.mark.parametrize(
+    ("arch", "values", "message"),
+    [
+        ("llama", {"context_length": 1}, "llama.context_length must exceed 1; it is 1"),
+        (
+            "cohere2",
+            {"rope.dimension_count": 4},
+            "cohere2.rope.dimension_count rotates 4 of 8 elements of a head, but",
+        ),
+        (
+            "ernie4_5-moe",
+            {"leading_dense_block_count": 10**6},
+            "ernie4_5-moe.leading_dense_block_count is 1000000, but",
+        ),
+    ],
+)
+def test_refusals_name_keys_of_the_file(tmp_path: Path, arch: str, values: dict[str, Any], message: str) -> None:
+    usual = {
+        "attention.sliding_window": 7,
+        "logit_scale": 1.0,
+        "expert_count": 2,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 16,
+    }
+    with pytest.raises(ModelError, match=re.escape(f"m.gguf: {message}")):
+        spec_of(_open(tmp_path, usual | values, arch=arch))
