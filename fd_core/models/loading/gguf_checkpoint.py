@@ -366,7 +366,7 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
 
 
 _OF_LAYERS: Final = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-"""Metadata that may list a number for each layer, 0 for recurrent layers without."""
+"""Metadata that may list a number for each layer: the same for all, or 0 for those without."""
 
 
 def _of_mtp(name: str, named: Mapping[str, str], after: str) -> str:
@@ -421,7 +421,7 @@ def config_from(metadata: ModelConfig, tensors: StoredTensors, known: KnownGguf)
             layers = ModelConfig(own, prefix, path).count("block_count")
             if len(listed) != layers or {*map(type, listed)} != {int}:
                 raise ModelError(f"{path}: {prefix}{key} must be an integer, or list one for each of {layers} layers")
-            if len({*listed} - {0}) > 1:
+            if 0 not in listed and len({*listed}) > 1:
                 raise ModelError(f"{path}: {prefix}{key} differs between layers: {str(listed)[:60]}")
             own |= {key: max(listed), f"{key}.layers": listed}
     shape = ModelConfig(own, prefix, metadata.origin)
