@@ -57,7 +57,7 @@ class AsyncLLM(RequestMaker, EngineControls):
         prompt: Prompt | ImagePrompt | PromptText,
         params: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         schema: Mapping[str, Any] | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[Completion]:
@@ -84,10 +84,21 @@ class AsyncLLM(RequestMaker, EngineControls):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[Completion]:
         """Answer a conversation, as `LLM.chat` does; `options` are those of `generate`."""
-        prompt = self._rendered(messages, tools, chat_template, chat_template_kwargs)
+        prompt = self._rendered(
+            messages,
+            tools,
+            chat_template,
+            template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            documents=documents,
+        )
         return self.generate(prompt, params, **options)
 
     async def embed(

@@ -172,7 +172,7 @@ class RequestMaker(abc.ABC):
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         n: int,
-        stop: str | Sequence[str],
+        stop: str | Sequence[str] | None,
         schema: Mapping[str, Any] | None,
         adapter: str | Sequence[str | None] | None,
     ) -> list[CompletionReader]:
@@ -189,6 +189,7 @@ class RequestMaker(abc.ABC):
         grammar = None if schema is None else json_schema(schema, field="schema")
         for parameters in given:
             check_sampling(parameters, self.info.vocab_size)
+        stops = _stop_strings(stop)
         readers = []
         for item, each, digest in zip(items, given, self._digests(adapter, len(items)), strict=True):
             prompt = self._read(item)
@@ -204,7 +205,7 @@ class RequestMaker(abc.ABC):
                     adapter=digest,
                 )
                 self._requests += 1
-                readers.append(CompletionReader(spec, self.tokenizer, [stop] if isinstance(stop, str) else stop))
+                readers.append(CompletionReader(spec, self.tokenizer, stops))
         return readers
 
     def _rendered(
@@ -212,8 +213,9 @@ class RequestMaker(abc.ABC):
         messages: Conversation,
         tools: Sequence[Mapping[str, Any]] | None,
         source: str | None,
-        variables: Mapping[str, Any] | None,
+        **rendering: Any,
     ) -> PromptText:
+        """Return the prompt of a conversation; `rendering` are further arguments of `ChatTemplate.render`."""
         template = ChatTemplate.of(self.tokenizer, source)
         if template is None:
             raise ModelError(
@@ -221,7 +223,7 @@ class RequestMaker(abc.ABC):
             )
         messages, images = self._images_of(messages)
         placeholder = self._images.placeholder if images and self._images is not None else ""
-        text = template.render(messages, tools, template_kwargs=variables, image_text=placeholder)
+        text = template.render(messages, tools, image_text=placeholder, **rendering)
         return self._placed(text, images, add_special=False)
 
     def _images_of(self, messages: Conversation) -> tuple[Conversation, list[ProcessedImage]]:
@@ -437,7 +439,7 @@ class LLM(RequestMaker):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         schema: Mapping[str, Any] | None = None,
         on_delta: Callable[[int, Delta], None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
@@ -446,11 +448,11 @@ class LLM(RequestMaker):
 
         A prompt is text, token ids, or an `ImagePrompt`: `{"prompt": text, "multi_modal_data": {"image": images}}`.
         `params` applies to every prompt or is one for each; None takes `default_params`. Each prompt gets `n` texts,
-        with seeds derived from the one of its parameters. A text ends before the first of the strings `stop`, and
-        matches the JSON schema `schema`. `on_delta(index, delta)` is called as tokens arrive, with the index of the
-        text. `adapter` names one of `lora_modules` for every prompt, or one or None for each. Raises `BadRequest` for a
-        prompt that can never run and for a parameter out of range. A step that fails raises: there is no second engine
-        here to resume on.
+        with seeds derived from the one of its parameters. A text ends where the context does, whatever `max_tokens` is,
+        and before the first of the strings `stop`, and matches the JSON schema `schema`. `on_delta(index, delta)` is
+        called as tokens arrive, with the index of the text. `adapter` names one of `lora_modules` for every prompt, or
+        one or None for each. Raises `BadRequest` for a prompt that can never run and for a parameter out of range. A
+        step that fails raises: there is no second engine here to resume on.
         """
         items = _as_list(prompts)
         readers = self._readers(items, params, n=n, stop=stop, schema=schema, adapter=adapter)
@@ -471,9 +473,15 @@ class LLM(RequestMaker):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Answer one conversation or several; messages and tools are OpenAI's, `options` are those of `generate`.
+
+        With `continue_final_message` the text continues the last message, and with `add_generation_prompt=False` the
+        prompt does not begin an answer; `documents` are for templates that support them.
 
         A part of type `image_url` contains a data URL, one of type `image_pil` an image of Pillow or the bytes of its
         file. The text is what the model writes: tool calls and reasoning are not parsed. Raises `BadRequest` for
@@ -482,18 +490,21 @@ class LLM(RequestMaker):
         conversations: list[Any] = [*messages]  # which may be an iterator
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
-        return self.generate(
-            [self._rendered(each, tools, chat_template, chat_template_kwargs) for each in conversations],
-            params,
-            **options,
-        )
+        rendering = {
+            "template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "documents": documents,
+        }
+        prompts = [self._rendered(each, tools, chat_template, **rendering) for each in conversations]
+        return self.generate(prompts, params, **options)
 
     def stream(
         self,
         prompt: Prompt | ImagePrompt,
         params: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         schema: Mapping[str, Any] | None = None,
         adapter: str | None = None,
     ) -> Iterator[str]:
@@ -653,6 +664,14 @@ def assets_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> Ass
     if isinstance(modules, Mapping):
         settings = {**settings, "lora_modules": tuple(f"{name}={folder}" for name, folder in modules.items())}
     return find_assets(make_settings(EngineConfig, {"model": os.fspath(model), **settings}))
+
+
+def _stop_strings(stop: Any) -> list[str]:
+    """Return the strings that end a text. Raises `BadRequest` for others than texts."""
+    strings = () if stop is None else stop if isinstance(stop, list | tuple) else (stop,)
+    if not all(isinstance(each, str) for each in strings):
+        raise BadRequest(f"stop: expected a text or a list of texts, got {str(stop)[:40]}", field="stop")
+    return [*strings]
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -219,6 +219,10 @@ def check_spec(spec: RequestSpec, max_model_len: int) -> None:
             hint="shorten the prompt",
         )
     most = min(spec.params.max_tokens, max_model_len - len(spec.prompt))
+    if spec.params.min_tokens > most:
+        raise BadRequest(
+            f"min_tokens={spec.params.min_tokens} exceeds the {most} tokens that may be generated", field="min_tokens"
+        )
     if len(spec.delivered) >= most:
         raise BadRequest(
             f"{len(spec.delivered)} tokens are already delivered, so none of the at most {most} remains to be "

@@ -92,7 +92,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
@@ -104,9 +104,9 @@ class ChatTemplate:
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on. With
         `image_text`, which takes the place of an image where a template only takes texts, parts may be of type image.
         `template_kwargs` are variables that the template defines, such as `enable_thinking`. With
-        `continue_final_message` the prompt ends with the content of the last message, which has no tool calls.
-        `documents` are for templates that support them; a template without support for tools gets these as text, see
-        `with_tools`.
+        `continue_final_message` the prompt ends with the content of the last message, which has no tool calls;
+        otherwise with the beginning of an answer, unless `add_generation_prompt` is False. `documents` are for
+        templates that support them; a template without support for tools gets these as text, see `with_tools`.
 
         Arguments of calls are as a model wrote them: if they are not JSON, they are rendered as text, or as an object
         that contains the text if the template requires objects. Raises `BadRequest`, naming the field, for messages
@@ -120,6 +120,11 @@ class ChatTemplate:
                 f"{', '.join(sorted(chosen.named))}",
                 field="chat_template",
             )
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set only one",
+                field="continue_final_message",
+            )
         turns = flatten_messages(messages, images=bool(image_text))
         if continue_final_message and "tool_calls" in turns[-1]:
             raise BadRequest(
@@ -130,7 +135,9 @@ class ChatTemplate:
             raise BadRequest("the chat template does not support documents", field="documents")
         ours = {
             "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
             "bos_token": self.bos_token or "",
             "eos_token": self.eos_token or "",
             "raise_exception": _refuse,

@@ -185,7 +185,7 @@ class PromptReader:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
@@ -199,9 +199,9 @@ class PromptReader:
         name of one of the model's templates. Parts of type `image` are the places of `images`.
 
         Control tokens come from the template; `add_special` adds the model's special tokens as well.
-        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` if the
-        template rejects or cannot render the conversation, if the caller's template is invalid, and if there is no
-        template.
+        `add_generation_prompt`, `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`.
+        Raises `BadRequest` if the template rejects or cannot render the conversation, if the caller's template is
+        invalid, and if there is no template.
         """
         turns, size = [], 0
         for message in messages:
@@ -222,9 +222,11 @@ class PromptReader:
                 field="messages",
             )
         try:
-            given = turns, tools, add_generation_prompt, template_kwargs
             text = rendering.render(
-                *given,
+                turns,
+                tools,
+                add_generation_prompt,
+                template_kwargs,
                 continue_final_message=continue_final_message,
                 documents=documents,
                 image_text=self.images.placeholder if images and self.images is not None else "",

@@ -276,10 +276,6 @@ async def chat_prompt(
             ]
         turn["reasoning_content"] = message.reasoning_content or message.reasoning
         turns.append(turn)
-    goes_on = bool(body.continue_final_message)
-    if goes_on and body.add_generation_prompt:
-        reason = "continue_final_message and add_generation_prompt exclude each other; set only one"
-        raise invalid(reason, "continue_final_message")
     template = body.chat_template or None
     own = template is not None and state.prompt_reader.own_template(template) is not None
     if template is not None and not own and not state.trusts_templates:
@@ -306,9 +302,9 @@ async def chat_prompt(
     read = partial(
         reader.chat,
         turns,
-        body.add_generation_prompt is not False and not goes_on,
+        body.add_generation_prompt,
         variables,
-        continue_final_message=goes_on,
+        continue_final_message=bool(body.continue_final_message),
         documents=body.documents,
         template=template,
         add_special=bool(body.add_special_tokens),

@@ -214,12 +214,11 @@ class RouteRequestReader:
             return given[0], sum(map(len, given))
         if isinstance(asked.messages, list) and asked.prompt_token_ids is None:
             kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
-            goes_on = asked.continue_final_message is True
             ids, *_ = self._prompts.chat(
                 asked.conversation,
-                asked.add_generation_prompt is not False and not goes_on,
+                asked.add_generation_prompt if isinstance(asked.add_generation_prompt, bool) else None,
                 template_kwargs(kwargs, asked.enable_thinking, asked.reasoning_effort),
-                continue_final_message=goes_on,
+                continue_final_message=asked.continue_final_message is True,
                 documents=asked.documents if isinstance(asked.documents, list) else None,
                 add_special=asked.add_special_tokens is True,
                 tools=asked.offered,
