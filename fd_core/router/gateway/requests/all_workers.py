@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import unavailable
+from fd_core.http.errors import ErrorAnswer, unavailable
 from fd_core.router.gateway.http1.clients import ClientRequest, WholeAnswer, json_answer
 from fd_core.router.gateway.http1.heads import Headers, forwarded
 from fd_core.router.gateway.http1.workers import UPSTREAM_ERRORS
@@ -78,6 +78,7 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
 ABORT_PATH: Final = "/v1/abort_requests"
 UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
+_error_decoder: Final = msgspec.json.Decoder(ErrorAnswer)
 
 
 async def abort(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> WholeAnswer:
@@ -96,16 +97,29 @@ async def abort(state: GatewayState, path: str, body: bytes, headers: Mapping[st
 
 
 async def change_all(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> WholeAnswer:
-    """Change every worker; return the first error response, if any. `ApiError` (503) if none was reached.
+    """Change every worker; return the first error response, if any, which names the workers that changed all the same.
 
-    A worker without the adapter that the others unload, such as one that was restarted, is as wanted.
+    A worker without the adapter that the others unload, such as one that was restarted, is as wanted. Raises `ApiError`
+    (503) if a worker was not reached.
     """
     workers = _answering(state, prefill=True)
     responses = await _broadcast(state, path, body, headers=headers, timeout=300.0, workers=workers)
-    if path.partition("?")[0] == UNLOAD_PATH and any(each.status == 200 for each in responses):
-        responses = [each for each in responses if each.status != 404]
-    refused = [each for each in responses if each.status != 200]
-    return _refusal(refused) if refused or not responses else responses[0]
+    pairs = [*zip((worker.url for worker in workers), responses, strict=True)]
+    done = {url: each for url, each in pairs if each.status == 200}
+    wanted = {200, 404} if done and path.partition("?")[0] == UNLOAD_PATH else {200}
+    refused = {url: each for url, each in pairs if each.status not in wanted}
+    if done and not refused:
+        return next(iter(done.values()))
+    if not done:
+        return _refusal(responses)
+    where = f"{', '.join(done)} changed, but not {', '.join(refused)}: repeat the request, or revert it"
+    for each in refused.values():
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            if 400 <= each.status < 500:
+                error = _error_decoder.decode(each.body).error
+                error.message = f"{error.message} ({where})"
+                return json_answer(ErrorAnswer(error), each.status)
+    raise unavailable(f"not every worker responded: {where}", "partly_changed", retry_after=1)
 
 
 async def _broadcast(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from types import SimpleNamespace
@@ -68,7 +69,14 @@ async def test_changes_reach_both_workers_of_a_pair(path: str) -> None:
         assert (await live.post(path, {"model_path": "step-1"}))[0] == 200
         assert [each[0] for each in (*p.seen, *d.seen)] == [path, path]
         p.usual = "no_model"
-        assert (await live.post(path, {"model_path": "step-1"}))[0] != 200
+        status, _, answer = await live.post(path, {"model_path": "step-1"})
+        changed = f"({d.url} changed, but not {p.url}: repeat the request, or revert it)"
+        assert status == 404 and changed in json.loads(answer)["error"]["message"]
+        p.usual = "die"
+        status, _, answer = await live.post(path, {"model_path": "step-1"})
+        assert (
+            status == 503 and f"not every worker responded: {d.url} changed" in json.loads(answer)["error"]["message"]
+        )
 
 
 @in_loop
