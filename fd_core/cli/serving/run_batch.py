@@ -90,7 +90,9 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
             if not file.seekable():
                 hint = "write the requests to a file first"
                 raise ConfigError(f"{source} is a pipe, but the input is read twice", field="--input", hint=hint)
-            requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
+            requests = [
+                BatchLine(each.number, each.custom_id, digest=each.digest) for each in read_requests(file, longest)
+            ]
             file.seek(0)
         except OSError as error:
             raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
@@ -142,8 +144,10 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
 
 def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
     """Raise `ConfigError` if the existing answers belong to other requests."""
-    ids = {request.id: request.custom_id for request in requests}
-    for known in answers.known.values():
-        if ids.get(known.id, "") != known.custom_id:
+    lines = {request.number: request for request in requests}
+    for number, known in answers.known.items():
+        line = lines.get(number)
+        # Files of earlier versions have ids without a digest, which begin like those with one.
+        if line is None or line.custom_id != known.custom_id or not line.id.startswith(known.id):
             message = f"{answers.path}.partial has an answer to {known.custom_id!r}, which does not match the input"
             raise ConfigError(message, field="--output", hint="delete it, or choose another file")

@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -49,6 +50,11 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
     error: LineError | None = None
 
     @property
+    def number(self) -> int:
+        """Number of the input line."""
+        return int(self.id.split("_")[2])
+
+    @property
     def ok(self) -> bool:
         """True if the request succeeded."""
         return self.response is not None and self.response.status_code == 200
@@ -73,11 +79,13 @@ class BatchLine(NamedTuple):
     url: str = ""
     body: bytes = b""
     error: LineError | None = None
+    digest: str = ""
+    """Hex BLAKE2 of the line, so that an interrupted run does not resume with other requests."""
 
     @property
     def id(self) -> str:
         """The id of the line's answer."""
-        return f"batch_req_{self.number:08d}"
+        return f"batch_req_{self.number:08d}" + f"_{self.digest}" * bool(self.digest)
 
 
 _line: Final = msgspec.json.Decoder(_Line)
@@ -95,12 +103,13 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
             yield _wrong(number, None, "line_too_long", message=f"the line exceeds {longest:,} bytes")
         elif line.strip():
             # Editors on Windows write a byte order mark, which is no JSON.
+            line = line.strip()
             request = _read(number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, endpoint)
             first = number if request.custom_id is None else seen.setdefault(request.custom_id, number)
             if first != number:
                 message = f"custom_id is already used by line {first}; it must be unique"
                 request = _wrong(number, request.custom_id, "duplicate_custom_id", message=message)
-            yield request
+            yield request._replace(digest=hashlib.blake2b(line, digest_size=8).hexdigest())
 
 
 def answered(request: BatchLine, status: int, request_id: str, body: bytes) -> BatchAnswer:
@@ -162,8 +171,8 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         run.
         """
         self.path = path
-        self.known: dict[str, BatchAnswer] = {}
-        """Answers by id, without their bodies."""
+        self.known: dict[int, BatchAnswer] = {}
+        """Answers by the number of their line, without their bodies."""
         self._account = account
         self._partial = path.with_name(f"{path.name}.partial")
         self._require_new()
@@ -178,13 +187,13 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
                 found = _decoder.decode(line)
                 if found.response is not None:
                     found.response.body = msgspec.Raw(b"null")
-                self.known[found.id] = found
+                self.known[found.number] = found
                 end += len(line)
             self._file.truncate(end)
             self.size = end
         except OSError as error:
             raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, IndexError, ValueError) as error:
             raise ConfigError(
                 f"{self._partial} is not the output of an interrupted run", field="--output", hint="delete it"
             ) from error

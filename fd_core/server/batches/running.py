@@ -117,9 +117,12 @@ async def run_requests(
     take: Callable[[BatchAnswer], None],
     *,
     slots: asyncio.Semaphore,
-    known: Collection[str] = frozenset(),
+    known: Collection[int] = frozenset(),
 ) -> None:
-    """Send `requests` except the `known`, each in one of the `slots` that runs share, and pass answers to `take`."""
+    """Send `requests` except those of the `known` lines, each in one of the `slots` that runs share.
+
+    Answers are passed to `take`.
+    """
     loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
     lines: deque[BatchLine] = deque()
     running, over, ended = 0, False, asyncio.Event()
@@ -183,10 +186,10 @@ async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) 
         raise
 
 
-def _read(requests: Iterator[BatchLine], known: Collection[str]) -> list[BatchLine]:
+def _read(requests: Iterator[BatchLine], known: Collection[int]) -> list[BatchLine]:
     found, size = list[BatchLine](), 0
     for request in requests:
-        if request.id not in known:
+        if request.number not in known:
             found.append(request)
             size += len(request.body)
             if len(found) == 64 or size >= _READ_BYTES:

@@ -86,6 +86,17 @@ def test_results_of_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "'other'" in result.output
 
 
+def test_changed_line_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(f"{line(0)}\n{line(1)}\n")
+    assert run(tmp_path).exit_code == 0
+    (tmp_path / "out").rename(tmp_path / "out.partial")
+    (tmp_path / "in").write_text(f"{line(0)}\n{line(1, max_tokens=3)}\n")
+    result = run(tmp_path)
+    assert result.exit_code == 2 and "has an answer to" in result.output
+    (tmp_path / "in").write_text(f"{line(0)}\r\n{line(1)}")
+    assert run(tmp_path).exit_code == 0
+
+
 def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path, faults: Faults) -> None:
     """It is killed while a step that computes a longer line, in the middle, is held."""
     lengths = {45: 300}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -85,11 +86,12 @@ def test_answer_is_one_line_in_openai_format() -> None:
     text = as_line(answered(request, 200, "r1", b'{"id":"x"}'))
     assert text.count(b"\n") == 1 and text.endswith(b"\n")
     assert json.loads(text) == {
-        "id": "batch_req_00000001",
+        "id": request.id,
         "custom_id": "a",
         "response": {"status_code": 200, "request_id": "r1", "body": {"id": "x"}},
         "error": None,
     }
+    assert re.fullmatch(r"batch_req_00000001_[0-9a-f]{16}", request.id)
     (wrong,) = read(b"x")
     back = msgspec.json.decode(msgspec.json.encode(failed(wrong, wrong.error)), type=BatchAnswer)
     assert (back.ok, back.custom_id, back.response, back.error) == (False, None, None, wrong.error)
