@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
 
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.parsing.formats.pythonic import PythonicTools
 from fd_core.text.parsing.reader import Steps, TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 
@@ -88,3 +90,12 @@ def test_backticks_at_the_end_of_truncated_content_are_kept(end: str) -> None:
     reading = parser(None, "llama3_json")
     events = joined([*reading.push(f"Call it `z{end}"), *reading.flush()])
     assert events == [Content(f"Call it `z{end}")]
+
+
+def test_adjacent_python_strings_are_one_for_any_chunking() -> None:
+    text = """[weather(city='Ro' "me's", note='''x''', days={'a' "b": 'c' })]"""
+    for cut in range(len(text)):
+        reading = PythonicTools(TOOLS)
+        found = [*reading.push(text[:cut]), *reading.push(text[cut:]), *reading.flush()]
+        arguments = "".join(event.text for event in found if isinstance(event, ArgumentsDelta))
+        assert json.loads(arguments) == {"city": "Rome's", "note": "x", "days": {"ab": "c"}}, cut

@@ -161,8 +161,12 @@ class PythonicTools(ToolReader):
             if character == "\\":
                 self.emit_arguments(escaped((yield from self._escape())))
             elif character == quote:
-                self.emit_arguments('"')
-                return True
+                yield from self.space()
+                if (following := (yield from self.peek())) not in ("'", '"'):
+                    self.emit_arguments('"')
+                    return True
+                quote, plain = following, re.compile(rf"[^\\{following}]+")  # Python joins adjacent strings
+                self.skip(1)
             elif not character:
                 return False
             else:
