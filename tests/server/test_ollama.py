@@ -138,6 +138,12 @@ def test_think_reaches_templates_that_use_it(template: str, think: bool | str, p
         assert bytes(server.client.specs[-1].prompt) == prompt
 
 
+@pytest.mark.parametrize("think", [True, "high"])
+def test_think_is_refused_by_a_model_that_does_not_reason(server: LiveServer, think: bool | str) -> None:
+    answer = ask(server, "/api/chat", messages=HI, think=think)
+    assert answer.status == 400 and "does not support thinking" in answer.json["error"]
+
+
 @pytest.mark.parametrize("form", ["json", {"type": "object"}])
 def test_format_constrains_the_answer(thinking: LiveServer, form: Any) -> None:
     answer = ask(thinking, "/api/chat", messages=HI, format=form, stream=False).json

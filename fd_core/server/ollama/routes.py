@@ -88,6 +88,10 @@ async def _answered(
     request: Request, state: ServerState, body: schemas.OllamaTextRequest, headers: dict[str, str]
 ) -> Response:
     chat, served = as_chat(state, body), _served(state, body.model)
+    reader = state.prompt_reader
+    thinks = state.parsers.reasoning is not None or reader.switches_reasoning or reader.supports_effort
+    if body.think not in (None, False, "none") and not thinks:
+        raise unsupported(f'"{served.name}" does not support thinking; omit think, or set it to false', "think")
     is_chat = isinstance(body, schemas.OllamaChatRequest)
     if not chat.messages:
         return _loaded(served, ChatTurn(role="assistant", content="") if is_chat else None)
