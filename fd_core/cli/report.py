@@ -29,6 +29,7 @@ _TYPER_WORDS: Final = {
     r"^Invalid value for '(\S+?)': (?:Value error, )?Input should be (.*?)(?:, unable.*)?$": r"\1: expected \2",
     r"^Invalid value for '(\S+?)': (?:Value error, )?": r"\1: ",
     r"\. Did you mean (.*)\?$": r"; did you mean \1?",
+    r"extra argument(?:\(s\)|s)? \((.*)\)": r"extra argument '\1'",
     r"\.$": "",
 }
 """Patterns in messages of typer, and their form here."""

@@ -228,3 +228,12 @@ def test_non_utf_8_bytes_are_a_one_line_error(arguments: list[str], variable: st
 def test_non_utf_8_setting_never_reaches_an_engine() -> None:
     with pytest.raises(ConfigError, match="is not UTF-8"):
         asyncio.run(open_client(EngineConfig(backend="null", model="a\udcff"), None))
+
+
+def test_address_for_transfers_is_checked_before_the_model(run_cli: RunCli) -> None:
+    options = ("--port", "0", "--role", "prefill", "--transfer-host", "203.0.113.1")
+    assert_one_line(run_cli("serve", "smolm2", *options), 2, "--transfer-host", "203.0.113.1")
+
+
+def test_empty_argument_too_many_is_visible(run_cli: RunCli) -> None:
+    assert_one_line(run_cli("tokenize", "Hello", ""), 2, "got unexpected extra argument ''")

@@ -102,7 +102,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
         from fd_core.cli.serving.startup import check_folders, choose_parsers, find_model, running_engine, startup_bars
         from fd_core.cli.serving.summary import brief, show_brief, show_summary, summary
-        from fd_core.http.connections.listening import settle
+        from fd_core.http.connections.listening import bind_socket, settle
         from fd_core.http.connections.tls import ServingTls
         from fd_core.http.hosts import HostRules
         from fd_core.launching.announcing import announce
@@ -113,6 +113,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         names = (server.tool_call_parser, server.reasoning_parser)
         choose_parsers(*names, template=None, architecture="")
         check_folders(settings)
+        if settings.engine.role == "prefill":
+            given = settings.engine.transfer_host, settings.engine.transfer_port
+            bind_socket(*given, flag="--transfer-port", host_flag="--transfer-host").close()
         closing = stack.enter_context(contextlib.ExitStack())
         spans = opened_spans(server.otlp_traces_endpoint, "fdcore-serve", closing)
         console = Console(stderr=True)

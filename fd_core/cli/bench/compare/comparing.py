@@ -50,7 +50,13 @@ class Places:
         try:
             with console.status(f"starting {engine.name}"):
                 environment = ENVIRONMENTS[engine.environment]
-                python = environments.find(environment, self.cache / "envs", self.given, install=self.install)
+                python = environments.find(
+                    environment,
+                    self.cache / "envs",
+                    self.given,
+                    install=self.install,
+                    report=lambda text: console.print(f"{engine.name}: {text}", highlight=False, markup=False),
+                )
                 session = sessions.start(engine, python, prepared, limits, logs / f"{engine.name}.log", http=http)
         except (EngineFailedError, environments.EnvironmentFailedError) as error:
             failures[engine.name] = str(error)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fd_core.cli.bench.compare.engines import Environment
@@ -24,11 +24,18 @@ def python_of(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
 
-def find(environment: Environment, folder: Path, given: Mapping[str, Path], *, install: bool) -> Path:
+def find(
+    environment: Environment,
+    folder: Path,
+    given: Mapping[str, Path],
+    *,
+    install: bool,
+    report: Callable[[str], object] = print,
+) -> Path:
     """Return the interpreter, or the server on the PATH, that runs the engine of an environment.
 
     `given` has folders that the user named, `folder` the environments that were made here. One that is missing is made
-    with `install`, otherwise `EnvironmentFailedError` names the flag.
+    with `install`, after a `report` of what is installed, otherwise `EnvironmentFailedError` names the flag.
     """
     if environment.name in given:
         python = python_of(given[environment.name])
@@ -50,9 +57,14 @@ def find(environment: Environment, folder: Path, given: Mapping[str, Path], *, i
             f"not installed; --install installs {environment.package} in {home} ({environment.size}), "
             f"--env {environment.name}=DIR uses an environment that has it"
         )
+    report(f"installing {environment.package} ({environment.size}), which takes minutes; pip writes to {_log_of(home)}")
     _make(environment, home)
     done.write_text(repr(environment))
     return python_of(home)
+
+
+def _log_of(home: Path) -> Path:
+    return home / "install.log"
 
 
 def _make(environment: Environment, home: Path) -> None:
@@ -61,7 +73,7 @@ def _make(environment: Environment, home: Path) -> None:
     commands.append(["install", *environment.install])
     if environment.without:
         commands.append(["uninstall", "--yes", *environment.without])
-    python, log = python_of(home), home / "install.log"
+    python, log = python_of(home), _log_of(home)
     variables = os.environ | environment.build_variables | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as output:
         for command in commands:

@@ -42,6 +42,15 @@ def test_nothing_is_installed_without_the_flag(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_installation_is_reported_before_it_begins(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(environments, "_make", lambda _, home: (home.mkdir(), lines.append("made")))
+    missing = Environment("llama", "some-package", ("some-package==1",), size="1 GB", module="no_such_module")
+    environments.find(missing, tmp_path, {}, install=True, report=lines.append)
+    log = tmp_path / "llama" / "install.log"
+    assert lines == [f"installing some-package (1 GB), which takes minutes; pip writes to {log}", "made"]
+
+
 def test_engines_are_found_where_they_are(tmp_path, monkeypatch):
     program = tmp_path / "llama-server"
     program.touch(mode=0o755)
