@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from fd_core.testing.report.coverage import Gap, PluginCoverage
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report, values_text
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.runs import KITS
+from fd_core.testing.report.scratch import scratch_folder
 from fd_core.testing.report.terminal import print_report
 
 pytestmark = pytest.mark.slow
@@ -311,3 +314,15 @@ def test_exactly_one_kind_of_target_is_required(arguments, code, words):
     ended = CliRunner().invoke(app, ["conformance", *arguments])
     assert ended.exit_code == code
     assert words in " ".join((ended.stdout + ended.stderr).replace("│", " ").split())
+
+
+def test_folder_of_a_killed_run_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young = (Path(tempfile.mkdtemp(prefix="run-")) for _ in range(2))
+    (left / "results").touch()
+    os.utime(left, (0, 0))
+    with scratch_folder("run-") as held:
+        os.utime(held, (0, 0))
+        with scratch_folder("run-") as second:
+            assert {*tmp_path.iterdir()} == {young, held, second}
+    assert {*tmp_path.iterdir()} == {young}

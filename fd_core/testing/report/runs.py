@@ -9,7 +9,6 @@ import platform
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from fd_core.testing.report.recorder import (
     RecordedEvent,
     RunMisused,
 )
+from fd_core.testing.report.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,9 @@ def run_suite(
         with contextlib.suppress(PluginError):  # the card of the target reports it
             kit.find(target)
     cards: list[Card] = []
-    with tempfile.TemporaryDirectory(prefix="fdcore-coverage-") as folder:
+    with scratch_folder("fdcore-coverage-") as folder:
         names = list(_measured(kit, targets)) if options.coverage else []
-        measured = CoverageRun(names, Path(folder)) if names else None
+        measured = CoverageRun(names, folder) if names else None
         for target in targets:
             if cards and cards[-1].error == INTERRUPTED:
                 cards.append(_card_of(kit, target, error=INTERRUPTED, seconds=0.0))
@@ -226,8 +226,7 @@ def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress, env
     except FdError as error:
         return _card_of(kit, target, error=f"{target}: {error}".splitlines()[0], seconds=time.monotonic() - started)
     run = _Run()
-    with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
-        folder = Path(name)
+    with scratch_folder("fdcore-conformance-") as folder:
         # Not those of a run of pytest that this one is part of.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -18,6 +17,7 @@ from fd_core.launching.child import child_command
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.report.doctor.checks import CHECKS
+from fd_core.testing.report.scratch import scratch_folder
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that are examined; the last one only if a backend has none of the others."""
@@ -132,8 +132,8 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(f"{unknown[0]!r} is not one of {', '.join(known)}", field="--only")
     found: list[PackDescribed | OpFinding] = []
-    with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as name:
-        target = parse_target(text, Path(name))
+    with scratch_folder("fdcore-doctor-") as own:
+        target = parse_target(text, own)
         _ = target.cls
         texts = {target.config().dtype: text}
         if target.config().dtype == "auto":
@@ -141,7 +141,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
         for dtype, each in texts.items():
             if dtype == _DTYPES[-1] and any(isinstance(event, PackDescribed) for event in found):
                 continue
-            found += _examine(each, dtype, only, folder=Path(name) / dtype, progress=progress)
+            found += _examine(each, dtype, only, folder=own / dtype, progress=progress)
     return DoctorReport(
         fd_core=fd_core.__version__,
         machine=f"{platform.system()} {platform.machine()}",
