@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import tomllib
+from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 import fd_core
@@ -37,9 +40,17 @@ def test_extras_and_plugins_of_the_image_exist() -> None:
     assert named and all((ROOT / "plugins" / one / "pyproject.toml").exists() for each in named for one in each.split())
 
 
-def test_kernels_of_the_image_are_those_of_portable_instruction_sets() -> None:
-    (named,) = re.findall(r'^ARG KERNELS="([\w ]+)"', TEXT, re.MULTILINE)
-    assert set(named.split()) == set(build.PORTABLE)
+@pytest.mark.parametrize(("machine", "sets"), [("x86_64", set(build.PORTABLE)), ("aarch64", {"generic"})])
+def test_kernels_of_the_image_are_those_of_its_architecture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, sets: set[str]
+) -> None:
+    (named,) = re.findall(r"^ARG KERNELS=(\w+)$", TEXT, re.MULTILINE)
+    compiled = set[str]()
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path)
+    monkeypatch.setattr(build, "_compile", lambda isa, path: compiled.add(isa))
+    build.add_to_package(named)
+    assert compiled == sets
     assert f"python -P -m {build.__name__} ${{KERNELS}}" in TEXT
 
 

@@ -1,6 +1,7 @@
 """Compile the C++ sources once for this CPU and cache the library in a folder, unless the package has one for it.
 
-`python -m fd_core.ops.native.build ISA...` adds libraries of instruction sets to the package, as images do.
+`python -m fd_core.ops.native.build ISA...` adds libraries of instruction sets to the package, as images do; `all`, or
+no name, stands for those of the architecture.
 
 The compiler works in a private folder; the finished library is renamed into place atomically. Concurrent builds of the
 same library serialize on a file lock that the system releases when a process dies, so a killed build never blocks
@@ -15,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -192,7 +194,12 @@ def _run(command: list[str | Path]) -> None:
 
 
 def add_to_package(*names: str) -> None:
-    """Compile libraries of portable instruction sets into the package. Raises `BuildError`."""
+    """Compile libraries of portable instruction sets into the package, `all` for those of this architecture.
+
+    Raises `BuildError`.
+    """
+    if names in ((), ("all",)):
+        names = PORTABLE if platform.machine() == "x86_64" else ("generic",)
     for isa in names:
         if isa not in PORTABLE:
             raise BuildError(f"{isa!r} is not an instruction set; choose from {', '.join(PORTABLE)}")
@@ -203,6 +210,6 @@ def add_to_package(*names: str) -> None:
 
 if __name__ == "__main__":
     try:
-        add_to_package(*(sys.argv[1:] or PORTABLE))
+        add_to_package(*sys.argv[1:])
     except BuildError as error:
         sys.exit(f"fd_core.ops.native.build: {error}")
