@@ -235,5 +235,13 @@ def test_address_for_transfers_is_checked_before_the_model(run_cli: RunCli) -> N
     assert_one_line(run_cli("serve", "smolm2", *options), 2, "--transfer-host", "203.0.113.1")
 
 
+def test_form_of_adapters_is_checked_before_the_model(run_cli: RunCli) -> None:
+    assert_one_line(run_cli("serve", "smolm2", "--lora-modules", "x"), 2, "--lora-modules: expected NAME=FOLDER")
+
+
+def test_empty_text_is_named_as_the_argument(run_cli: RunCli) -> None:
+    assert_one_line(run_cli("tokenize", "", "--model", "bytes"), 1, "TEXT is empty")
+
+
 def test_empty_argument_too_many_is_visible(run_cli: RunCli) -> None:
     assert_one_line(run_cli("tokenize", "Hello", ""), 2, "got unexpected extra argument ''")

@@ -210,7 +210,7 @@ def tokenize(
     with startup_bars() as bars:
         found = find_text(model, offline=False, progress=bars)
     reader = PromptReader(found.tokenizer, found.template)
-    tokens = reader.chat([{"role": "user", "content": given}]).ids if chat else reader.text(given, special)
+    tokens = reader.chat([{"role": "user", "content": given}]).ids if chat else reader.text(given, special, "TEXT")
     if ids:
         print(*tokens)
     else:

@@ -13,6 +13,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.config.generation import GenerationDefaults
 from fd_core.config.paths import user_path
 from fd_core.disagg.keys import transfer_key
+from fd_core.engine.loaded_adapters import lora_modules
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import load_secret
@@ -47,9 +48,9 @@ class Assets(msgspec.Struct, frozen=True):
 def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
     """Find the configured model, fetching it if necessary, and read its tokenizer.
 
-    A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins and secrets that
-    `config` names are looked up first, so that nothing is fetched for an invalid configuration. Raises `ConfigError`,
-    `ModelError` or `PluginError`.
+    A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins, secrets and
+    adapters that `config` names are looked up first, so that nothing is fetched for an invalid configuration. Raises
+    `ConfigError`, `ModelError` or `PluginError`.
     """
     known = plugins.installed_plugins()
     known.load(plugins.SCHEDULER, config.scheduler)
@@ -61,6 +62,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     if config.kv_store is not None:
         known.find(plugins.STORE, parse_location(config.kv_store).scheme)
         load_secret(config.kv_store_secret_file)
+    lora_modules(config)
     if config.role != "mixed":
         transfer_key(config.transfer_secret_file)
     if config.speculative is not None:
