@@ -22,7 +22,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import ActiveRequest, DeltaStream, EngineControls, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.process.messages import ControlOrder, EngineInfo, EngineStats
-from fd_core.errors import BadRequest, ConfigError, EngineDead
+from fd_core.errors import BadRequest, ConfigError, EngineDead, FdError
 from fd_core.kv.event_log import KVEventLog
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import RouterConfig
@@ -209,12 +209,16 @@ class DataParallelClient(EngineControls):
             raise failures[0]
 
     async def control(self, order: ControlOrder) -> None:
-        """Give an order to every engine. Raises the first error of an engine; the others have carried it out then."""
+        """Give an order to every engine. Raises the first error of an engine, which names those that carried it out."""
         async with self._changing:
             self._require_all()
             results = await asyncio.gather(*(each.control(order) for each in self.engines), return_exceptions=True)
-            for failure in filter(None, results):
-                raise failure
+            done = ", ".join(str(index) for index, failure in enumerate(results) if failure is None)
+            for index, failure in enumerate(results):
+                if done and isinstance(failure, FdError):
+                    failure.message += f"; engine {index} failed, but {done} carried it out: repeat the request"
+                if failure is not None:
+                    raise failure
 
     def _require_all(self) -> None:
         if self.missing:

@@ -16,7 +16,15 @@ from fd_core.backends.device_assignment import assignments_on_cores, assignments
 from fd_core.engine.clients.client import ActiveRequest, DeltaStream
 from fd_core.engine.clients.data_parallel import DataParallelClient
 from fd_core.engine.clients.launch import open_client
-from fd_core.engine.process.messages import ChangeAdapters, Control, Controlled, QueryActivities, StepEvents, Submit
+from fd_core.engine.process.messages import (
+    ChangeAdapters,
+    Control,
+    Controlled,
+    QueryActivities,
+    Sleep,
+    StepEvents,
+    Submit,
+)
 from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.scheduling.contract import RequestActivity
 from fd_core.types import AdapterInfo, Delta, FinishReason, Phase
@@ -254,6 +262,27 @@ def test_adapter_is_loaded_into_all_engines_or_none() -> None:
         engines[0].die()
         with pytest.raises(EngineDead, match="engine 0 of 2"):
             await client.change_adapters("style", None)
+
+    asyncio.run(main())
+
+
+def test_error_of_one_engine_names_those_that_carried_out_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async def done(_: object) -> None:
+            pass
+
+        async def refused(_: object) -> None:
+            raise BadRequest("no such folder")
+
+        engines = [Adaptable(), Adaptable(), Adaptable()]
+        for engine, act in zip(engines, (done, refused, done), strict=True):
+            monkeypatch.setattr(engine, "control", act)
+        with pytest.raises(BadRequest, match="no such folder; engine 1 failed, but 0, 2 carried it out"):
+            await DataParallelClient(engines).control(Sleep(1))
+        for engine in engines:
+            monkeypatch.setattr(engine, "control", refused)
+        with pytest.raises(BadRequest, match=r"^no such folder$"):
+            await DataParallelClient(engines).control(Sleep(1))
 
     asyncio.run(main())
 
