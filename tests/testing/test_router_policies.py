@@ -1,5 +1,6 @@
 """The core's router policies pass the kit, and each of these wrong ones fails the case that names its fault."""
 
+import atexit
 import itertools
 import json
 import logging
@@ -535,6 +536,17 @@ class LogsTheBeginning(RequestNum):
         return chosen
 
 
+class SavesAtExit(SessionAffinity):
+    """Writes the homes of sessions for the next process, long after the last check."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        atexit.register(self.save)
+
+    def save(self):
+        pass
+
+
 class ComparesWithTheLastPrompt(SessionAffinity):
     """Keeps the prompt of each session: those of 65,536 sessions take gigabytes."""
 
@@ -694,6 +706,7 @@ SESSIONS = "test_the_least_recent_of_more_sessions_than_max_sessions_is_forgotte
         (PrintsSessions, DAY, ()),
         (LogsTheBeginning, DAY, ()),
         (ComparesWithTheLastPrompt, PROMPTS, ()),
+        (SavesAtExit, FORGETS, ()),
         (ChoosesWhoServedLeast, DAY, ()),
         (AvoidsAddressesThatFailed, DAY, ()),
         (ChoosesAmongTheFirst64, DAY, ()),

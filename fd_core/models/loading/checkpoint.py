@@ -133,7 +133,7 @@ class Checkpoint(ABC):
 
     @property
     def pooling(self) -> PoolingMethod | None:
-        """PoolingMethod of embeddings that the file itself states; None if it states none."""
+        """Pooling of embeddings that the file itself states; None if it states none."""
         return None
 
     @property

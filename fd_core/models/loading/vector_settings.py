@@ -52,7 +52,7 @@ class Classifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """PoolingMethod method by which a model embeds a text."""
+    """Pooling method by which a model embeds a text."""
 
     pooling: PoolingMethod = "last"
     layers: tuple[Dense, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import itertools
 import locale
@@ -190,14 +189,14 @@ _AT_START: Final = {
 }
 """Settings that a plugin may not change when it is loaded, or when a fixture makes its object, either."""
 _MAX_RISES: Final = 8
-"""Consecutive checks that may each leave more of something than any check before."""
-_RISES: Final = {"open files": [0, 0], "threads": [0, 0], "functions to be called at exit": [0, 0]}
+"""Consecutive checks that may each leave more descriptors or threads than any check before."""
+_RISES: Final = {"open files": [0, 0], "threads": [0, 0]}
 """The most so far, and the number of checks since one that left no more."""
 
 
 @contextmanager
 def unchanged_process(*, holds: bool = False) -> Iterator[None]:
-    """Fail if settings of the whole process change, or if each of several checks leaves open files, threads or exits.
+    """Fail if settings of the whole process change, or if each of several checks leaves open files or threads.
 
     What is made in the block and still used afterwards `holds` its own.
     """
@@ -251,8 +250,7 @@ def _change(before: object, after: object) -> str:
 def _held() -> dict[str, int]:
     descriptors = Path("/proc/self/fd")
     files = sum(1 for _ in descriptors.iterdir()) if descriptors.exists() else 0
-    exits = vars(atexit)["_ncallbacks"]()
-    return {"open files": files, "threads": threading.active_count(), "functions to be called at exit": exits}
+    return {"open files": files, "threads": threading.active_count()}
 
 
 class _Closure(dict[str, Any]):

@@ -27,7 +27,7 @@ from fd_core.router.policies import Candidate, Candidates, RequestNum, RouterPol
 from fd_core.router.selection import IDLE, WorkerLoad
 from fd_core.router.workers import ROLES, RouterWorker
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.hooks.purity import another_world
+from fd_core.testing.hooks.purity import another_world, require_freed
 from fd_core.testing.kit.growth import count_bytes, require_bounded, seconds_of
 from fd_core.testing.kit.processes import python
 from fd_core.testing.kit.requirements import constructed, lacks
@@ -354,6 +354,7 @@ class RouterPolicySuite:
 
         what = "requests and as many workers" if expired else "sessions, none of them expired, with max-sessions=64"
         require_bounded(use, _REQUESTS, what, "7.1")
+        require_freed(self.new_policy, "7.1")
 
     @pytest.mark.law("7.1")
     def test_a_session_takes_no_memory_for_its_prompt(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import mmap
@@ -48,16 +47,6 @@ def test_a_check_cannot_take_all_memory_of_the_machine() -> None:
 def test_failure_within_a_check_of_the_process_leaves_the_generators() -> None:
     with unchanged_process(), suppress(ValueError), unchanged_process():
         raise ValueError
-
-
-def test_functions_that_each_check_leaves_for_the_exit_are_noticed() -> None:
-    """Such as one that saves the state of a plugin, and holds it until then."""
-    saved = list[int]()
-    with pytest.raises(InvariantViolated, match="each check leaves functions to be called at exit"):
-        for _ in range(20):
-            with unchanged_process():
-                atexit.register(saved.clear)
-    atexit.unregister(saved.clear)
 
 
 def test_only_the_thread_of_a_call_stalls_it() -> None:
