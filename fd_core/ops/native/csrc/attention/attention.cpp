@@ -41,8 +41,8 @@ struct Attention<E>::Unit {
 /// Fetches the blocks that a thread will visit, in order and a fixed distance ahead.
 ///
 /// Blocks lie scattered, so the processor's own prefetching starts anew in each; and a core can wait for a few dozen
-/// cache lines at a time only. So every product, also those whose operands are in the cache, fetches some lines: as many
-/// as it reads.
+/// cache lines at a time only. So the lines are spread over all that is computed: every product, also those whose operands
+/// are in the cache, fetches five eighths of what it reads, and each pass over a row of a chunk its part of the rest.
 template <class E>
 struct Attention<E>::Fetcher {
     std::vector<const char*> blocks;
@@ -50,26 +50,24 @@ struct Attention<E>::Fetcher {
     size_t lead = 0;  // blocks of a chunk
     size_t visited = 0, fetched = 0;  // blocks
     size_t offset = 0;                // bytes fetched of block `fetched`
+    int lines_of_pass = 0;            // of each pass over a row; 0 for many rows, whose products suffice
 
+    /// Say how many blocks and rows the next chunk has.
+    void begin_chunk(int count, int rows) {
+        lines_of_pass = count * int(block_bytes) / kCacheLine * 3 / (8 * kPasses * rows);
+    }
+    void fetch_in_pass() {
+        const char* line;
+        for (int lines = take(lines_of_pass, line); lines > 0; lines--, line += kCacheLine) prefetch(line);
+    }
     template <class Call>
     void attach(Call& call, int vecs) {
-        if (fetched < visited + lead) {  // too late for the blocks before
-            fetched = visited + lead;
-            offset = 0;
-        }
         call.ahead_lines = 0;
-        if (fetched >= blocks.size() || (fetched - visited) * block_bytes > kDistance) return;
-        call.ahead = blocks[fetched] + offset;
-        const int left = ceil_div(int(block_bytes - offset), kCacheLine);  // what lies behind a block is not needed
-        const int most = std::max(kLeastLines, call.steps * vecs);  // a step reads a line of each vector
-        const int lines = left <= most + most / 4 ? left : most;
+        const int read = call.steps * vecs;  // a step reads a line of each vector
+        const int lines = take(std::max(kLeastLines, read * 5 / 8), call.ahead);
+        if (lines == 0) return;
         call.ahead_lines = ceil_div(lines, ceil_div(call.steps, Call::kAheadSteps));
         call.ahead_times = ceil_div(lines, call.ahead_lines);
-        offset += size_t(lines) * kCacheLine;
-        if (offset >= block_bytes) {
-            fetched++;
-            offset = 0;
-        }
     }
     void forget_visited() {
         blocks.erase(blocks.begin(), blocks.begin() + visited);
@@ -78,8 +76,27 @@ struct Attention<E>::Fetcher {
     }
 
    private:
-    static constexpr int kLeastLines = 64;
+    static constexpr int kLeastLines = 32;
+    static constexpr int kPasses = 3;  // over a row of scores for its maximum and its weights, and over its sums
     static constexpr size_t kDistance = 192 << 10;  // bytes: a fraction of a second-level cache
+
+    /// Return how many of the next `most` lines are to be fetched now, and where they begin.
+    int take(int most, const char*& line) {
+        if (fetched < visited + lead) {  // too late for the blocks before
+            fetched = visited + lead;
+            offset = 0;
+        }
+        if (fetched >= blocks.size() || (fetched - visited) * block_bytes > kDistance) return 0;
+        line = blocks[fetched] + offset;
+        const int left = ceil_div(int(block_bytes - offset), kCacheLine);  // what lies behind a block is not needed
+        const int lines = left <= most + most / 4 ? left : most;
+        offset += size_t(lines) * kCacheLine;
+        if (offset >= block_bytes) {
+            fetched++;
+            offset = 0;
+        }
+        return lines;
+    }
 };
 
 /// What a part of the context comes to for some rows. A row that has seen nothing has a sum of 0.
@@ -290,6 +307,7 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, const Unit& unit) cons
         if (begin % plan_->span_blocks == 0 && begin > first) end_span(s, s.span, pass.rows);
         auto column = [&](int block) { return (block - begin) * layout.block_k; };
         const int together = blocks_of_scores<E>(layout);
+        s.fetcher.begin_chunk(end - begin, pass.rows.end - pass.rows.begin);
         for (int b = begin; b < end; b += together) score(s, pass, head, b, std::min(together, end - b), column(b));
         softmax(s, pass, head, begin, end);
         weigh(s, pass, head, begin, end);
@@ -435,15 +453,16 @@ static float scaled_maximum(V largest, V factor) { return vmaximum(vmax(vset(kHi
 
 /// The same as below for `rows` rows that see a whole chunk of an unquantized cache. All maxima come first, so that one row
 /// does not wait for the maximum of another.
-template <class E>
+template <class E, class Fetcher>
 [[gnu::flatten]] static void softmax_whole(const float* scores, E* weights, size_t columns, int rows, float factor,
-                                           float* maxima, float* sums) {
+                                           float* maxima, float* sums, Fetcher& fetcher) {
     constexpr int N = kChunkTokens / kLanes;
     const V by = vset(factor);
     for (int row = 0; row < rows; row++) {
         V largest = vset(kHidden);
         unroll<N>([&](int i) { largest = vmax(largest, vload(scores + row * columns + i * kLanes)); });
         maxima[row] = scaled_maximum(largest, by);
+        fetcher.fetch_in_pass();
     }
     for (int row = 0; row < rows; row++) {
         const V less = vset(-maxima[row]);
@@ -454,6 +473,7 @@ template <class E>
             vstore_flushed(weights + row * columns + i * kLanes, v);
         });
         sums[row] = vsum(sum);
+        fetcher.fetch_in_pass();
     }
 }
 
@@ -482,7 +502,8 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
     if (whole) {
         const size_t first = pass.rows.begin;
         return softmax_whole(s.scores + first * columns, s.weights + first * columns, columns,
-                             pass.rows.end - pass.rows.begin, factor, s.chunk.max + first, s.chunk.sum + first);
+                             pass.rows.end - pass.rows.begin, factor, s.chunk.max + first, s.chunk.sum + first,
+                             s.fetcher);
     }
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
         const Query& query = s.queries[row / group];
@@ -511,6 +532,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
         };
         V largest = vset(kHidden), sum = vset(0.0f);
         int end;
+        s.fetcher.fetch_in_pass();
         if (plain) {
             each([&](int column, auto keep) { largest = vmax(largest, keep(vload(scores + column), kHidden)); });
             s.chunk.max[row] = scaled_maximum(largest, vset(factor));
@@ -539,6 +561,7 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
             });
         }
         s.chunk.sum[row] = vsum(sum);
+        s.fetcher.fetch_in_pass();
         if (layout.integers)
             s.split_weights[row] = split_row(scores, end, s.half, s.weight_bytes + row * 2 * s.half);
         else
@@ -601,6 +624,7 @@ void Attention<E>::merge(Scratch& s, const Sums& into, const Sums& from, Range r
         vstore(s.now + row, vexp2(vload(from.max + row) - max));
     }
     for (int row = rows.begin; row < rows.end; row++) {
+        s.fetcher.fetch_in_pass();
         if (from.sum[row] == 0) continue;  // this row sees nothing of it
         float* total = into.total + size_t(row) * s.d;
         const float* more = from.total + size_t(row) * s.d;
