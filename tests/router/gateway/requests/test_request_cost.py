@@ -71,7 +71,7 @@ BODIES = {
     "/api/chat": body(
         {"model": MODEL, "messages": st.lists(SPOKEN, min_size=1, max_size=3)},
         options=OPTIONS,
-        think=st.sampled_from([True, "low"]),
+        think=st.sampled_from([False, "none"]),
     ),
     "/api/generate": body({"model": MODEL, "prompt": TEXT}, system=TEXT, raw=st.booleans(), options=OPTIONS),
     "/api/embed": body({"model": MODEL, "input": PROMPT}),
