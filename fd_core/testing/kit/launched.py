@@ -83,7 +83,7 @@ def _settings(process: int | str) -> dict[str, object]:
     """Return settings that a process has from its parent."""
     folder = Path("/proc", str(process))
     lines = [line.split(":", 1) for line in (folder / "status").read_text().splitlines()]
-    status = {name: value for name, value in lines if name in ("Umask", "SigBlk", "Groups")}
+    status = {name: value for name, value in lines if name in ("Umask", "Groups")}
     nice = (folder / "stat").read_text().rpartition(")")[2].split()[16]
     return {"directory": (folder / "cwd").readlink(), "limits": (folder / "limits").read_text(), "nice": nice, **status}
 
