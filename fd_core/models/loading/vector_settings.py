@@ -159,7 +159,7 @@ def read_vector_settings(path: Path | None, width: int, default: PoolingMethod =
         elif kind != "Transformer":
             raise ModelError(
                 f"{modules}: the module {kind[:40]!r} is not served",
-                hint="served are Transformer, PoolingMethod, then Dense, then Normalize",
+                hint="served are Transformer, Pooling, then Dense, then Normalize",
             )
     if pooling is None and crosses:
         return VectorSettings(pooling=default, judge=labels)

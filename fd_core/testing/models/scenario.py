@@ -108,7 +108,7 @@ class Scenario:
         with ExitStack() as stack:
             engines = [stack.enter_context(each.loaded()) for each in scenarios[::order]][::order]
             move = stack.enter_context(moving_clocks(self.target.cls))
-            for spec in self._poisoned(self.specs[0]):  # of which logs may tell that it failed
+            for spec in self._poisoned(self.specs[0]):  # logs may name them, without their tokens
                 stack.enter_context(kept_out_of_logs(ids=spec.prompt[-3:] if len(spec.prompt) > 2 else ()))
             steps = [each.drive(engine, move) for each, engine in zip(scenarios, engines, strict=True)]
             run: Callable[..., None] = _in_threads if self.events.in_thread else _in_turns

@@ -18,6 +18,7 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.clients.launch import open_client
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
+from fd_core.models.loading.vector_settings import read_vector_settings
 from fd_core.ops.numpy.ops import NumpyOps
 from tests.server.fakes import live
 
@@ -221,3 +222,10 @@ def test_names_of_old_files_are_read(tmp_path: Path) -> None:
     save_file({name.replace("LayerNorm.bias", "LayerNorm.beta"): each for name, each in tensors.items()}, file)
     with closing(LLM(str(tmp_path), backend="reference")) as llm:
         np.testing.assert_array_equal(llm.embed(prompts()), right)
+
+
+def test_a_module_that_is_not_served_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    pooled_by(tmp_path, "mean", {"type": "sentence_transformers.models.LSTM", "path": "2_LSTM"})
+    with pytest.raises(ModelError, match="'LSTM' is not served") as caught:
+        read_vector_settings(tmp_path, 64)
+    assert caught.value.hint == "served are Transformer, Pooling, then Dense, then Normalize"

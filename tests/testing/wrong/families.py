@@ -270,7 +270,7 @@ class RoutesToTwoExperts(Qwen3Moe):
 
 @found_by("test_null_is_not_the_default", "with sliding_window=null is read as without it, with 4096")
 class TakesNullForTheDefault(Mistral):
-    """Configs of later models say so that there is no window."""
+    """Reads null, which means that there is no window, as the default."""
 
     cases = {"window": {"sliding_window": 7}}  # noqa: RUF012
 
